@@ -1,0 +1,245 @@
+"""The engine's half of the job file, and what a node is told when it starts.
+
+Frozen pydantic models, one per room; unknown keys are refused. No torch here: the launcher imports this
+module to check a job before anything is bought. Every error names what was found, what would do, and why.
+"""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from engine.clock import ScaledClock
+from engine.events import Market
+
+
+class Strict(BaseModel):
+    """Base of every configuration: frozen, and a key that nobody reads is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+
+Positive = Annotated[int, Field(ge=1)]
+Share = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class ModelConfig(Strict):
+    """Which diffusion transformer, and what of it is trained."""
+
+    name: Literal["digits-ocr", "qwen-image", "sd3", "flux", "wan"] = "digits-ocr"
+    path: str | None = None
+    """Folder of a diffusers model (transformer, vae, ...). None: the weights that ship with spotrl."""
+    weights: Literal["full", "lora"] = "full"
+    """What is trained: every weight of the transformer, or low-rank adapters beside them."""
+    lora_rank: Positive = 16
+    lora_alpha: Positive = 32
+
+    @model_validator(mode="after")
+    def _weights_exist(self) -> Self:
+        if self.path is None and self.name != "digits-ocr":
+            raise ValueError(
+                f"model.name is {self.name} but model.path is missing; give the folder of its diffusers weights, "
+                "because only digits-ocr ships with spotrl"
+            )
+        return self
+
+
+class WindowConfig(Strict):
+    """Stochastic steps only inside a short window (Flow-GRPO-Fast, MixGRPO); the rest are ODE steps."""
+
+    size: Positive = 2
+    first: Annotated[int, Field(ge=0)] = 0
+    """Earliest step that the window may start at."""
+    last: Positive | None = None
+    """The window ends before this step; None: before the final step."""
+
+
+class SamplerConfig(Strict):
+    """How a rollout denoises. Its signature decides which seed rankings may be compared."""
+
+    name: Literal["flow-sde", "cps"] = "flow-sde"
+    steps: Annotated[int, Field(ge=2)] = 8
+    noise_level: Annotated[float, Field(ge=0.0)] = 0.7
+    """`a` of Flow-GRPO's SDE, `eta` of CPS (research notes rl 1.1). 0 makes every step an Euler step."""
+    shift: Annotated[float, Field(gt=0.0)] = 1.0
+    guidance: Annotated[float, Field(ge=1.0)] = 1.0
+    """Classifier-free guidance; 1 computes no unconditional branch."""
+    window: WindowConfig | None = None
+    noise: Literal[1] = 1
+    """Version of the counter-based noise (engine/rollout/noise.py)."""
+
+    @model_validator(mode="after")
+    def _window_fits(self) -> Self:
+        if self.window is None:
+            return self
+        last = self.window.last or self.steps - 1
+        if last > self.steps - 1 or self.window.first + self.window.size > last:
+            raise ValueError(
+                f"sampler.window of {self.window.size} steps does not fit between step {self.window.first} and "
+                f"{last}; sampler.steps is {self.steps} and the final step is always an ODE step"
+            )
+        return self
+
+
+class AlgorithmConfig(Strict):
+    """GRPO on the denoising steps (arXiv 2505.05470; research notes rl 1.2)."""
+
+    name: Literal["flow-grpo"] = "flow-grpo"
+    prompts_per_batch: Positive = 12
+    images_per_prompt: int = 4
+    """Size of a group: the images whose rewards are compared with one another."""
+    updates_per_batch: Positive = 2
+    """Optimiser steps per batch; each takes its own share of the prompts."""
+    learning_rate: Annotated[float, Field(gt=0.0)] = 2e-4
+    clip_range: Annotated[float, Field(gt=0.0)] = 1e-3
+    advantage_clip: Annotated[float, Field(gt=0.0)] = 5.0
+    gradient_clip: Annotated[float, Field(gt=0.0)] = 1.0
+    kl_beta: Annotated[float, Field(ge=0.0)] = 0.0
+    """Weight of the KL divergence from the base model; 0 computes none."""
+    std: Literal["group", "batch", "ema"] = "group"
+    """What advantages are divided by: the std of the group, of the batch, or of earlier batches."""
+    ema_decay: Share = 0.7
+    """Evaluation uses an average of the weights: this much of the old average is kept each iteration."""
+    order: Literal["fixed", "arrival"] = "fixed"
+    """`fixed` accumulates gradients by group number, so that a run repeats bit for bit."""
+
+    @field_validator("images_per_prompt")
+    @classmethod
+    def _a_group_compares(cls, value: int) -> int:
+        if value < 2:
+            raise ValueError(
+                f"images_per_prompt is {value}; use 2 or more, "
+                "because an image alone in its group always has advantage 0"
+            )
+        return value
+
+    @model_validator(mode="after")
+    def _updates_have_prompts(self) -> Self:
+        if self.prompts_per_batch % self.updates_per_batch:
+            raise ValueError(
+                f"prompts_per_batch is {self.prompts_per_batch}, which updates_per_batch "
+                f"({self.updates_per_batch}) does not divide; every update takes whole prompts"
+            )
+        return self
+
+
+class CandidateBudget(Strict):
+    """A counted budget: the same seeds are tried whatever the machine does, so runs repeat exactly."""
+
+    candidates: Positive
+    """Candidate seeds per batch, shared evenly by its prompts."""
+    patience_seconds: Annotated[float, Field(gt=0.0)] = 30.0
+    """With no spot node alive for this long (wall time) the batch goes on with what was explored."""
+
+
+class SecondsBudget(Strict):
+    """A budget of idle time: explore until the trainer is done, or for so many seconds."""
+
+    seconds: Literal["auto"] | Annotated[float, Field(gt=0.0)] = "auto"
+    max_candidates: Positive = 1024
+
+
+class ExplorationConfig(Strict):
+    """Seed exploration on spot workers while the trainer trains (research notes papers 6.1)."""
+
+    mode: Literal["none", "stale"] = "stale"
+    budget: CandidateBudget | SecondsBudget = SecondsBudget()
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Of exploration only: training data is always made in the precision of training."""
+    shape: Positive = 48
+    """Pictures per forward pass of an exploring worker."""
+
+
+class RewardConfig(Strict):
+    """What is optimised: a scorer of ours by name, or `package.module:function` of the user's own."""
+
+    name: str = "ocr"
+    placed: Literal["with_rollout"] = "with_rollout"
+
+
+class EvaluationConfig(Strict):
+    """Held-out prompts, fixed noise, ODE sampler, EMA weights: the curve that a target is read from."""
+
+    prompts: Positive = 512
+    every: Positive = 3
+    steps: Annotated[int, Field(ge=1)] = 8
+
+
+class TargetConfig(Strict):
+    """When the run has what it was started for."""
+
+    metric: str = "exact_match"
+    value: float
+    evaluations: Positive = 3
+    """The smoothed score must hold for this many evaluations in a row."""
+
+
+class CheckpointConfig(Strict):
+    every: Positive = 1
+    keep: Positive = 3
+
+
+class RuntimeConfig(Strict):
+    """Where workers run, and the promises they renew. Durations are wall seconds."""
+
+    name: Literal["inproc", "local"] = "local"
+    shape: Positive = 12
+    """Pictures per forward pass of a training rollout; always this many, padded with copies."""
+    lease_seconds: Annotated[float, Field(gt=0.0)] = 4.0
+    heartbeat_seconds: Annotated[float, Field(gt=0.0)] = 1.0
+    trainer_threads: Annotated[int, Field(ge=0)] = 0
+    """torch threads of the trainer; 0: one per core."""
+
+
+class EngineConfig(Strict):
+    """Everything the engine reads. The launcher builds it from the job file and sends it to every node."""
+
+    seed: Annotated[int, Field(ge=0)] = 0
+    iterations: Positive = 40
+    """The run ends after so many trained batches, target reached or not."""
+    model: ModelConfig = ModelConfig()
+    sampler: SamplerConfig = SamplerConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    exploration: ExplorationConfig = ExplorationConfig()
+    reward: RewardConfig = RewardConfig()
+    prompts: str = "digits"
+    """`digits` (made on the fly), or a text file with one prompt a line."""
+    evaluation: EvaluationConfig = EvaluationConfig()
+    target: TargetConfig | None = None
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    runtime: RuntimeConfig = RuntimeConfig()
+
+
+class ClockConfig(Strict):
+    origin_ms: int
+    factor: Annotated[float, Field(gt=0.0)] = 1.0
+
+    def clock(self) -> ScaledClock:
+        return ScaledClock(origin_ms=self.origin_ms, factor=self.factor)
+
+
+class NodeSpec(Strict):
+    """What a node is told when it starts: `python -m engine.runtime.agent FILE` reads it from a JSON file.
+
+    The agent takes a lock in `folder`, writes `agent.json` (pid, create_time), then `ready.json` once its
+    workers called in; it watches for `notice.json` ({"deadline_ms": ...}), appends progress to
+    `progress/SOURCE.jsonl` (trainer only) and logs to `logs/`. It exits 0 when the engine is finished.
+    """
+
+    run: str
+    node: str
+    role: Literal["trainer", "rollout"]
+    market: Market
+    workers: Positive = 1
+    folder: str
+    """This node's own disk."""
+    store: str
+    """Checkpoint store: an obstore URL, file:///... on the local infra."""
+    coordinator_host: str = "127.0.0.1"
+    coordinator_port: int
+    token: str
+    clock: ClockConfig
+    engine: EngineConfig
+    workdir: str | None = None
+    """Where the user's reward module and prompt file are found."""
+    money_deadline_ms: int | None = None
+    """The node ends itself at this moment (run's clock), whoever is left to ask it to."""

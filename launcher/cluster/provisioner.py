@@ -1,0 +1,72 @@
+"""What the controller asks of a place where nodes can be had. `LocalProvisioner` forks; SkyPilot comes beside it.
+
+Decide apart from do: nothing here chooses. The idempotency token is the node's name, `<run>-<node>-g<generation>`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+from engine.config import NodeSpec
+from engine.events import Market
+
+
+class NodeStatus(StrEnum):
+    """What the cloud says of a node now. An API that does not answer is UNKNOWN, never GONE."""
+
+    PENDING = "pending"
+    UP = "up"
+    GONE = "gone"
+    DENIED = "denied"
+    NO_CAPACITY = "no_capacity"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Placement:
+    """What we decided to buy: one node, from one offer, at a price with a source and a time."""
+
+    cloud: str
+    region: str
+    zone: str
+    instance_type: str
+    gpus: int
+    accelerator: str
+    market: Market
+    micro_usd_per_hour: int
+    price_source: str
+    price_observed_at: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeFact:
+    """One node as observed. `evidence` is the cloud's own words for how it ended.
+
+    `notice_deadline_ms`: the cloud announced that it takes the node back then (run's clock).
+    `started_ms`, `ended_ms`: what is billed, when known (run's clock).
+    `signal`, `with_notice`: how a reclaim came about, when known ("SIGKILL", "SIGSTOP" on the local infra).
+    """
+
+    name: str
+    status: NodeStatus
+    evidence: str = ""
+    started_ms: int | None = None
+    ended_ms: int | None = None
+    notice_deadline_ms: int | None = None
+    signal: str | None = None
+    with_notice: bool | None = None
+    reclaimed: bool = False
+
+
+class Provisioner(Protocol):
+    """Starts and stops nodes, without waiting."""
+
+    def request(self, want: Placement, spec: NodeSpec) -> None:
+        """Ask for one node called `spec.node` and return at once; the same name twice asks for one node."""
+
+    def observe(self) -> Sequence[NodeFact]:
+        """What the cloud says now of every node of this run, also of those nobody remembers asking for."""
+
+    def release(self, names: Sequence[str]) -> None:
+        """Idempotent: a node that is already gone counts as released."""
