@@ -142,6 +142,8 @@ class Work:
     shape: int
     dtype: str
     expires_ms: int
+    pictures: tuple[bool, ...] = ()
+    """For each attempt: whether its finished picture is wanted back."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

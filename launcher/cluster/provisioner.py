@@ -43,6 +43,7 @@ class Placement:
 class NodeFact:
     """One node as observed. `evidence` is the cloud's own words for how it ended.
 
+    `ready_ms`: when its workers had called in (run's clock).
     `notice_deadline_ms`: the cloud announced that it takes the node back then (run's clock).
     `started_ms`, `ended_ms`: what is billed, when known (run's clock).
     `signal`, `with_notice`: how a reclaim came about, when known ("SIGKILL", "SIGSTOP" on the local infra).
@@ -57,6 +58,7 @@ class NodeFact:
     signal: str | None = None
     with_notice: bool | None = None
     reclaimed: bool = False
+    ready_ms: int | None = None
 
 
 class Provisioner(Protocol):
@@ -70,3 +72,6 @@ class Provisioner(Protocol):
 
     def release(self, names: Sequence[str]) -> None:
         """Idempotent: a node that is already gone counts as released."""
+
+    def rearm(self, name: str, money_deadline_ms: int) -> None:
+        """Tell a node that its money lasts longer, or less long, than its NodeSpec said. A lost node is no error."""

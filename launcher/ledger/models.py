@@ -23,6 +23,8 @@ class Run(Base):
     job_yaml: Mapped[str]
     job: Mapped[dict[str, Any]]
     """The checked job, with every default filled in (launcher/job.py)."""
+    plan: Mapped[dict[str, Any]]
+    """What we decided to buy, slot by slot (launcher/placement/plan.py): what the controller keeps alive."""
     job_digest: Mapped[str]
     code_version: Mapped[str]
     lock_digest: Mapped[str]
@@ -37,12 +39,20 @@ class Run(Base):
     target_metric: Mapped[str | None]
     target_value: Mapped[float | None]
     folder: Mapped[str]
+    workdir: Mapped[str | None]
+    """Where the job file was: the user's reward module and prompt file are found there."""
+    deadline_ms: Mapped[int | None]
+    """When the run must end (run's clock), reward or not."""
     coordinator_port: Mapped[int]
     token: Mapped[str]
 
 
 class RunStatus(Base):
-    """A step of a run's life: planned, running, draining, finished, stopped, failed. The newest row counts."""
+    """A step of a run's life; the newest row counts.
+
+    planned -> running -> finished, or -> stopping (a person asked) or draining (the budget is used up) -> stopped,
+    or -> failed. A run that was stopped or failed is planned again by `spotrl resume`.
+    """
 
     __tablename__ = "run_status"
     id: Mapped[int] = mapped_column(primary_key=True)
@@ -91,7 +101,11 @@ class Node(Base):
 
 
 class NodeEvent(Base):
-    """Something seen of a node: up, notice, gone, released, denied, no_capacity; with the evidence for it."""
+    """Something that happened to a node, with the evidence for it.
+
+    requested (the cloud was asked), up (it is paid for from here on), ready (its workers called in), notice,
+    releasing (we asked for its end); and its end, once: gone, released, denied or no_capacity.
+    """
 
     __tablename__ = "node_event"
     id: Mapped[int] = mapped_column(primary_key=True)

@@ -1,0 +1,71 @@
+"""What an evaluation says: metrics averaged over held-out prompts, and the pictures that go with them."""
+
+import io
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from PIL import Image
+from safetensors.torch import load
+
+from engine.config import TargetConfig
+from engine.rollout.request import Finished
+
+SMOOTHED_OVER = 3
+"""A score is the mean of so many evaluations; one evaluation of 512 pictures has a standard error of about .02."""
+
+COLUMNS = 4
+BORDER = 2
+SCALE = 4
+
+
+def mean_metrics(results: Sequence[Finished]) -> dict[str, float]:
+    """Mean of the reward and of every named metric; values that are not finite are left out and counted."""
+    rows = [{"reward": result.score.reward, **result.score.metrics} for result in results]
+    names = sorted({name for row in rows for name in row})
+    means = {}
+    for name in names:
+        values = [row[name] for row in rows if name in row and math.isfinite(row[name])]
+        if values:
+            means[name] = sum(values) / len(values)
+    broken = sum(1 for row in rows if not math.isfinite(row["reward"]))
+    return means if not broken else {**means, "not_finite": float(broken)}
+
+
+def smoothed(values: Sequence[float]) -> list[float]:
+    """Each evaluation averaged with the ones before it, up to SMOOTHED_OVER of them."""
+    return [
+        sum(values[max(0, i + 1 - SMOOTHED_OVER) : i + 1]) / (i + 1 - max(0, i + 1 - SMOOTHED_OVER))
+        for i in range(len(values))
+    ]
+
+
+def held(values: Sequence[float], target: TargetConfig) -> bool:
+    """Whether the smoothed score has been at or above the target for the last `target.evaluations` evaluations."""
+    last = smoothed(values)[-target.evaluations :]
+    return len(last) == target.evaluations and all(value >= target.value for value in last)
+
+
+def contact_sheet(pictures: Sequence[tuple[str, bytes]]) -> bytes:
+    """A PNG of these pictures in a grid, in order. pictures: (prompt, safetensors bytes of uint8 [C, H, W])."""
+    tiles = [_to_rgb(load(data)["picture"].numpy()) for _, data in pictures]
+    if not tiles:
+        return b""
+    height, width = tiles[0].shape[:2]
+    lines = math.ceil(len(tiles) / COLUMNS)
+    sheet = np.full((lines * (height + BORDER) + BORDER, COLUMNS * (width + BORDER) + BORDER, 3), 160, np.uint8)
+    for i, tile in enumerate(tiles):
+        top, left = BORDER + i // COLUMNS * (height + BORDER), BORDER + i % COLUMNS * (width + BORDER)
+        sheet[top : top + height, left : left + width] = tile
+    image = Image.fromarray(sheet)
+    scale = SCALE if width < 128 else 1
+    buffer = io.BytesIO()
+    image.resize((image.width * scale, image.height * scale), Image.Resampling.NEAREST).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def _to_rgb(picture: np.ndarray) -> np.ndarray:
+    if picture.ndim == 4:  # video: its first frame
+        picture = picture[:, 0]
+    channels = picture if picture.shape[0] == 3 else np.repeat(picture[:1], 3, axis=0)
+    return np.moveaxis(channels, 0, 2)

@@ -1,0 +1,57 @@
+"""Which of the explored seeds are trained: the subset whose rewards differ most.
+
+A group's gradient vanishes where its rewards agree, so the kept seeds are those of largest reward variance. The best
+subset of a given size is always a prefix plus a suffix of the sorted rewards (research notes rl 1.2), which leaves
+keep + 1 candidates to compare. Pure: equal rewards in equal order give equal choices on every machine.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from math import isfinite
+
+_TIE = 1e-12
+"""Relative difference of variances below which two candidates are equal; the one with more high rewards is kept."""
+
+
+def max_variance_subset(rewards: Sequence[float], keep: int) -> tuple[int, ...]:
+    """Indices, ascending, of the `keep` rewards whose variance is largest. Equal rewards: the lower index first."""
+    if not 1 <= keep <= len(rewards):
+        raise ValueError(f"asked to keep {keep} of {len(rewards)} rewards; explore at least as many seeds as are kept")
+    if not all(isfinite(reward) for reward in rewards):
+        raise ValueError("rewards to choose from must be finite; leave out seeds whose reward is NaN or infinite")
+    ascending = sorted(range(len(rewards)), key=lambda index: (rewards[index], index))
+    lowest = set(ascending[: _best_prefix([rewards[index] for index in ascending], keep)])
+    rest = [index for index in range(len(rewards)) if index not in lowest]
+    highest = sorted(rest, key=lambda index: (-rewards[index], index))[: keep - len(lowest)]
+    return tuple(sorted([*lowest, *highest]))
+
+
+def variance(values: Sequence[float]) -> float:
+    """Population variance; 0 for fewer than two values."""
+    if not values:
+        return 0.0
+    mean = sum(values) / len(values)
+    return sum((value - mean) ** 2 for value in values) / len(values)
+
+
+def kept_variance(rewards: Sequence[float], keep: int) -> float:
+    """Variance of the rewards that would be kept: what one more explored seed may increase."""
+    return variance([rewards[index] for index in max_variance_subset(rewards, keep)])
+
+
+def _best_prefix(ascending: Sequence[float], keep: int) -> int:
+    """How many of the `keep` are taken from the low end, by prefix sums over the centred rewards."""
+    # Centred first, or the difference of two large sums would drown a small variance.
+    centre = sum(ascending) / len(ascending)
+    centred = [value - centre for value in ascending]
+    sums = [0.0, *accumulate(centred)]
+    squares = [0.0, *accumulate(value * value for value in centred)]
+    best, best_variance = 0, -1.0
+    for low in range(keep + 1):
+        high = len(ascending) - (keep - low)
+        total = sums[low] + sums[-1] - sums[high]
+        square = squares[low] + squares[-1] - squares[high]
+        spread = square / keep - (total / keep) ** 2
+        if spread > best_variance + _TIE * max(abs(best_variance), squares[-1] / len(ascending)):
+            best, best_variance = low, spread
+    return best

@@ -1,0 +1,565 @@
+"""One reinforcement-learning run, from the trainer's chair.
+
+    open the batch -> workers roll it out and score it -> groups are trained as they arrive -> weights move
+    beside it, spot workers explore seeds for the next batch with the weights it began with
+    choose the next batch's seeds -> checkpoint -> publish
+
+The trainer waits for nobody while there is something to train; while there is not, it rolls out too, so a run with
+no spot node at all goes on. An optimiser step is taken only when the whole batch is rolled out: until then the
+trainer still holds the version that an unfinished rollout needs.
+"""
+
+import hashlib
+import json
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from safetensors.torch import load, save
+from torch import Tensor
+
+from engine.clock import Clock
+from engine.config import CandidateBudget, EngineConfig
+from engine.evaluation import contact_sheet, held, mean_metrics
+from engine.events import (
+    CheckpointSaved,
+    EngineFinished,
+    EngineStarted,
+    Evaluated,
+    IterationDone,
+    Phase,
+    TargetReached,
+    Warned,
+)
+from engine.exploration.candidates import candidate_requests, choose_groups
+from engine.models.adapter import DiTAdapter
+from engine.models.load import ReferencePolicy, trainable
+from engine.prompts import PromptSource
+from engine.rewards.reward import Reward
+from engine.rollout.queue import Task
+from engine.rollout.request import Finished, Kind, Manifest, RequestId, Stream, Wait, WeightsKey, seed_of
+from engine.rollout.sampler import Plan, evaluation_plan, plan_to_dict, rollout_plan
+from engine.rollout.trajectory import Trajectory
+from engine.rollout.wire import finished_from_dict, task_to_dict, weights_to_list
+from engine.runtime.coordinator import digest_of
+from engine.runtime.progress import ProgressLog
+from engine.runtime.transport import Transport
+from engine.runtime.usage import Usage
+from engine.runtime.worker import Worker, get_weights, set_weights
+from engine.training.advantages import RunningStd
+from engine.training.checkpoint import Checkpoint, CheckpointStore
+from engine.training.metrics import MetricsLog
+from engine.training.transaction import Average, FinishedGroup, Health, Trainer
+from engine.versions import installed_versions
+
+BAD_GROUPS_IN_A_ROW = 3
+"""So many groups in a row that are not finite stop the run at its last good checkpoint."""
+
+PICTURES_SHOWN = 24
+"""Pictures of each evaluation that are kept for the report."""
+
+
+class Stopped(Exception):
+    """The run was told to stop: budget, `spotrl down`."""
+
+
+class Unhealthy(Exception):
+    """Training produced nothing finite, or a request cannot be made; going on would waste money."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where the trainer runs: names, disks, the line to the coordinator."""
+
+    run: str
+    node: str
+    workers_of_node: int
+    store: CheckpointStore
+    transport: Transport
+    progress: ProgressLog
+    metrics: MetricsLog
+    clock: Clock
+
+
+class Loop:
+    """A trainer with its state. `run` goes on from the newest checkpoint until there is nothing left to do."""
+
+    def __init__(
+        self, config: EngineConfig, place: Place, adapter: DiTAdapter, reward: Reward, prompts: PromptSource
+    ) -> None:
+        self.config = config
+        self.place = place
+        self.prompts = prompts
+        self.parameters = trainable(adapter)
+        reference = ReferencePolicy.of(adapter) if config.algorithm.kl_beta > 0 else None
+        self.trainer = Trainer(adapter, self.parameters, config.algorithm, reference)
+        self.average = Average(self.parameters, config.algorithm.ema_decay)
+        self.worker = Worker(
+            name=f"{place.node}/trainer",
+            node=place.node,
+            workers_of_node=place.workers_of_node,
+            transport=place.transport,
+            adapter=adapter,
+            parameters=self.parameters,
+            reward=reward,
+            clock=place.clock,
+            heartbeat_seconds=config.runtime.heartbeat_seconds,
+            kinds=(Kind.TRAIN, Kind.EVALUATE),
+            may_load=False,
+            overlap_scoring=False,
+        )
+        self.usage: Usage = self.worker.usage
+        self.iteration = 0
+        self.lineage = 0
+        self.std = RunningStd()
+        self.evaluations: list[tuple[int, dict[str, float]]] = []
+        self.skipped_in_a_row = 0
+        self._spent_before: dict[str, float] = {}
+        self._untold_seconds = 0.0
+        """Time since the last report that belongs to the next: checkpoint and publish."""
+        self.config_digest = hashlib.sha256(config.model_dump_json().encode()).hexdigest()[:16]
+
+    # --- the run ----------------------------------------------------------------------------------------
+
+    def run(self) -> EngineFinished:
+        """Train until the target is held, the iterations are done, or someone says stop. Never raises for those."""
+        try:
+            self._begin()
+            self._evaluate_if_due()
+            while self.iteration < self.config.iterations and not self._target_held():
+                self._iterate()
+                self._evaluate_if_due()
+            reached = self._target_held()
+            finished = EngineFinished(reason="target" if reached else "iterations", iteration=self.iteration)
+        except Stopped as stop:
+            finished = EngineFinished(reason="stopped", iteration=self.iteration, text=str(stop))
+        except Unhealthy as sick:
+            finished = EngineFinished(reason="unhealthy", iteration=self.iteration, text=str(sick))
+        self.place.progress.write(self.lineage, finished)
+        self._say({"call": "stop", "reason": finished.reason})
+        return finished
+
+    def _begin(self) -> None:
+        """Go on from the newest checkpoint; a machine that lost what was published begins a new lineage."""
+        newest = self.place.store.newest()
+        if newest is not None:
+            if newest.config_digest != self.config_digest:
+                text = "the job differs from the one that made the checkpoint; it goes on with the job as it is now"
+                self.place.progress.write(newest.lineage, Warned(text=text))
+            self._restore(newest)
+        self.lineage = self._settle_lineage(newest)
+        if newest is None:
+            self.next_batch = self._manifest(0, {})
+        self.next_batch = replace(self.next_batch, run=self.place.run, lineage=self.lineage)
+        started = EngineStarted(
+            iteration=self.iteration,
+            config_digest=self.config_digest,
+            devices=str(next(iter(self.parameters.values())).device),
+            versions=installed_versions(),
+        )
+        self.place.progress.write(self.lineage, started)
+        self._publish_live()
+
+    def _settle_lineage(self, newest: Checkpoint | None) -> int:
+        known = self._say({"call": "peek"})
+        same = known["lineage"] > 0 and (newest is None or newest.lineage == known["lineage"])
+        if same and (known["version"] is None or known["version"] <= self.iteration):
+            return int(known["lineage"])
+        lineage = self.place.store.claim_lineage()
+        self._say({"call": "hello", "lineage": lineage})
+        return lineage
+
+    def _restore(self, checkpoint: Checkpoint) -> None:
+        self.iteration = checkpoint.iteration
+        self.evaluations = [(iteration, dict(metrics)) for iteration, metrics in checkpoint.evaluations]
+        self.std = RunningStd(checkpoint.std)
+        self.skipped_in_a_row = checkpoint.skipped_in_a_row
+        self.next_batch = checkpoint.next_batch
+        set_weights(self.parameters, checkpoint.files["weights"])
+        self.average.tensors = load(checkpoint.files["ema"])
+        self.trainer.load_optimizer_state(load(checkpoint.files["optimizer"]))
+
+    # --- one iteration ----------------------------------------------------------------------------------
+
+    def _iterate(self) -> None:
+        begun = time.perf_counter() - self._untold_seconds
+        manifest, batch = self.next_batch, self.iteration
+        plan = rollout_plan(self.config.sampler, self.config.seed, batch)
+        self._submit(manifest.requests(), plan, Kind.TRAIN)
+        candidates = self._explore(batch + 1)
+
+        rollouts = _Rollouts(self, manifest)
+        health = self._train(manifest, plan, rollouts)
+        explored = self._explored(candidates, batch + 1)
+
+        rewards = torch.tensor(rollouts.rewards(), dtype=torch.float64)
+        finite = rewards[torch.isfinite(rewards).all(dim=1)]
+        self.std = self.std.after(finite) if len(finite) else self.std
+        self.average.follow()
+        # Told before it is durable: killed in between, the batch is trained and told again, never forgotten.
+        self._tell(manifest, finite, len(explored), health, time.perf_counter() - begun)
+        saving = time.perf_counter()
+        self.iteration += 1
+        self.next_batch = self._manifest(self.iteration, explored)
+        with self.usage.measure(Phase.CHECKPOINT):
+            self._checkpoint()
+        with self.usage.measure(Phase.SYNC):
+            self._publish_live()
+            self._say({"call": "withdraw", "kind": "train", "batch": batch})
+            self._say({"call": "withdraw", "kind": "explore", "batch": batch + 1})
+        self._untold_seconds = time.perf_counter() - saving
+
+    def _tell(self, manifest: Manifest, rewards: Tensor, explored: int, health: list[Health], seconds: float) -> None:
+        """Report a trained batch. rewards [P, K]: of the groups that are finite."""
+        spent = dict(self.usage.total)
+        phase_ms = {phase: round(ms - self._spent_before.get(phase, 0.0)) for phase, ms in spent.items()}
+        self._spent_before = spent
+        done = IterationDone(
+            iteration=manifest.batch,
+            reward_mean=float(rewards.mean()) if len(rewards) else 0.0,
+            reward_std=float(rewards.std(correction=0)) if len(rewards) else 0.0,
+            group_std_mean=float(rewards.std(dim=1, correction=0).mean()) if len(rewards) else 0.0,
+            explored=explored,
+            manifest_digest=manifest.digest,
+            phase_ms=phase_ms,
+            wall_seconds=seconds,
+            health={**_merge(health), "staleness": 0.0},
+        )
+        self.place.progress.write(self.lineage, done)
+        self.place.metrics.iteration(done)
+
+    def _train(self, manifest: Manifest, plan: Plan, rollouts: "_Rollouts") -> list[Health]:
+        """All optimiser steps of a batch; groups of the first are trained while others are still rolled out."""
+        std = None
+        if self.config.algorithm.std == "batch":
+            rollouts.wait_for_all()
+            std = rollouts.std()
+        elif self.config.algorithm.std == "ema":
+            std = self.std.value
+        finished = []
+        for minibatch in range(len(manifest.minibatches)):
+            step = self.trainer.begin(manifest, minibatch, plan, std=std)
+            try:
+                while step.missing:
+                    ready = [number for number in step.missing if rollouts.is_complete(number)]
+                    if not ready:
+                        rollouts.wait()
+                        continue
+                    with self.usage.measure(Phase.TRAINING), _threads(self.config.runtime.trainer_threads):
+                        step.add(ready[0], rollouts.group(ready[0]))
+                    rollouts.look()
+                rollouts.wait_for_all()
+            except BaseException:
+                step.abort()
+                raise
+            with self.usage.measure(Phase.TRAINING):
+                finished.append(self._commit(manifest, minibatch, step))
+        return finished
+
+    def _commit(self, manifest: Manifest, minibatch: int, step: Any) -> Health:
+        for number in manifest.minibatches[minibatch]:
+            bad = number in step.health.skipped
+            self.skipped_in_a_row = self.skipped_in_a_row + 1 if bad else 0
+            if bad:
+                prompt = manifest.groups[number].prompt
+                text = f"batch {manifest.batch}: skipped {prompt!r}, its reward or loss is not finite"
+                self.place.progress.write(self.lineage, Warned(text=text))
+            if self.skipped_in_a_row >= BAD_GROUPS_IN_A_ROW:
+                step.abort()
+                raise Unhealthy(
+                    f"{BAD_GROUPS_IN_A_ROW} groups in a row had a reward or loss that is not finite; "
+                    f"the last good checkpoint is iteration {self.iteration}: look at the reward, or lower learning_rate"
+                )
+        health: Health = step.commit()
+        return health
+
+    # --- exploration ------------------------------------------------------------------------------------
+
+    def _explore(self, batch: int) -> tuple[RequestId, ...]:
+        """Ask for candidates of the next batch, to be made with the weights that are live now."""
+        if batch >= self.config.iterations:
+            return ()
+        requests = candidate_requests(
+            self.config.exploration,
+            run=self.place.run,
+            run_seed=self.config.seed,
+            lineage=self.lineage,
+            batch=batch,
+            prompts=self.prompts.batch(batch),
+            keep=self.config.algorithm.images_per_prompt,
+        )
+        if requests:
+            plan = rollout_plan(self.config.sampler, self.config.seed, batch)
+            self._submit(requests, plan, Kind.EXPLORE)
+        return requests
+
+    def _explored(self, candidates: Sequence[RequestId], batch: int) -> dict[tuple[str, int], float]:
+        """What exploration found. A counted budget is waited for while a spot node lives; idle time is not."""
+        if not candidates:
+            return {}
+        budget = self.config.exploration.budget
+        results: list[Finished] = []
+        alone_since: float | None = None
+        counted = isinstance(budget, CandidateBudget)
+        while True:
+            answer = self._collect(Kind.EXPLORE, batch, len(results), wait=counted)
+            results += answer["results"]
+            if not isinstance(budget, CandidateBudget) or len(results) >= len(candidates):
+                break
+            if set(answer["nodes"]) - {self.place.node}:
+                alone_since = None
+                continue
+            alone_since = alone_since or time.monotonic()
+            if time.monotonic() - alone_since > budget.patience_seconds:
+                text = f"batch {batch}: no spot node to explore; it goes on with {len(results)} candidates"
+                self.place.progress.write(self.lineage, Warned(text=text))
+                break
+        return {(result.request.prompt, result.request.seed): result.score.reward for result in results}
+
+    def _manifest(self, batch: int, explored: dict[tuple[str, int], float]) -> Manifest:
+        """What a batch will train, and in which optimiser step each of its groups belongs."""
+        algorithm = self.config.algorithm
+        groups = choose_groups(
+            self.prompts.batch(batch),
+            explored,
+            run_seed=self.config.seed,
+            batch=batch,
+            keep=algorithm.images_per_prompt,
+        )
+        share = len(groups) // algorithm.updates_per_batch
+        return Manifest(
+            run=self.place.run,
+            lineage=self.lineage,
+            batch=batch,
+            version=batch,
+            sampler=rollout_plan(self.config.sampler, self.config.seed, batch).signature,
+            groups=groups,
+            minibatches=tuple(tuple(range(i, i + share)) for i in range(0, len(groups), share)),
+        )
+
+    # --- evaluation -------------------------------------------------------------------------------------
+
+    def _evaluate_if_due(self) -> None:
+        done = any(iteration == self.iteration for iteration, _ in self.evaluations)
+        last = self.iteration == self.config.iterations
+        if done or (self.iteration % self.config.evaluation.every and not last):
+            return
+        self._evaluate()
+
+    def _evaluate(self) -> None:
+        """Held-out prompts with fixed noise, ODE steps and averaged weights; everybody helps."""
+        weights = WeightsKey(version=self.iteration, average=True)
+        prompts = self.prompts.held_out()
+        requests = [
+            RequestId(
+                run=self.place.run,
+                lineage=self.lineage,
+                batch=self.iteration,
+                prompt=prompt,
+                # Of no run in particular: every run is judged by the same noise.
+                seed=seed_of(0, Stream.EVAL, 0, prompt, 0),
+                kind=Kind.EVALUATE,
+            )
+            for prompt in prompts
+        ]
+        live = self.worker.holds
+        data = save(self.average.tensors)
+        with self.usage.measure(Phase.EVALUATION):
+            digest = digest_of(data)
+            self._say({"call": "publish", "weights": weights_to_list(weights)}, {"weights": data})
+            plan = evaluation_plan(self.config.sampler, self.config.evaluation.steps)
+            self._submit(requests, plan, Kind.EVALUATE, weights=weights, pictures=PICTURES_SHOWN)
+            results: dict[RequestId, Finished] = {}
+            blobs: dict[str, bytes] = {}
+            with self._averaged():
+                self.worker.assume(weights, digest)
+                while len(results) < len(requests):
+                    helped = self.worker.serve_once(wait=False)
+                    answer = self._collect(Kind.EVALUATE, self.iteration, len(results), wait=isinstance(helped, Wait))
+                    results |= {result.request: result for result in answer["results"]}
+                    blobs |= answer["blobs"]
+            if live is not None:
+                self.worker.assume(*live)
+            ordered = [results[request] for request in requests]
+            metrics = mean_metrics(ordered)
+            sheet = f"evaluation/l{self.lineage:04d}-i{self.iteration:06d}.png"
+            shown = [(r.request.prompt, blobs[r.trajectory]) for r in ordered if r.trajectory is not None]
+            self.place.store.put(sheet, contact_sheet(shown))
+            self._say({"call": "withdraw", "kind": "evaluate", "batch": self.iteration})
+        self.evaluations.append((self.iteration, metrics))
+        event = Evaluated(iteration=self.iteration, metrics=metrics, prompts=len(prompts), pictures=sheet)
+        self.place.progress.write(self.lineage, event)
+        self.place.metrics.evaluation(event)
+        target = self.config.target
+        if target is not None and target.metric not in metrics:
+            raise Unhealthy(f"target.metric is {target.metric!r}, but the reward reports {sorted(metrics)}")
+        if target is not None and self._target_held():
+            reached = TargetReached(iteration=self.iteration, metric=target.metric, value=metrics[target.metric])
+            self.place.progress.write(self.lineage, reached)
+
+    def _target_held(self) -> bool:
+        target = self.config.target
+        if target is None:
+            return False
+        return held([metrics.get(target.metric, -math.inf) for _, metrics in self.evaluations], target)
+
+    @contextmanager
+    def _averaged(self) -> Iterator[None]:
+        """Inside, the model has the averaged weights; its own come back afterwards."""
+        live = {name: value.detach().clone() for name, value in self.parameters.items()}
+        with torch.no_grad():
+            for name, value in self.parameters.items():
+                value.copy_(self.average.tensors[name])
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for name, value in self.parameters.items():
+                    value.copy_(live[name])
+
+    # --- durable state and the line to the coordinator ----------------------------------------------------
+
+    def _checkpoint(self) -> None:
+        if self.iteration % self.config.checkpoint.every and self.iteration != self.config.iterations:
+            return
+        checkpoint = Checkpoint(
+            iteration=self.iteration,
+            lineage=self.lineage,
+            next_batch=self.next_batch,
+            files={
+                "weights": get_weights(self.parameters),
+                "ema": save(self.average.tensors),
+                "optimizer": save({n: t.contiguous() for n, t in self.trainer.optimizer_state().items()}),
+            },
+            evaluations=tuple(self.evaluations),
+            std=self.std.value,
+            skipped_in_a_row=self.skipped_in_a_row,
+            config_digest=self.config_digest,
+        )
+        digest = self.place.store.save(checkpoint, keep=self.config.checkpoint.keep)
+        event = CheckpointSaved(iteration=self.iteration, path=f"checkpoints/{checkpoint.name}", digest=digest)
+        self.place.progress.write(self.lineage, event)
+
+    def _publish_live(self) -> None:
+        weights, data = WeightsKey(version=self.iteration), get_weights(self.parameters)
+        self._say({"call": "publish", "weights": weights_to_list(weights)}, {"weights": data})
+        self.worker.assume(weights, digest_of(data))
+
+    def _submit(
+        self,
+        requests: Sequence[RequestId],
+        plan: Plan,
+        kind: Kind,
+        *,
+        weights: WeightsKey | None = None,
+        pictures: int = 0,
+    ) -> None:
+        explores = kind is Kind.EXPLORE
+        task = Task(
+            requests=tuple(requests),
+            weights=weights or WeightsKey(version=self.iteration),
+            sampler=json.dumps(plan_to_dict(plan)),
+            shape=self.config.runtime.shape if kind is Kind.TRAIN else self.config.exploration.shape,
+            dtype=self.config.exploration.dtype if explores else "float32",
+            pictures=pictures,
+        )
+        self._say({"call": "submit", "task": task_to_dict(task)})
+
+    def _collect(self, kind: Kind, batch: int, have: int, *, wait: bool) -> dict[str, Any]:
+        """New results of a batch. Raises Stopped and Unhealthy, so that no wait outlives the run."""
+        ask = {"call": "collect", "kind": str(kind), "batch": batch, "have": have}
+        answer, blobs = self.place.transport.call(ask | self._usage_report(), wait=wait)
+        if answer["stop"]:
+            raise Stopped(answer["stop"])
+        if answer["poisoned"] and kind is not Kind.EXPLORE:
+            raise Unhealthy(f"a picture could not be made or scored on three workers: {answer['poisoned'][0]}")
+        results = [finished_from_dict(result) for result in answer["results"]]
+        return {"results": results, "blobs": blobs, "nodes": answer["nodes"]}
+
+    def _say(self, head: dict[str, Any], blobs: dict[str, bytes] | None = None) -> dict[str, Any]:
+        answer, _ = self.place.transport.call(head | self._usage_report(), blobs)
+        return answer
+
+    def _usage_report(self) -> dict[str, Any]:
+        return {"node": self.place.node, "of": self.place.workers_of_node, "usage": self.usage.take()}
+
+
+class _Rollouts:
+    """The rollouts of one batch as they come in, sorted into groups."""
+
+    def __init__(self, loop: Loop, manifest: Manifest) -> None:
+        self._loop = loop
+        self._manifest = manifest
+        self._found: dict[tuple[str, int], tuple[float, Trajectory]] = {}
+        self._steps = loop.config.sampler.steps
+
+    def look(self) -> bool:
+        """Take what has come, without waiting; whether there was anything."""
+        return self._take(wait=False)
+
+    def wait(self) -> None:
+        """Something to do until more comes: roll out ourselves, or wait."""
+        if self.look():
+            return
+        with _threads(1):
+            reply = self._loop.worker.serve_once(wait=False)
+        self._take(wait=isinstance(reply, Wait))
+
+    def wait_for_all(self) -> None:
+        while not all(self.is_complete(number) for number in range(len(self._manifest.groups))):
+            self.wait()
+
+    def is_complete(self, number: int) -> bool:
+        group = self._manifest.groups[number]
+        return all((group.prompt, seed) in self._found for seed in group.seeds)
+
+    def group(self, number: int) -> FinishedGroup:
+        group = self._manifest.groups[number]
+        found = [self._found[group.prompt, seed] for seed in group.seeds]
+        return FinishedGroup(
+            prompt=group.prompt,
+            trajectories=tuple(trajectory for _, trajectory in found),
+            rewards=tuple(reward for reward, _ in found),
+        )
+
+    def rewards(self) -> list[tuple[float, ...]]:
+        return [self.group(number).rewards for number in range(len(self._manifest.groups))]
+
+    def std(self) -> float:
+        finite = [reward for rewards in self.rewards() for reward in rewards if math.isfinite(reward)]
+        return float(torch.tensor(finite, dtype=torch.float64).std(correction=0)) if finite else 0.0
+
+    def _take(self, *, wait: bool) -> bool:
+        answer = self._loop._collect(Kind.TRAIN, self._manifest.batch, len(self._found), wait=wait)
+        for result in answer["results"]:
+            key = (result.request.prompt, result.request.seed)
+            trajectory = Trajectory.from_bytes(answer["blobs"][result.trajectory], self._steps)
+            self._found[key] = (result.score.reward, trajectory)
+        return bool(answer["results"])
+
+
+def _merge(steps: Sequence[Health]) -> dict[str, float]:
+    """Health of a batch: means over its optimiser steps, the largest ratio, the number of skipped groups."""
+    each = [step.summary() for step in steps]
+    merged = {name: sum(one[name] for one in each) / len(each) for name in each[0]}
+    merged["ratio_max"] = max(one["ratio_max"] for one in each)
+    merged["skipped_groups"] = sum(one["skipped_groups"] for one in each)
+    merged["dlogp_before_update"] = each[0]["dlogp_abs_mean"]
+    return merged
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """Run with so many torch threads; 0 leaves them alone."""
+    before = torch.get_num_threads()
+    if count and count != before:
+        torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        if count and count != before:
+            torch.set_num_threads(before)

@@ -1,0 +1,105 @@
+"""FLUX.1: packed latent tokens with positions, T5 text, a pooled CLIP vector, and often distilled guidance.
+
+Conventions of its transformer (diffusers 0.39): tokens [B, N, 4 C], timestep = sigma in [0, 1], `img_ids` and `txt_ids`
+for the rotary embedding, no text mask. FLUX.1-dev was distilled to take the guidance as an input: there it is passed
+in, and no unconditional branch exists. FLUX.1-schnell has no such input: there guidance is classifier-free.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from engine.models.adapter import Conditioning
+from engine.models.qwen_image import PATCH, unpack
+from engine.models.text import EncodedText, TextEncoder, as_conditioning, guided, padded
+from engine.models.vae import decode_pictures, freeze
+
+FLUX_LORA_TARGETS = (
+    "attn.to_q",
+    "attn.to_k",
+    "attn.to_v",
+    "attn.to_out.0",
+    "attn.add_q_proj",
+    "attn.add_k_proj",
+    "attn.add_v_proj",
+    "attn.to_add_out",
+)
+
+PICTURE_SIZE = 512
+TEXT_LENGTH = 256
+
+
+class FluxAdapter:
+    """`DiTAdapter` over diffusers' `FluxTransformer2DModel`."""
+
+    def __init__(self, transformer: nn.Module, vae: nn.Module, text: TextEncoder, latent_size: tuple[int, int]) -> None:
+        """`latent_size`: height and width of the latent, both even; a picture is larger by the VAE's factor."""
+        self.transformer = transformer
+        self._vae = freeze(vae)
+        self._text = text
+        self._rows, self._columns = latent_size[0] // PATCH, latent_size[1] // PATCH
+        self._positions = grid_positions(self._rows, self._columns)
+        self._takes_guidance = bool(transformer.config.guidance_embeds)  # type: ignore[union-attr]
+        self._empty = self.encode([""])
+
+    @torch.no_grad()
+    def encode(self, prompts: Sequence[str]) -> Conditioning:
+        return as_conditioning(self._text(prompts))
+
+    def latent_shape(self) -> tuple[int, ...]:
+        return (self._rows * self._columns, int(self.transformer.config.in_channels))  # type: ignore[union-attr, arg-type]
+
+    def velocity(self, x: Tensor, sigma: Tensor, conditioning: Conditioning, guidance: float) -> Tensor:
+        if self._takes_guidance:
+            return self._forward(x, sigma, conditioning, torch.full_like(sigma, guidance))
+        return guided(self._branch, x, sigma, conditioning, self._empty, guidance)
+
+    def _branch(self, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
+        return self._forward(x, sigma, conditioning, None)
+
+    def _forward(self, x: Tensor, sigma: Tensor, conditioning: Conditioning, guidance: Tensor | None) -> Tensor:
+        dtype = next(self.transformer.parameters()).dtype
+        hidden = conditioning["hidden"].to(dtype)
+        output: Tensor = self.transformer(
+            hidden_states=x.to(dtype),
+            encoder_hidden_states=hidden,
+            pooled_projections=conditioning["pooled"].to(dtype),
+            timestep=sigma,
+            img_ids=self._positions.to(x.device),
+            txt_ids=torch.zeros(hidden.shape[1], 3, device=x.device),
+            guidance=guidance,
+            return_dict=False,
+        )[0]
+        return output.float()
+
+    def decode(self, x: Tensor) -> Tensor:
+        return decode_pictures(self._vae, unpack(x, self._rows, self._columns))
+
+    def lora_targets(self) -> Sequence[str]:
+        return FLUX_LORA_TARGETS
+
+
+def grid_positions(rows: int, columns: int) -> Tensor:
+    """Row and column of every token: [rows columns, 3], the first number unused."""
+    row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
+    return torch.stack([torch.zeros_like(row), row, column], dim=-1).reshape(-1, 3).float()
+
+
+def load_flux(
+    path: Path, picture_size: int = PICTURE_SIZE, text_length: int = TEXT_LENGTH, dtype: torch.dtype = torch.bfloat16
+) -> FluxAdapter:
+    """From a diffusers folder on this machine; nothing is downloaded."""
+    from diffusers import FluxPipeline
+
+    pipeline = FluxPipeline.from_pretrained(path, local_files_only=True, torch_dtype=dtype)
+    freeze(pipeline.text_encoder)
+    freeze(pipeline.text_encoder_2)
+
+    def encode(prompts: Sequence[str]) -> EncodedText:
+        hidden, pooled, _ = pipeline.encode_prompt(prompt=list(prompts), prompt_2=None, max_sequence_length=text_length)
+        return EncodedText(*padded(hidden, None, hidden.shape[1]), pooled)
+
+    side = picture_size // pipeline.vae_scale_factor
+    return FluxAdapter(pipeline.transformer, pipeline.vae, encode, (side, side))

@@ -1,0 +1,148 @@
+"""From the model's configuration to a loaded `DiTAdapter`, and what of it is trained.
+
+The promises: everything that is not trained is frozen and in eval mode (no dropout anywhere, or log-probs of rollout
+and training would differ); low-rank adapters start equal on every node; and `trainable` always gives the same names
+in the same order, because publishing, optimising and checkpoints go by it.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import assert_never
+
+import torch
+from peft import LoraConfig
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import Tensor, nn
+
+from engine.config import ModelConfig
+from engine.models.adapter import DiTAdapter
+
+LORA_SEED = 0
+"""Low-rank adapters start from random values; every node draws the same ones."""
+
+
+def load_adapter(config: ModelConfig) -> DiTAdapter:
+    """The model with its weights, ready for rollouts and for training what `config.weights` says."""
+    adapter = _load_family(config)
+    freeze_but_trained(adapter, config)
+    return adapter
+
+
+def _load_family(config: ModelConfig) -> DiTAdapter:
+    path = Path(config.path) if config.path is not None else None
+    match config.name:
+        case "digits-ocr":
+            from engine.models.digits import BASE, load_digits
+
+            return load_digits(path or BASE)
+        case "qwen-image":
+            from engine.models.qwen_image import load_qwen_image
+
+            return load_qwen_image(_folder(path, config))
+        case "sd3":
+            from engine.models.sd3 import load_sd3
+
+            return load_sd3(_folder(path, config))
+        case "flux":
+            from engine.models.flux import load_flux
+
+            return load_flux(_folder(path, config))
+        case "wan":
+            from engine.models.wan import load_wan
+
+            return load_wan(_folder(path, config))
+        case _:
+            assert_never(config.name)
+
+
+def _folder(path: Path | None, config: ModelConfig) -> Path:
+    if path is None or not (path / "model_index.json").is_file():
+        raise ValueError(
+            f"model.path is {config.path}, which is not a diffusers folder of {config.name} (no model_index.json); "
+            "download the model to every node first and give its folder"
+        )
+    return path
+
+
+def freeze_but_trained(adapter: DiTAdapter, config: ModelConfig) -> None:
+    """Choose what is trained: the whole transformer, or low-rank adapters that are put on it here."""
+    transformer = adapter.transformer.eval()
+    match config.weights:
+        case "full":
+            transformer.requires_grad_(True)
+        case "lora":
+            transformer.requires_grad_(False)
+            lora = LoraConfig(
+                r=config.lora_rank,
+                lora_alpha=config.lora_alpha,
+                init_lora_weights="gaussian",
+                target_modules=list(adapter.lora_targets()),
+            )
+            # The caller's random numbers are left as they were.
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(LORA_SEED)
+                transformer.add_adapter(lora)  # type: ignore[operator]
+            transformer.eval()
+        case _:
+            assert_never(config.weights)
+
+
+def trainable(adapter: DiTAdapter) -> dict[str, nn.Parameter]:
+    """What is optimised, published and checkpointed, by name, in the order of the module tree."""
+    return {name: parameter for name, parameter in adapter.transformer.named_parameters() if parameter.requires_grad}
+
+
+class ReferencePolicy:
+    """The model as it was before training, for the KL divergence from it.
+
+    With low-rank adapters the base is still there, so it costs nothing: they are switched off. With full weights a
+    copy is kept and changes places with the trained weights while `active`.
+    """
+
+    def __init__(self, adapter: DiTAdapter, base: Mapping[str, Tensor] | None) -> None:
+        """`base`: the weights of the reference by name; None switches low-rank adapters off instead."""
+        self._adapter = adapter
+        self._base = base
+        self._lora = [module for module in adapter.transformer.modules() if isinstance(module, BaseTunerLayer)]
+        if base is None and not self._lora:
+            raise ValueError("the model has no low-rank adapters to switch off; give a copy of its base weights")
+
+    @classmethod
+    def of(cls, adapter: DiTAdapter) -> "ReferencePolicy":
+        """The model as it is now: make it right after `load_adapter`, before a checkpoint is read."""
+        if any(isinstance(module, BaseTunerLayer) for module in adapter.transformer.modules()):
+            return cls(adapter, None)
+        return cls(adapter, {name: weight.detach().clone() for name, weight in trainable(adapter).items()})
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Inside, `adapter.velocity` is the reference's, without gradient; the trained weights are back afterwards."""
+        with torch.no_grad(), self._switched_off() if self._base is None else self._exchanged(self._base):
+            yield
+
+    @contextmanager
+    def _switched_off(self) -> Iterator[None]:
+        trained = trainable(self._adapter)
+        for layer in self._lora:
+            layer.enable_adapters(False)
+        try:
+            yield
+        finally:
+            for layer in self._lora:
+                layer.enable_adapters(True)
+            # Switching off also froze them.
+            for parameter in trained.values():
+                parameter.requires_grad_(True)
+
+    @contextmanager
+    def _exchanged(self, base: Mapping[str, Tensor]) -> Iterator[None]:
+        parameters = trainable(self._adapter)
+        mine = {name: parameter.data for name, parameter in parameters.items()}
+        try:
+            for name, parameter in parameters.items():
+                parameter.data = base[name]
+            yield
+        finally:
+            for name, parameter in parameters.items():
+                parameter.data = mine[name]

@@ -1,0 +1,104 @@
+"""Qwen-Image: packed latent tokens, one text stream with a mask, true classifier-free guidance.
+
+Conventions of its transformer (diffusers 0.39): tokens [B, N, 4 C] of 2 x 2 latent patches, timestep = sigma in [0, 1],
+`img_shapes` for the rotary embedding, no pooled text. The diffusers pipeline also rescales the guided velocity to the
+norm of the conditional one; here guidance is the plain formula of the contract, in rollout, training and evaluation.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from engine.models.adapter import Conditioning
+from engine.models.text import EncodedText, TextEncoder, as_conditioning, guided, padded
+from engine.models.vae import decode_pictures, freeze
+
+PATCH = 2
+
+QWEN_LORA_TARGETS = (
+    "to_q",
+    "to_k",
+    "to_v",
+    "to_out.0",
+    "add_q_proj",
+    "add_k_proj",
+    "add_v_proj",
+    "to_add_out",
+    "img_mlp.net.0.proj",
+    "img_mlp.net.2",
+    "txt_mlp.net.0.proj",
+    "txt_mlp.net.2",
+)
+
+PICTURE_SIZE = 512
+"""Height and width when a folder of weights is loaded, as in the published OCR recipes."""
+
+TEXT_LENGTH = 256
+"""Text tokens, after the template's own are dropped."""
+
+
+class QwenImageAdapter:
+    """`DiTAdapter` over diffusers' `QwenImageTransformer2DModel`."""
+
+    def __init__(self, transformer: nn.Module, vae: nn.Module, text: TextEncoder, latent_size: tuple[int, int]) -> None:
+        """`latent_size`: height and width of the latent, both even; a picture is larger by the VAE's factor."""
+        self.transformer = transformer
+        self._vae = freeze(vae)
+        self._text = text
+        self._rows, self._columns = latent_size[0] // PATCH, latent_size[1] // PATCH
+        self._empty = self.encode([""])
+
+    @torch.no_grad()
+    def encode(self, prompts: Sequence[str]) -> Conditioning:
+        return as_conditioning(self._text(prompts))
+
+    def latent_shape(self) -> tuple[int, ...]:
+        return (self._rows * self._columns, int(self.transformer.config.in_channels))  # type: ignore[union-attr, arg-type]
+
+    def velocity(self, x: Tensor, sigma: Tensor, conditioning: Conditioning, guidance: float) -> Tensor:
+        return guided(self._branch, x, sigma, conditioning, self._empty, guidance)
+
+    def _branch(self, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
+        dtype = next(self.transformer.parameters()).dtype
+        output: Tensor = self.transformer(
+            hidden_states=x.to(dtype),
+            encoder_hidden_states=conditioning["hidden"].to(dtype),
+            encoder_hidden_states_mask=conditioning["mask"],
+            timestep=sigma,
+            img_shapes=[[(1, self._rows, self._columns)]] * len(x),
+            return_dict=False,
+        )[0]
+        return output.float()
+
+    def decode(self, x: Tensor) -> Tensor:
+        return decode_pictures(self._vae, unpack(x, self._rows, self._columns))
+
+    def lora_targets(self) -> Sequence[str]:
+        return QWEN_LORA_TARGETS
+
+
+def unpack(x: Tensor, rows: int, columns: int) -> Tensor:
+    """Tokens of 2 x 2 patches to a latent: [B, rows columns, 4 C] -> [B, C, 2 rows, 2 columns]. Also FLUX's packing."""
+    channels = x.shape[2] // (PATCH * PATCH)
+    cut = x.reshape(-1, rows, columns, channels, PATCH, PATCH)
+    return cut.permute(0, 3, 1, 4, 2, 5).reshape(-1, channels, PATCH * rows, PATCH * columns)
+
+
+def load_qwen_image(
+    path: Path, picture_size: int = PICTURE_SIZE, text_length: int = TEXT_LENGTH, dtype: torch.dtype = torch.bfloat16
+) -> QwenImageAdapter:
+    """From a diffusers folder on this machine; nothing is downloaded."""
+    from diffusers import QwenImagePipeline
+
+    pipeline = QwenImagePipeline.from_pretrained(path, local_files_only=True, torch_dtype=dtype)
+    freeze(pipeline.text_encoder)
+
+    def encode(prompts: Sequence[str]) -> EncodedText:
+        # An empty prompt has no token of its own behind the template; upstream uses a blank too.
+        hidden, mask = pipeline.encode_prompt(prompt=[prompt or " " for prompt in prompts])
+        return EncodedText(*padded(hidden, mask, text_length))
+
+    side = picture_size // pipeline.vae_scale_factor
+    return QwenImageAdapter(pipeline.transformer, pipeline.vae, encode, (side, side))

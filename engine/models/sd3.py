@@ -1,0 +1,95 @@
+"""Stable Diffusion 3 and 3.5: unpacked latents, CLIP and T5 text side by side, a pooled CLIP vector.
+
+Conventions of its transformer (diffusers 0.39): latent [B, C, H, W], timestep = 1000 sigma, no text mask (padding is
+attended to, as in the pipeline that made the weights).
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from engine.models.adapter import Conditioning
+from engine.models.text import EncodedText, TextEncoder, as_conditioning, guided, padded
+from engine.models.vae import decode_pictures, freeze
+
+SD3_LORA_TARGETS = (
+    "attn.to_q",
+    "attn.to_k",
+    "attn.to_v",
+    "attn.to_out.0",
+    "attn.add_q_proj",
+    "attn.add_k_proj",
+    "attn.add_v_proj",
+    "attn.to_add_out",
+)
+
+PICTURE_SIZE = 512
+"""Height and width when a folder of weights is loaded, as in Flow-GRPO's recipes."""
+
+T5_LENGTH = 256
+
+
+class SD3Adapter:
+    """`DiTAdapter` over diffusers' `SD3Transformer2DModel`."""
+
+    def __init__(self, transformer: nn.Module, vae: nn.Module, text: TextEncoder, latent_size: tuple[int, int]) -> None:
+        """`latent_size`: height and width of the latent; a picture is larger by the VAE's factor."""
+        self.transformer = transformer
+        self._vae = freeze(vae)
+        self._text = text
+        self._size = latent_size
+        self._empty = self.encode([""])
+
+    @torch.no_grad()
+    def encode(self, prompts: Sequence[str]) -> Conditioning:
+        return as_conditioning(self._text(prompts))
+
+    def latent_shape(self) -> tuple[int, ...]:
+        return (int(self.transformer.config.in_channels), *self._size)  # type: ignore[union-attr, arg-type]
+
+    def velocity(self, x: Tensor, sigma: Tensor, conditioning: Conditioning, guidance: float) -> Tensor:
+        return guided(self._branch, x, sigma, conditioning, self._empty, guidance)
+
+    def _branch(self, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
+        dtype = next(self.transformer.parameters()).dtype
+        output: Tensor = self.transformer(
+            hidden_states=x.to(dtype),
+            encoder_hidden_states=conditioning["hidden"].to(dtype),
+            pooled_projections=conditioning["pooled"].to(dtype),
+            timestep=1000.0 * sigma,
+            return_dict=False,
+        )[0]
+        return output.float()
+
+    def decode(self, x: Tensor) -> Tensor:
+        return decode_pictures(self._vae, x)
+
+    def lora_targets(self) -> Sequence[str]:
+        return SD3_LORA_TARGETS
+
+
+def load_sd3(
+    path: Path, picture_size: int = PICTURE_SIZE, t5_length: int = T5_LENGTH, dtype: torch.dtype = torch.bfloat16
+) -> SD3Adapter:
+    """From a diffusers folder on this machine; nothing is downloaded."""
+    from diffusers import StableDiffusion3Pipeline
+
+    pipeline = StableDiffusion3Pipeline.from_pretrained(path, local_files_only=True, torch_dtype=dtype)
+    for encoder in (pipeline.text_encoder, pipeline.text_encoder_2, pipeline.text_encoder_3):
+        if encoder is not None:
+            freeze(encoder)
+
+    def encode(prompts: Sequence[str]) -> EncodedText:
+        hidden, _, pooled, _ = pipeline.encode_prompt(
+            prompt=list(prompts),
+            prompt_2=None,
+            prompt_3=None,
+            do_classifier_free_guidance=False,
+            max_sequence_length=t5_length,
+        )
+        return EncodedText(*padded(hidden, None, hidden.shape[1]), pooled)
+
+    side = picture_size // pipeline.vae_scale_factor
+    return SD3Adapter(pipeline.transformer, pipeline.vae, encode, (side, side))

@@ -1,0 +1,68 @@
+"""Text for the model families: encoded once, padded to one fixed length, with an unconditional branch beside it.
+
+Text encoders are large, and every family has others. So adapters take any callable that keeps the promise of
+`TextEncoder`; folders of real weights use what their diffusers pipeline does (`encode_prompt`), tests a small one.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from engine.models.adapter import Conditioning
+
+Branch = Callable[[Tensor, Tensor, Conditioning], Tensor]
+"""One forward pass: (x [B, *S], sigma [B], conditioning) -> velocity [B, *S] fp32."""
+
+
+@dataclass(frozen=True)
+class EncodedText:
+    """Prompts as the transformer reads them."""
+
+    hidden: Tensor
+    """[B, L, D], the same L for every prompt."""
+    mask: Tensor
+    """[B, L] bool: True where there is text. Families whose transformer takes no mask attend to the padding too."""
+    pooled: Tensor | None = None
+    """[B, P], where the family has a summary of the whole prompt."""
+
+
+class TextEncoder(Protocol):
+    """Encodes prompts, frozen. A row depends on its own prompt alone, and the length never changes."""
+
+    def __call__(self, prompts: Sequence[str]) -> EncodedText: ...
+
+
+def as_conditioning(text: EncodedText) -> dict[str, Tensor]:
+    """Named tensors, batch first; no gradient."""
+    named = {"hidden": text.hidden.detach(), "mask": text.mask}
+    return named if text.pooled is None else {**named, "pooled": text.pooled.detach()}
+
+
+def padded(hidden: Tensor, mask: Tensor | None, length: int) -> tuple[Tensor, Tensor]:
+    """Cut or fill up with zeros to one length.
+
+    hidden [B, L, D], mask [B, L] or None for all text -> hidden [B, length, D], mask [B, length] bool
+    """
+    present = torch.ones(hidden.shape[:2], dtype=torch.bool, device=hidden.device) if mask is None else mask.bool()
+    missing = max(0, length - hidden.shape[1])
+    filled = functional.pad(hidden[:, :length], (0, 0, 0, missing))
+    return filled, functional.pad(present[:, :length], (0, missing))
+
+
+def guided(
+    branch: Branch, x: Tensor, sigma: Tensor, conditioning: Conditioning, empty: Conditioning, guidance: float
+) -> Tensor:
+    """Classifier-free guidance: v_uncond + guidance (v_cond - v_uncond); at 1 the unconditional branch is not computed.
+
+    empty  conditioning of the empty prompt, one row
+    """
+    conditional = branch(x, sigma, conditioning)
+    if guidance == 1.0:
+        return conditional
+    repeated = {name: value.to(x.device).expand(len(x), *value.shape[1:]) for name, value in empty.items()}
+    unconditional = branch(x, sigma, repeated)
+    return unconditional + guidance * (conditional - unconditional)

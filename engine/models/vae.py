@@ -1,0 +1,48 @@
+"""Latents to pictures: the two conventions of diffusers' autoencoders.
+
+`AutoencoderKL` (SD3, FLUX) scales and shifts all channels alike; the video autoencoders of Wan and Qwen-Image have a
+mean and a std per channel and work on [B, C, F, H, W].
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+
+def freeze(module: nn.Module) -> nn.Module:
+    """Eval mode, no gradient."""
+    return module.eval().requires_grad_(False)
+
+
+@torch.no_grad()
+def decode_pictures(vae: nn.Module, latents: Tensor) -> Tensor:
+    """[B, C, h, w] -> [B, 3, H, W] in [-1, 1]. A video autoencoder decodes a single frame."""
+    if _is_video(vae):
+        return decode_video(vae, latents[:, :, None])[:, :, 0]
+    config = vae.config
+    z = latents / config.scaling_factor + (config.shift_factor or 0.0)  # type: ignore[union-attr, operator]
+    return _decoded(vae, z)
+
+
+@torch.no_grad()
+def decode_video(vae: nn.Module, latents: Tensor) -> Tensor:
+    """[B, C, f, h, w] -> [B, 3, F, H, W] in [-1, 1]."""
+    mean = _per_channel(vae.config.latents_mean, latents)  # type: ignore[union-attr, arg-type]
+    std = _per_channel(vae.config.latents_std, latents)  # type: ignore[union-attr, arg-type]
+    return _decoded(vae, latents * std + mean)
+
+
+def _decoded(vae: nn.Module, z: Tensor) -> Tensor:
+    dtype = next(vae.parameters()).dtype
+    pictures: Tensor = vae.decode(z.to(dtype), return_dict=False)[0]  # type: ignore[operator]
+    return pictures.float().clamp(-1.0, 1.0)
+
+
+def _is_video(vae: nn.Module) -> bool:
+    # AutoencoderKL has the key too, and leaves it empty.
+    return getattr(vae.config, "latents_mean", None) is not None
+
+
+def _per_channel(values: Sequence[float], latents: Tensor) -> Tensor:
+    return torch.tensor(values, dtype=latents.dtype, device=latents.device).view(1, -1, 1, 1, 1)

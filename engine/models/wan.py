@@ -1,0 +1,103 @@
+"""Wan: video. Latents have a time axis, [C, F, H, W], and pictures become frames.
+
+Conventions of its transformer (diffusers 0.39): latent [B, C, F, H, W], timestep = 1000 sigma, UMT5 text filled up with
+zeros and without a mask. Wan 2.2's pair of transformers (one per range of noise levels) is refused: only one of the
+two would be trained.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from engine.models.adapter import Conditioning
+from engine.models.text import EncodedText, TextEncoder, as_conditioning, guided, padded
+from engine.models.vae import decode_video, freeze
+
+WAN_LORA_TARGETS = (
+    "attn1.to_q",
+    "attn1.to_k",
+    "attn1.to_v",
+    "attn1.to_out.0",
+    "attn2.to_q",
+    "attn2.to_k",
+    "attn2.to_v",
+    "attn2.to_out.0",
+    "ffn.net.0.proj",
+    "ffn.net.2",
+)
+
+FRAMES, PICTURE_HEIGHT, PICTURE_WIDTH = 33, 240, 416
+"""Of one video when a folder of weights is loaded: Flow-GRPO's small setting for Wan."""
+
+TEXT_LENGTH = 226
+
+
+class WanAdapter:
+    """`DiTAdapter` over diffusers' `WanTransformer3DModel`."""
+
+    def __init__(
+        self, transformer: nn.Module, vae: nn.Module, text: TextEncoder, latent_size: tuple[int, int, int]
+    ) -> None:
+        """`latent_size`: frames, height and width of the latent."""
+        self.transformer = transformer
+        self._vae = freeze(vae)
+        self._text = text
+        self._size = latent_size
+        self._empty = self.encode([""])
+
+    @torch.no_grad()
+    def encode(self, prompts: Sequence[str]) -> Conditioning:
+        return as_conditioning(self._text(prompts))
+
+    def latent_shape(self) -> tuple[int, ...]:
+        return (int(self.transformer.config.in_channels), *self._size)  # type: ignore[union-attr, arg-type]
+
+    def velocity(self, x: Tensor, sigma: Tensor, conditioning: Conditioning, guidance: float) -> Tensor:
+        return guided(self._branch, x, sigma, conditioning, self._empty, guidance)
+
+    def _branch(self, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
+        dtype = next(self.transformer.parameters()).dtype
+        output: Tensor = self.transformer(
+            hidden_states=x.to(dtype),
+            encoder_hidden_states=conditioning["hidden"].to(dtype),
+            timestep=1000.0 * sigma,
+            return_dict=False,
+        )[0]
+        return output.float()
+
+    def decode(self, x: Tensor) -> Tensor:
+        return decode_video(self._vae, x)
+
+    def lora_targets(self) -> Sequence[str]:
+        return WAN_LORA_TARGETS
+
+
+def load_wan(
+    path: Path,
+    video_size: tuple[int, int, int] = (FRAMES, PICTURE_HEIGHT, PICTURE_WIDTH),
+    text_length: int = TEXT_LENGTH,
+    dtype: torch.dtype = torch.bfloat16,
+) -> WanAdapter:
+    """From a diffusers folder on this machine; nothing is downloaded."""
+    from diffusers import WanPipeline
+
+    pipeline = WanPipeline.from_pretrained(path, local_files_only=True, torch_dtype=dtype)
+    if getattr(pipeline, "transformer_2", None) is not None:
+        raise ValueError(f"{path} holds two transformers (Wan 2.2); use Wan 2.1, because only one can be trained here")
+    freeze(pipeline.text_encoder)
+
+    def encode(prompts: Sequence[str]) -> EncodedText:
+        hidden, _ = pipeline.encode_prompt(
+            prompt=list(prompts), do_classifier_free_guidance=False, max_sequence_length=text_length
+        )
+        return EncodedText(*padded(hidden, None, text_length))
+
+    frames, height, width = video_size
+    latent_size = (
+        (frames - 1) // pipeline.vae_scale_factor_temporal + 1,
+        height // pipeline.vae_scale_factor_spatial,
+        width // pipeline.vae_scale_factor_spatial,
+    )
+    return WanAdapter(pipeline.transformer, pipeline.vae, encode, latent_size)

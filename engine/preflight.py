@@ -1,0 +1,75 @@
+"""Before anything is bought: does the job's own code work? `python -m engine.preflight ENGINE_JSON [WORKDIR]`.
+
+Imports the reward and calls it once on one picture, reads the prompts, and says in one JSON line what was found.
+Exit code 0: fine; 3: {"field", "found", "remedy"}. A process of its own, so that the launcher never loads torch.
+"""
+
+import json
+import sys
+import traceback
+
+import torch
+
+from engine.config import EngineConfig
+from engine.models.load import load_adapter
+from engine.prompts import prompt_source
+from engine.rewards.load import load_reward
+from engine.rollout.sampler import evaluation_plan, initial
+
+
+class JobUnfit(Exception):
+    """A field of the job does not work. `found` says what happened, `remedy` what would do."""
+
+    def __init__(self, field: str, found: str, remedy: str) -> None:
+        super().__init__(found)
+        self.field, self.found, self.remedy = field, found, remedy
+
+
+def check(config: EngineConfig, workdir: str | None) -> dict[str, object]:
+    """What was tried, as values to show. Raises JobUnfit."""
+    try:
+        prompts = prompt_source(config, workdir)
+        prompt = prompts.batch(0)[0]
+        held_out = len(prompts.held_out())
+    except (ValueError, OSError) as error:
+        raise JobUnfit("prompts", str(error), "give `digits`, or a text file with one prompt a line") from error
+    try:
+        adapter = load_adapter(config.model)
+    except (ValueError, OSError, KeyError) as error:
+        raise JobUnfit("model", str(error), "check model.name and model.path") from error
+    steps = evaluation_plan(config.sampler, config.evaluation.steps).steps
+    picture = adapter.decode(initial([0], adapter.latent_shape()))
+    try:
+        scores = load_reward(config.reward, workdir)(picture, [prompt])
+    except Exception as error:
+        where = "".join(traceback.format_exception(error)[-3:]).strip()
+        raise JobUnfit(
+            "reward",
+            f"{config.reward.name} on one picture {list(picture.shape)} and prompt {prompt!r}: {where}",
+            "mend the function, and call it by hand with a tensor of that shape and a list of one prompt",
+        ) from error
+    target = config.target
+    known = sorted({"reward", *scores[0].metrics})
+    if target is not None and target.metric not in known:
+        raise JobUnfit(
+            "target.metric",
+            f"{target.metric!r}; the reward reports {', '.join(known)}",
+            f"use one of {', '.join(known)}",
+        )
+    return {"prompt": prompt, "held_out": held_out, "reward": scores[0].reward, "metrics": known, "steps": steps}
+
+
+def main() -> int:
+    torch.set_num_threads(1)
+    config = EngineConfig.model_validate_json(sys.argv[1])
+    try:
+        found = check(config, sys.argv[2] if len(sys.argv) > 2 else None)
+    except JobUnfit as unfit:
+        print(json.dumps({"field": unfit.field, "found": unfit.found, "remedy": unfit.remedy}))
+        return 3
+    print(json.dumps({"ok": True, **found}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

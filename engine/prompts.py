@@ -1,0 +1,127 @@
+"""Where prompts come from: made on the fly for digits-ocr, or read from a text file.
+
+The promise: the prompts of a batch are a pure function of (run seed, batch), distinct within the batch, and never one
+of the held-out prompts that evaluation uses. So a batch that is redone after a loss asks for the same pictures.
+"""
+
+import hashlib
+import random
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Protocol
+
+from engine.config import EngineConfig
+
+HELD_OUT_DIGITS = 512
+"""Of the 10,000 strings of four digits, so many are never trained on."""
+
+HELD_OUT_SHARE = 5
+"""At most one line in so many of a prompt file is held out for evaluation."""
+
+
+class PromptSource(Protocol):
+    """Prompts of a run, for training and for evaluation."""
+
+    def batch(self, batch: int) -> list[str]:
+        """The prompts of one training batch, distinct."""
+
+    def held_out(self) -> list[str]:
+        """Prompts that are only evaluated, in a fixed order."""
+
+
+def prompt_source(config: EngineConfig, workdir: str | None) -> PromptSource:
+    """`digits`, or the text file that `prompts` names (relative to the job's workdir)."""
+    if config.prompts == "digits":
+        return DigitPrompts(config.seed, config.algorithm.prompts_per_batch, config.evaluation.prompts)
+    path = Path(workdir or ".") / config.prompts
+    if not path.is_file():
+        raise ValueError(
+            f"prompts is {config.prompts!r}, but there is no file {path}; "
+            "give `digits`, or a text file in the job's workdir with one prompt a line"
+        )
+    return file_prompts(path, config.seed, config.algorithm.prompts_per_batch, config.evaluation.prompts)
+
+
+@cache
+def _digits() -> tuple[str, ...]:
+    """All strings of four digits in a fixed shuffled order; the first ones are held out."""
+    # Sorted by `random()`, the one method of Random whose values Python promises to keep.
+    rng = random.Random(999)
+    return tuple(f"{number:04d}" for number in sorted(range(10_000), key=lambda _: rng.random()))
+
+
+def held_out_digits() -> list[str]:
+    """The 512 strings of four digits that neither the base nor any run is trained on."""
+    return list(_digits()[:HELD_OUT_DIGITS])
+
+
+@dataclass(frozen=True)
+class DigitPrompts:
+    """Strings of four digits."""
+
+    run_seed: int
+    prompts_per_batch: int
+    evaluated: int
+
+    def __post_init__(self) -> None:
+        if self.evaluated > HELD_OUT_DIGITS:
+            raise ValueError(f"evaluation.prompts is {self.evaluated}; digits has {HELD_OUT_DIGITS} held-out prompts")
+        trained = len(_digits()) - HELD_OUT_DIGITS
+        if self.prompts_per_batch > trained:
+            raise ValueError(f"prompts_per_batch is {self.prompts_per_batch}; digits has {trained} to train on")
+
+    def batch(self, batch: int) -> list[str]:
+        trained = _digits()[HELD_OUT_DIGITS:]
+        return [trained[i] for i in _distinct(len(trained), self.prompts_per_batch, f"digits/{self.run_seed}/{batch}")]
+
+    def held_out(self) -> list[str]:
+        return held_out_digits()[: self.evaluated]
+
+
+@dataclass(frozen=True)
+class FilePrompts:
+    """Lines of a file: passes over the trained ones, each in an order of its own; the last lines are held out."""
+
+    trained: tuple[str, ...]
+    evaluated: tuple[str, ...]
+    run_seed: int
+    prompts_per_batch: int
+
+    def batch(self, batch: int) -> list[str]:
+        # Whole batches only, so that no prompt appears twice in one: a pass may leave a few lines out.
+        a_pass, place = divmod(batch, len(self.trained) // self.prompts_per_batch)
+        order = _distinct(len(self.trained), len(self.trained), f"file/{self.run_seed}/{a_pass}")
+        start = place * self.prompts_per_batch
+        return [self.trained[i] for i in order[start : start + self.prompts_per_batch]]
+
+    def held_out(self) -> list[str]:
+        return list(self.evaluated)
+
+
+def file_prompts(path: Path, run_seed: int, prompts_per_batch: int, evaluated: int) -> FilePrompts:
+    """One prompt a line; blank lines, `#` comments and repeated prompts are skipped.
+
+    The last lines are held out: `evaluated` of them, but at most one fifth of the file, and at least one.
+    """
+    lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    prompts = tuple(dict.fromkeys(line for line in lines if line and not line.startswith("#")))
+    held_out = min(evaluated, max(1, len(prompts) // HELD_OUT_SHARE))
+    trained = len(prompts) - held_out
+    if trained < prompts_per_batch:
+        raise ValueError(
+            f"{path} has {len(prompts)} different prompts, {held_out} of them held out for evaluation, which leaves "
+            f"{max(0, trained)}; prompts_per_batch is {prompts_per_batch}: add prompts, or lower it"
+        )
+    return FilePrompts(prompts[:trained], prompts[trained:], run_seed, prompts_per_batch)
+
+
+def _distinct(choices: int, count: int, name: str) -> list[int]:
+    """`count` different numbers below `choices`, decided by the name."""
+    rng = random.Random(int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little"))
+    if count * 2 > choices:
+        return sorted(range(choices), key=lambda _: rng.random())[:count]
+    drawn: dict[int, None] = {}
+    while len(drawn) < count:
+        drawn[int(rng.random() * choices)] = None
+    return list(drawn)

@@ -1,0 +1,133 @@
+"""From the reward's name in the job file to a `Reward`.
+
+Built-in scorers are chosen by name. Anything with a colon is `package.module:function` of the user's own, imported
+from the job's workdir: `function(pictures, prompts)` returns one float or `Score` per picture. What it returns is
+checked on every call, because a wrong reward trains the wrong thing in silence. A reward that is not finite is let
+through as NaN: the engine leaves that group out and says so.
+"""
+
+import difflib
+import importlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from math import isfinite, nan
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from engine.config import RewardConfig
+from engine.rewards.reward import Reward
+from engine.rollout.request import Score
+
+BUILT_IN = ("ocr", "ocr_strict", "ocr_smooth")
+
+
+class RewardError(ValueError):
+    """The job's reward cannot be used, and why."""
+
+
+def load_reward(config: RewardConfig, workdir: str | None) -> Reward:
+    """The scorer that the job asks for. `workdir`: where a user's own module is found."""
+    match config.name:
+        case "ocr" | "ocr_strict" | "ocr_smooth":
+            from engine.rewards.ocr import OcrReward
+
+            return OcrReward(config.name)
+        case name if ":" in name:
+            return UserReward(name, _import_function(name, workdir))
+        case name:
+            near = difflib.get_close_matches(name, BUILT_IN, n=1, cutoff=0.0)[0]
+            raise RewardError(
+                f"reward.name is {name!r}, which is no reward of ours; did you mean {near!r}? "
+                f"There are {', '.join(BUILT_IN)}, and `package.module:function` for your own"
+            )
+
+
+class UserReward:
+    """A user's function, with what it returns checked and brought into shape."""
+
+    def __init__(self, name: str, function: Callable[[Tensor, Sequence[str]], Any]) -> None:
+        self._name = name
+        self._function = function
+
+    def __call__(self, pictures: Tensor, prompts: Sequence[str]) -> list[Score]:
+        returned = self._function(pictures, list(prompts))
+        values = self._as_list(returned)
+        if len(values) != len(prompts):
+            raise RewardError(
+                f"reward {self._name} returned {len(values)} values for {len(prompts)} pictures; return one each"
+            )
+        return [self._score(index, value) for index, value in enumerate(values)]
+
+    def _as_list(self, returned: Any) -> list[Any]:
+        if isinstance(returned, Tensor | np.ndarray):
+            if returned.ndim != 1:
+                raise RewardError(
+                    f"reward {self._name} returned an array of shape {list(returned.shape)}; "
+                    "return one value per picture, shape [B]"
+                )
+            return list(returned.tolist())
+        if isinstance(returned, Sequence) and not isinstance(returned, str | bytes):
+            return list(returned)
+        raise RewardError(
+            f"reward {self._name} returned {_described(returned)}; return a list with one float or Score per picture"
+        )
+
+    def _score(self, index: int, value: Any) -> Score:
+        if isinstance(value, Score):
+            return value if isfinite(value.reward) else Score(reward=nan, metrics=value.metrics)
+        if isinstance(value, Tensor) and value.numel() == 1:
+            value = value.item()
+        if isinstance(value, bool | int | float | np.number | np.bool_):
+            number = float(value)
+            return Score(reward=number if isfinite(number) else nan, metrics={})
+        raise RewardError(
+            f"reward {self._name} returned {_described(value)} for picture {index}; return a float or a Score"
+        )
+
+
+def _described(value: Any) -> str:
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
+
+
+def _import_function(name: str, workdir: str | None) -> Callable[[Tensor, Sequence[str]], Any]:
+    module_name, _, function_name = name.partition(":")
+    folder = Path(workdir or ".").resolve()
+    with _importable(folder):
+        try:
+            module = importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            missing = error.name or ""
+            if module_name == missing or module_name.startswith(f"{missing}."):
+                raise RewardError(
+                    f"reward.name is {name!r}, but there is no module {missing!r} in {folder} or among the installed "
+                    "packages; put it into the job's workdir"
+                ) from error
+            raise RewardError(
+                f"reward.name is {name!r}; its module {module_name!r} needs {missing!r}, which is not installed"
+            ) from error
+        except Exception as error:
+            raise RewardError(f"reward.name is {name!r}; importing {module_name!r} failed: {error!r}") from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        public = sorted(key for key, value in vars(module).items() if callable(value) and not key.startswith("_"))
+        near = difflib.get_close_matches(function_name, public, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(public) or 'none'}"
+        raise RewardError(f"reward.name is {name!r}, but {module_name!r} has no function {function_name!r}; {hint}")
+    checked: Callable[[Tensor, Sequence[str]], Any] = function
+    return checked
+
+
+@contextmanager
+def _importable(folder: Path) -> Iterator[None]:
+    """Put the folder first on the import path, for the import alone: later imports see what they saw before."""
+    sys.path.insert(0, str(folder))
+    importlib.invalidate_caches()
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))

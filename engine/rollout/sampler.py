@@ -1,0 +1,259 @@
+"""The denoising sampler: one policy step, its log-probability, and the plan that says which steps are random.
+
+A denoising step takes x at noise level s to x at the next level. As a policy it is a Gaussian around a mean that the
+network decides, with a standard deviation that the plan decides (research notes rl 1.1):
+
+    ode       mean = x + v dt,  std = 0
+    flow-sde  Flow-GRPO's stochastic differential equation (arXiv 2505.05470)
+    cps       coefficient-preserving sampling (arXiv 2509.05952): no noise is left over in the picture
+
+All three means are linear in x and in the velocity v, so a plan is a table of three numbers a step, and rows of
+one batch may stand at different steps (several steps of a trajectory in one forward pass, TSP).
+
+The promises: everything here is fp32 whatever the network computes in; a row never depends on its neighbours;
+and the log-prob of `advance` is what `replay` gives for the same transition before the weights change.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import log, pi, sin, sqrt
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from engine.config import SamplerConfig
+from engine.models.adapter import Conditioning, DiTAdapter
+from engine.rollout.noise import NOISE_VERSION, noise_rows
+
+SamplerName = Literal["ode", "flow-sde", "cps"]
+
+_HALF_LOG_TWO_PI = 0.5 * log(2.0 * pi)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How pictures are denoised. Two rollouts of one seed can be compared only if their signatures are equal."""
+
+    name: SamplerName
+    sigmas: tuple[float, ...]
+    """Noise levels, one more than there are steps: from 1 (noise) down to 0 (picture)."""
+    stochastic: tuple[bool, ...]
+    """Per step: does it add noise, and is it trained? The final step never does."""
+    noise_level: float
+    guidance: float
+    signature: str
+
+    @property
+    def steps(self) -> int:
+        return len(self.stochastic)
+
+    @property
+    def trained_steps(self) -> tuple[int, ...]:
+        """Steps that have a log-prob."""
+        return tuple(step for step, is_random in enumerate(self.stochastic) if is_random)
+
+
+# --- plans ------------------------------------------------------------------------------------------------
+
+
+def sigma_schedule(steps: int, shift: float) -> tuple[float, ...]:
+    """Noise levels from 1 to 0, evenly spaced and then shifted towards noise: shift s / (1 + (shift - 1) s).
+
+    returns  steps + 1 values
+    """
+    even = [1.0 - step / steps for step in range(steps + 1)]
+    return tuple(shift * s / (1.0 + (shift - 1.0) * s) for s in even)
+
+
+def rollout_plan(config: SamplerConfig, run_seed: int, batch: int) -> Plan:
+    """The plan of one training batch. With a window, its position is drawn from (run seed, batch)."""
+    last = config.steps - 1
+    if config.noise_level == 0:
+        random_steps = range(0)
+    elif config.window is None:
+        random_steps = range(last)
+    else:
+        end = config.window.last or last
+        positions = end - config.window.size - config.window.first + 1
+        start = config.window.first + _draw(run_seed, batch, positions)
+        random_steps = range(start, start + config.window.size)
+    return _plan(
+        name=config.name if random_steps else "ode",
+        sigmas=sigma_schedule(config.steps, config.shift),
+        stochastic=tuple(step in random_steps for step in range(config.steps)),
+        noise_level=config.noise_level,
+        guidance=config.guidance,
+    )
+
+
+def evaluation_plan(config: SamplerConfig, steps: int) -> Plan:
+    """Held-out prompts are drawn with ODE steps: the picture depends on the initial noise and the weights alone."""
+    return _plan(
+        name="ode",
+        sigmas=sigma_schedule(steps, config.shift),
+        stochastic=(False,) * steps,
+        noise_level=0.0,
+        guidance=config.guidance,
+    )
+
+
+def plan_to_dict(plan: Plan) -> dict[str, Any]:
+    """Plain values for JSON, which keeps every bit of a float."""
+    return {
+        "name": plan.name,
+        "sigmas": list(plan.sigmas),
+        "stochastic": list(plan.stochastic),
+        "noise_level": plan.noise_level,
+        "guidance": plan.guidance,
+        "signature": plan.signature,
+    }
+
+
+def plan_from_dict(raw: Mapping[str, Any]) -> Plan:
+    """The same plan again. A signature that this code would not give is refused: its noise would be another."""
+    plan = _plan(
+        name=raw["name"],
+        sigmas=tuple(raw["sigmas"]),
+        stochastic=tuple(raw["stochastic"]),
+        noise_level=raw["noise_level"],
+        guidance=raw["guidance"],
+    )
+    if plan.signature != raw["signature"]:
+        raise ValueError(
+            f"sampler plan {raw['signature']} would be {plan.signature} here; run the same version of spotrl on "
+            "every node, because seeds are comparable only under one sampler and one noise"
+        )
+    return plan
+
+
+def _plan(
+    *, name: SamplerName, sigmas: tuple[float, ...], stochastic: tuple[bool, ...], noise_level: float, guidance: float
+) -> Plan:
+    body = [name, sigmas, stochastic, noise_level, guidance, NOISE_VERSION]
+    digest = hashlib.blake2b(json.dumps(body).encode(), digest_size=6).hexdigest()
+    signature = f"{name}-{len(stochastic)}-n{NOISE_VERSION}-{digest}"
+    return Plan(name, sigmas, stochastic, noise_level, guidance, signature)
+
+
+def _draw(run_seed: int, batch: int, choices: int) -> int:
+    digest = hashlib.blake2b(f"window/{run_seed}/{batch}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") % choices
+
+
+# --- one step as a policy -----------------------------------------------------------------------------------
+
+
+def step_coefficients(plan: Plan, step: int) -> tuple[float, float, float]:
+    """(a, b, std) of one step: mean = a x + b velocity."""
+    s, s_next = plan.sigmas[step], plan.sigmas[step + 1]
+    dt = s_next - s
+    if not plan.stochastic[step]:
+        return 1.0, dt, 0.0
+    match plan.name:
+        case "flow-sde":
+            # At s = 1 the formula divides by zero; upstream puts the second level into 1 - s there.
+            g2 = plan.noise_level**2 * s / (1.0 - (plan.sigmas[1] if s == 1.0 else s))
+            return 1.0 + g2 / (2.0 * s) * dt, (1.0 + g2 * (1.0 - s) / (2.0 * s)) * dt, sqrt(g2 * -dt)
+        case "cps":
+            # mean = (1 - s') data + sqrt(s'^2 - std^2) noise, with data = x - s v and noise = x + (1 - s) v.
+            std = s_next * sin(plan.noise_level * pi / 2.0)
+            kept = sqrt(max(s_next**2 - std**2, 0.0))
+            return 1.0 - s_next + kept, kept * (1.0 - s) - (1.0 - s_next) * s, std
+        case "ode":
+            raise ValueError("an ODE plan has no stochastic steps")
+
+
+@lru_cache(maxsize=64)
+def _table(plan: Plan, device: torch.device) -> Tensor:
+    """[steps, 3] fp32."""
+    rows = [step_coefficients(plan, step) for step in range(plan.steps)]
+    return torch.tensor(rows, dtype=torch.float32, device=device)
+
+
+def transition(plan: Plan, x: Tensor, velocity: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
+    """The Gaussian that each row's next latent is drawn from.
+
+    x, velocity  [B, *S]  latent at sigmas[step], and the network's dx/dsigma there
+    step         [B]      long; rows may stand at different steps
+    returns      mean [B, *S] fp32, std [B] fp32 (0 where the step is an ODE step)
+    """
+    keep, move, std = _table(plan, x.device)[step].unbind(dim=1)
+    row = (-1,) + (1,) * (x.dim() - 1)
+    return keep.view(row) * x.float() + move.view(row) * velocity.float(), std
+
+
+def log_prob(next_x: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+    """Log-density of a transition, the mean over all elements of the latent.
+
+    The mean and not the sum: ratios are then close to 1, which is why clip ranges are tiny. It is the full Gaussian for
+    every sampler; the published CPS code drops the constants and 1 / (2 std^2), which re-weights steps, and we do not.
+
+    next_x, mean  [B, *S]  fp32
+    std           [B]      0 marks an ODE step, whose log-prob is 0 by definition
+    returns       [B]
+    """
+    is_random = std > 0
+    safe = torch.where(is_random, std, torch.ones_like(std))
+    square = (next_x - mean).square().flatten(1).mean(dim=1)
+    density = -square / (2.0 * safe.square()) - safe.log() - _HALF_LOG_TWO_PI
+    return torch.where(is_random, density, torch.zeros_like(density))
+
+
+# --- the sampler --------------------------------------------------------------------------------------------
+
+
+def initial(seeds: Sequence[int], shape: tuple[int, ...]) -> Tensor:
+    """The noise that denoising starts from: [B, *shape] fp32, on the CPU."""
+    return noise_rows(seeds, 0, shape)
+
+
+@torch.no_grad()
+def advance(
+    adapter: DiTAdapter, plan: Plan, conditioning: Conditioning, seeds: Sequence[int], x: Tensor, step: int
+) -> tuple[Tensor, Tensor]:
+    """One denoising step of a whole batch, with the noise of (seed, step + 1).
+
+    x        [B, *S]  latents at sigmas[step]
+    returns  next x [B, *S] fp32, log-prob [B] (0 where the step is an ODE step)
+    """
+    steps = torch.full((len(x),), step, dtype=torch.long, device=x.device)
+    mean, std = policy(adapter, plan, conditioning, x, steps)
+    if not plan.stochastic[step]:
+        return mean, torch.zeros(len(x), device=x.device)
+    increment = noise_rows(seeds, step + 1, tuple(x.shape[1:])).to(x.device)
+    next_x = mean + std.view((-1,) + (1,) * (x.dim() - 1)) * increment
+    return next_x, log_prob(next_x, mean, std)
+
+
+def policy(
+    adapter: DiTAdapter, plan: Plan, conditioning: Conditioning, x: Tensor, step: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Ask the network, and give the Gaussian of each row's next latent. Gradient flows where it is enabled.
+
+    x        [B, *S]  latents at sigmas[step]
+    step     [B]      long; rows may stand at different steps
+    returns  mean [B, *S] fp32, std [B]
+    """
+    sigma = torch.tensor(plan.sigmas, dtype=torch.float32, device=x.device)[step]
+    return transition(plan, x, adapter.velocity(x, sigma, conditioning, plan.guidance), step)
+
+
+def replay(
+    adapter: DiTAdapter, plan: Plan, conditioning: Conditioning, x: Tensor, next_x: Tensor, step: Tensor
+) -> Tensor:
+    """Log-probs [B] that the current weights give to stored transitions x -> next_x; what training differentiates."""
+    mean, std = policy(adapter, plan, conditioning, x, step)
+    return log_prob(next_x, mean, std)
+
+
+def denoise(adapter: DiTAdapter, plan: Plan, conditioning: Conditioning, seeds: Sequence[int]) -> Tensor:
+    """From noise to finished latents [B, *S], keeping nothing on the way: evaluation and exploration."""
+    device = next(adapter.transformer.parameters()).device
+    x = initial(seeds, adapter.latent_shape()).to(device)
+    for step in range(plan.steps):
+        x, _ = advance(adapter, plan, conditioning, seeds, x, step)
+    return x

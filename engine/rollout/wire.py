@@ -1,0 +1,170 @@
+"""How requests, tasks and replies travel: JSON for what they say, raw bytes beside it for tensors.
+
+No pickle: what comes from a worker is data. `pack` and `unpack` frame one message as
+[8 bytes: length of the head][head: JSON][blobs, one after another].
+"""
+
+import json
+import math
+import struct
+from collections.abc import Mapping
+from typing import Any, assert_never
+
+from engine.rollout.queue import Task
+from engine.rollout.request import (
+    Attempt,
+    Drain,
+    Exit,
+    Fenced,
+    Finished,
+    LoadWeights,
+    Regroup,
+    Reply,
+    Score,
+    Wait,
+    WeightsKey,
+    Work,
+    request_from_list,
+    request_to_list,
+)
+
+Blobs = Mapping[str, bytes]
+_LENGTH = struct.Struct("<Q")
+
+
+def pack(head: Mapping[str, Any], blobs: Blobs | None = None) -> bytes:
+    """One message as bytes."""
+    blobs = blobs or {}
+    sizes = [[name, len(data)] for name, data in blobs.items()]
+    text = json.dumps({"head": head, "blobs": sizes}, separators=(",", ":"), allow_nan=False).encode()
+    return b"".join([_LENGTH.pack(len(text)), text, *blobs.values()])
+
+
+def unpack(body: bytes) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """The message in these bytes. Raises ValueError when they are cut short or not one of ours."""
+    if len(body) < _LENGTH.size:
+        raise ValueError(f"message of {len(body)} bytes has no head")
+    (length,) = _LENGTH.unpack_from(body)
+    start = _LENGTH.size + length
+    raw = json.loads(body[_LENGTH.size : start])
+    blobs: dict[str, bytes] = {}
+    for name, size in raw["blobs"]:
+        blobs[name] = body[start : start + size]
+        start += size
+    if start != len(body):
+        raise ValueError(f"message of {len(body)} bytes should have {start}")
+    return raw["head"], blobs
+
+
+def weights_to_list(key: WeightsKey) -> list[Any]:
+    return [key.version, key.average]
+
+
+def weights_from_list(raw: list[Any]) -> WeightsKey:
+    return WeightsKey(version=raw[0], average=raw[1])
+
+
+def task_to_dict(task: Task) -> dict[str, Any]:
+    return {
+        "requests": [request_to_list(request) for request in task.requests],
+        "weights": weights_to_list(task.weights),
+        "sampler": task.sampler,
+        "shape": task.shape,
+        "dtype": task.dtype,
+        "pictures": task.pictures,
+    }
+
+
+def task_from_dict(raw: Mapping[str, Any]) -> Task:
+    requests = tuple(request_from_list(request) for request in raw["requests"])
+    return Task(**{**raw, "requests": requests, "weights": weights_from_list(raw["weights"])})
+
+
+def finished_to_dict(result: Finished) -> dict[str, Any]:
+    """A reward that is not finite travels as null: JSON has no other word for it."""
+    score = {name: _or_null(value) for name, value in result.score.metrics.items()}
+    return {
+        "request": request_to_list(result.request),
+        "reward": _or_null(result.score.reward),
+        "metrics": score,
+        "trajectory": result.trajectory,
+    }
+
+
+def finished_from_dict(raw: Mapping[str, Any]) -> Finished:
+    metrics = {name: _or_nan(value) for name, value in raw["metrics"].items()}
+    score = Score(reward=_or_nan(raw["reward"]), metrics=metrics)
+    return Finished(request=request_from_list(raw["request"]), score=score, trajectory=raw["trajectory"])
+
+
+def reply_to_dict(reply: Reply) -> dict[str, Any]:
+    match reply:
+        case Wait():
+            return {"do": "wait"}
+        case Work():
+            attempts = [
+                [request_to_list(a.request), weights_to_list(a.weights), a.step, a.state] for a in reply.attempts
+            ]
+            return {
+                "do": "work",
+                "lease": reply.lease,
+                "attempts": attempts,
+                "sampler": reply.sampler,
+                "shape": reply.shape,
+                "dtype": reply.dtype,
+                "expires_ms": reply.expires_ms,
+                "pictures": list(reply.pictures),
+            }
+        case LoadWeights():
+            return {"do": "load_weights", "weights": weights_to_list(reply.weights), "digest": reply.digest}
+        case Regroup():
+            members = list(reply.members)
+            return {
+                "do": "regroup",
+                "epoch": reply.epoch,
+                "rank": reply.rank,
+                "degree": reply.degree,
+                "members": members,
+            }
+        case Drain():
+            return {"do": "drain", "deadline_ms": reply.deadline_ms}
+        case Fenced():
+            return {"do": "fenced", "lease": reply.lease}
+        case Exit():
+            return {"do": "exit", "reason": reply.reason}
+        case _:
+            assert_never(reply)
+
+
+def reply_from_dict(raw: Mapping[str, Any]) -> Reply:
+    """Raises ValueError for an order this version does not know."""
+    body = {name: value for name, value in raw.items() if name != "do"}
+    match raw["do"]:
+        case "wait":
+            return Wait()
+        case "work":
+            attempts = tuple(
+                Attempt(request=request_from_list(r), weights=weights_from_list(w), step=step, state=state)
+                for r, w, step, state in body["attempts"]
+            )
+            return Work(**{**body, "attempts": attempts, "pictures": tuple(body["pictures"])})
+        case "load_weights":
+            return LoadWeights(weights=weights_from_list(body["weights"]), digest=body["digest"])
+        case "regroup":
+            return Regroup(**{**body, "members": tuple(body["members"])})
+        case "drain":
+            return Drain(**body)
+        case "fenced":
+            return Fenced(**body)
+        case "exit":
+            return Exit(**body)
+        case other:
+            raise ValueError(f"the coordinator sent an order this version does not know: {other!r}")
+
+
+def _or_null(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _or_nan(value: float | None) -> float:
+    return math.nan if value is None else value

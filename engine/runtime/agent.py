@@ -1,0 +1,182 @@
+"""The node agent: `python -m engine.runtime.agent node.json` is what a node runs, and all that it runs.
+
+It starts the node's processes from a preloaded forkserver, starts them again when they die, hears the cloud's notice
+before anyone else and raises drain locally. On the on-demand node those are coordinator and trainer; on a spot node
+the workers. It holds a lock on its folder, so that one node is one agent however often it was asked for, and it ends
+the node at the money deadline even if nobody is left to ask for that.
+"""
+
+import contextlib
+import fcntl
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+from engine.config import NodeSpec
+from engine.rollout.wire import pack
+
+LOOK_SECONDS = 0.05
+CALM_SECONDS = 20.0
+"""A process that lived this long is forgiven its earlier deaths."""
+MOST_DEATHS = 5
+"""So many deaths in short order and the node gives up, leaving its logs as evidence."""
+LAST_WORDS_SECONDS = 3.0
+"""How long the coordinator answers after the trainer is done, so that workers hear that it is over."""
+
+EXIT_FINISHED, EXIT_BROKEN, EXIT_MONEY = 0, 1, 7
+
+
+@dataclass
+class _Child:
+    """One process of the node, and how often it died lately."""
+
+    name: str
+    start: Callable[[], Any]
+    process: Any = None
+    started: float = 0.0
+    deaths: int = 0
+    done: bool = False
+
+    def keep_alive(self) -> bool:
+        """Start it if it is not running; False when it died too often. Exit code 0 means it is done."""
+        if self.done or (self.process is not None and self.process.is_alive()):
+            return True
+        now = time.monotonic()
+        if self.process is not None:
+            if self.process.exitcode == 0:
+                self.done = True
+                return True
+            self.deaths = 1 if now - self.started > CALM_SECONDS else self.deaths + 1
+            print(f"{self.name} ended with {self.process.exitcode}, death {self.deaths}", flush=True)
+            if self.deaths >= MOST_DEATHS:
+                return False
+            self.process = None
+            self.started = now + 0.1 * 2**self.deaths
+        if now >= self.started:
+            self.process = self.start()
+            self.started = now
+        return True
+
+
+@dataclass
+class Agent:
+    """One node's life, from the lock to the last process."""
+
+    spec: NodeSpec
+    children: list[_Child] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.folder = Path(self.spec.folder)
+        self.context = multiprocessing.get_context("forkserver")
+        self.context.set_forkserver_preload(["engine.runtime.processes"])
+        self.drain = self.context.Event()
+        self.noticed = False
+
+    def run(self) -> int:
+        """Returns the exit code."""
+        ready = self._prepare()
+        told_ready = False
+        while True:
+            if not all(child.keep_alive() for child in self.children):
+                return EXIT_BROKEN
+            if not told_ready and all(event.is_set() for event in ready):
+                self.write("ready.json", {"at_ms": self.spec.clock.clock().now_ms()})
+                told_ready = True
+            self._hear_notice()
+            if self.children[-1].done and (self.spec.role == "trainer" or all(c.done for c in self.children)):
+                if self.spec.role == "trainer":
+                    time.sleep(LAST_WORDS_SECONDS)
+                return EXIT_FINISHED
+            deadline = self.spec.money_deadline_ms
+            if deadline is not None and self.spec.clock.clock().now_ms() >= deadline:
+                print("the money deadline has come: this node ends itself", flush=True)
+                return EXIT_MONEY
+            time.sleep(LOOK_SECONDS)
+
+    def stop(self) -> None:
+        """End every process of the node that is ours."""
+        for child in self.children:
+            if child.process is not None and child.process.is_alive():
+                child.process.kill()
+
+    def _prepare(self) -> list[Any]:
+        # Imported by the forkserver only; the agent itself stays small and never loads torch.
+        start = self._starter
+        if self.spec.role == "trainer":
+            names = ("run_coordinator", "run_trainer")
+            ready = [self.context.Event() for _ in names]
+            for name, event in zip(names, ready, strict=True):
+                self.children.append(_Child(name, start(name, event)))
+        else:
+            ready = [self.context.Event() for _ in range(self.spec.workers)]
+            for number, event in enumerate(ready):
+                self.children.append(_Child(f"worker-{number}", start("run_worker", number, self.drain, event)))
+        return ready
+
+    def _starter(self, name: str, *arguments: Any) -> Callable[[], Any]:
+        def start() -> Any:
+            process = self.context.Process(target=_run, args=(name, self.spec.model_dump_json(), arguments))
+            process.start()
+            return process
+
+        return start
+
+    def _hear_notice(self) -> None:
+        """The cloud takes this node back: tell the workers at once, the coordinator if it listens."""
+        path = self.folder / "notice.json"
+        if self.noticed or not path.exists():
+            return
+        with contextlib.suppress(ValueError):
+            deadline_ms = json.loads(path.read_text())["deadline_ms"]
+            self.noticed = True
+            self.drain.set()
+            print(f"notice: this node will be gone at {deadline_ms}", flush=True)
+            call = pack({"call": "notice", "node": self.spec.node, "deadline_ms": deadline_ms})
+            url = f"http://{self.spec.coordinator_host}:{self.spec.coordinator_port}/call"
+            with contextlib.suppress(httpx.HTTPError):
+                httpx.post(url, content=call, headers={"Authorization": f"Bearer {self.spec.token}"}, timeout=1.0)
+
+    def write(self, name: str, content: dict[str, Any]) -> None:
+        fresh = self.folder / f"{name}.new"
+        fresh.write_text(json.dumps(content))
+        fresh.replace(self.folder / name)
+
+
+def _run(name: str, spec_json: str, arguments: tuple[Any, ...]) -> None:
+    from engine.runtime import processes
+
+    getattr(processes, name)(NodeSpec.model_validate_json(spec_json), *arguments)
+
+
+def main() -> int:
+    """Run the node that the file named on the command line describes."""
+    spec = NodeSpec.model_validate_json(Path(sys.argv[1]).read_text())
+    folder = Path(spec.folder)
+    (folder / "logs").mkdir(parents=True, exist_ok=True)
+    lock = (folder / "agent.lock").open("w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        print(f"{spec.node} runs already; nothing to do", flush=True)
+        return EXIT_FINISHED
+    agent = Agent(spec)
+    agent.write("agent.json", {"pid": os.getpid(), "create_time": psutil.Process().create_time()})
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_BROKEN))
+    try:
+        return agent.run()
+    finally:
+        agent.stop()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,345 @@
+"""The coordinator: the queue's state machine with a memory on disk, a weight book and a clock.
+
+One call in, one answer out, whatever carries it (in-process, HTTP, later Ray). A call that changes something
+is written to the journal first and applied second, both before anyone else is heard; it is *acknowledged*
+only after `sync`. So memory and journal never disagree, and what a worker was told is never forgotten.
+
+It runs on the on-demand node, beside the trainer. Killed anywhere, it starts again from its journal; leases
+given before are fenced, because every start begins a new range of lease numbers.
+"""
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from engine.clock import Clock
+from engine.events import Capacity, NodeUsage
+from engine.rollout.queue import PRIORITY, Queue, Task
+from engine.rollout.request import (
+    Finished,
+    Kind,
+    Reply,
+    RequestId,
+    Wait,
+    WeightsKey,
+    request_from_list,
+    request_to_list,
+)
+from engine.rollout.wire import (
+    Blobs,
+    finished_from_dict,
+    finished_to_dict,
+    reply_to_dict,
+    task_from_dict,
+    task_to_dict,
+    weights_from_list,
+    weights_to_list,
+)
+from engine.runtime.journal import Journal
+from engine.runtime.progress import ProgressLog
+
+LEASES_PER_START = 1_000_000_000
+"""Every start of a coordinator begins a range of lease numbers of its own, so that none is given twice."""
+
+USAGE_EVERY_WALL_SECONDS = 1.0
+
+Head = dict[str, Any]
+
+
+class Coordinator:
+    """See the module's story. Not thread-safe: one caller at a time."""
+
+    def __init__(self, folder: Path, *, clock: Clock, lease_ms: int, progress: ProgressLog | None = None) -> None:
+        self._clock = clock
+        self._lease_ms = lease_ms
+        self._progress = progress
+        self._weights = folder / "weights"
+        self._weights.mkdir(parents=True, exist_ok=True)
+        self.journal = Journal(folder)
+        self.changes = 0
+        """Grows whenever an answer of `Wait` might have become another one."""
+        self.lineage = 0
+        self._starts = 0
+        self._tasks: list[Task] = []
+        self._digests: dict[WeightsKey, str] = {}
+        self._order: dict[tuple[Kind, int], list[RequestId]] = defaultdict(list)
+        self._usage: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+        self._usage_from: dict[str, int] = {}
+        self._usage_told_ms = clock.now_ms()
+        self.queue = Queue(lease_ms=lease_ms)
+        self._restore()
+
+    # --- one call ---------------------------------------------------------------------------------------
+
+    def call(self, head: Mapping[str, Any], blobs: Blobs) -> tuple[Head, dict[str, bytes]]:
+        """Answer one message. Raises ValueError for one it does not understand, OSError when the disk is full."""
+        now_ms = self._clock.now_ms()
+        self._note_usage(head, now_ms)
+        match head["call"]:
+            case "pull":
+                return self._reply(self._pull(head, now_ms)), {}
+            case "heartbeat":
+                leases = {int(number): step for number, step in head["leases"].items()}
+                return self._reply(self.queue.heartbeat(head["worker"], head["node"], leases, now_ms=now_ms)), {}
+            case "finish":
+                return self._reply(self._finish(head, blobs, now_ms)), {}
+            case "commit":
+                return self._reply(self._commit(head, blobs, now_ms)), {}
+            case "give_back":
+                self.changes += 1
+                return self._reply(self.queue.give_back(head["worker"], head["lease"], now_ms=now_ms)), {}
+            case "fault":
+                self.changes += 1
+                reply = self.queue.fault(head["worker"], head["node"], head["lease"], head["text"], now_ms=now_ms)
+                return self._reply(reply), {}
+            case "notice":
+                self.queue.notice(head["node"], head["deadline_ms"], now_ms=now_ms)
+                self.changes += 1
+                return self._reply(Wait()), {}
+            case "states":
+                return {"do": "states"}, {name: self.journal.blob(name) for name in head["names"]}
+            case "weights":
+                return {"do": "weights"}, {"weights": self._read_weights(weights_from_list(head["weights"]))}
+            case _:
+                return self._call_of_trainer(head, blobs, now_ms)
+
+    def _call_of_trainer(self, head: Mapping[str, Any], blobs: Blobs, now_ms: int) -> tuple[Head, dict[str, bytes]]:
+        match head["call"]:
+            case "peek":
+                return self._known(), {}
+            case "hello":
+                self._hello(head["lineage"])
+            case "submit":
+                self._record({"op": "submit", "task": head["task"]})
+                self._submit(task_from_dict(head["task"]))
+            case "publish":
+                self._publish(weights_from_list(head["weights"]), blobs["weights"])
+            case "withdraw":
+                self._withdraw(Kind(head["kind"]), head["batch"])
+            case "collect":
+                return self._collect(head, now_ms)
+            case "stop":
+                self.stop(head["reason"])
+            case other:
+                raise ValueError(f"the coordinator does not know the call {other!r}")
+        self.changes += 1
+        return {"do": "done"}, {}
+
+    def set_capacity(self, snapshot: Capacity) -> None:
+        """The launcher's view of the nodes."""
+        self.queue.capacity(snapshot, now_ms=self._clock.now_ms())
+        self.changes += 1
+
+    def stop(self, reason: str) -> None:
+        """Tell everyone to exit: the trainer first, by its next `collect`, then the workers."""
+        self.queue.stop(reason)
+        self.changes += 1
+
+    def tick(self) -> None:
+        """Call often: leases expire, and the launcher hears what happened."""
+        now_ms = self._clock.now_ms()
+        before = len(self.queue.events)
+        self.queue.tick(now_ms)
+        if len(self.queue.events) != before:
+            self.changes += 1
+        if self._progress is None:
+            return
+        for event in self.queue.events:
+            self._progress.write(self.lineage, event)
+        self.queue.events.clear()
+        if self._clock.wall_seconds(now_ms - self._usage_told_ms) >= USAGE_EVERY_WALL_SECONDS:
+            self._tell_usage(now_ms)
+
+    # --- workers ----------------------------------------------------------------------------------------
+
+    def _pull(self, head: Mapping[str, Any], now_ms: int) -> Reply:
+        holds = head["holds"]
+        return self.queue.pull(
+            head["worker"],
+            head["node"],
+            now_ms=now_ms,
+            holds=(weights_from_list(holds[:2]), holds[2]) if holds else None,
+            kinds=[Kind(kind) for kind in head["kinds"]] if head.get("kinds") else PRIORITY,
+            known=head["known"],
+        )
+
+    def _finish(self, head: Mapping[str, Any], blobs: Blobs, now_ms: int) -> Reply:
+        if self.queue.may_finish(head["worker"], head["lease"]):
+            self._record({"op": "finish", "results": head["results"]}, blobs)
+        results = [finished_from_dict(result) for result in head["results"]]
+        reply = self.queue.finish(head["worker"], head["node"], head["lease"], results, now_ms=now_ms)
+        if isinstance(reply, Wait):
+            self._in_order(results)
+            self.changes += 1
+        return reply
+
+    def _commit(self, head: Mapping[str, Any], blobs: Blobs, now_ms: int) -> Reply:
+        if self.queue.may_finish(head["worker"], head["lease"]):
+            self._record({"op": "commit", "states": head["states"]}, blobs)
+        states = {request_from_list(raw): (step, name) for raw, step, name in head["states"]}
+        return self.queue.commit(head["worker"], head["node"], head["lease"], states, now_ms=now_ms)
+
+    def _reply(self, reply: Reply) -> Head:
+        return reply_to_dict(reply)
+
+    def _note_usage(self, head: Mapping[str, Any], now_ms: int) -> None:
+        """Add what a worker says it did since it last called; `of` is the number of workers of its node."""
+        usage = head.get("usage")
+        if usage:
+            node = head["node"]
+            self._usage_from.setdefault(node, now_ms - round(sum(usage.values())))
+            for phase, spent_ms in usage.items():
+                self._usage[node][phase] += spent_ms / head["of"]
+
+    def _tell_usage(self, now_ms: int) -> None:
+        self._usage_told_ms = now_ms
+        for node, usage in self._usage.items():
+            whole = {phase: int(spent) for phase, spent in usage.items() if spent >= 1}
+            if whole and self._progress is not None:
+                from_ms = self._usage_from.get(node, now_ms)
+                event = NodeUsage(node=node, from_ms=from_ms, to_ms=now_ms, phase_ms=whole)
+                self._progress.write(self.lineage, event)
+                self._usage_from[node] = now_ms
+                for phase, spent in whole.items():
+                    usage[phase] -= spent
+
+    # --- the trainer ------------------------------------------------------------------------------------
+
+    def _known(self) -> Head:
+        """What a trainer that starts must know: which lineage this machine has, and what was published last."""
+        live = self.queue.live
+        return {"do": "known", "lineage": self.lineage, "version": live.version if live else None}
+
+    def _hello(self, lineage: int) -> None:
+        """A trainer begins a lineage: with an empty queue."""
+        if lineage != self.lineage:
+            self.lineage = lineage
+            self._withdraw_all()
+            self._compact()
+
+    def _submit(self, task: Task) -> None:
+        self._tasks.append(task)
+        self.queue.submit(task)
+
+    def _publish(self, weights: WeightsKey, data: bytes) -> None:
+        digest = digest_of(data)
+        path = self._weights / f"{weights}.safetensors"
+        fresh = path.with_suffix(".new")
+        fresh.write_bytes(data)
+        fresh.replace(path)
+        self._record({"op": "publish", "weights": weights_to_list(weights), "digest": digest})
+        self._digests[weights] = digest
+        self.queue.publish(weights, digest)
+
+    def _withdraw(self, kind: Kind, batch: int) -> None:
+        """Forget a batch of requests, done or not, with everything the journal holds of them."""
+        gone = [r for task in self._tasks for r in task.requests if r.kind == kind and r.batch == batch]
+        self.queue.withdraw(gone)
+        self._order.pop((kind, batch), None)
+        dropped = set(gone)
+        self._tasks = [task for task in self._tasks if not dropped.issuperset(task.requests)]
+        live = self.queue.live
+        keep = [] if live is None else [live, WeightsKey(version=live.version - 1)]
+        for weights in self.queue.forget_weights(keep):
+            self._digests.pop(weights, None)
+            (self._weights / f"{weights}.safetensors").unlink(missing_ok=True)
+        self._compact()
+
+    def _collect(self, head: Mapping[str, Any], now_ms: int) -> tuple[Head, dict[str, bytes]]:
+        """Results of a batch from the `have`-th on, in the order they came, with their trajectories."""
+        kind, batch = Kind(head["kind"]), head["batch"]
+        found = [self.queue.finished[request] for request in self._order[kind, batch][head["have"] :]]
+        poisoned = [text for request, text in self.queue.poisoned.items() if request.kind == kind]
+        answer = {
+            "do": "results",
+            "results": [finished_to_dict(result) for result in found],
+            "stop": self.queue.stop_reason,
+            "poisoned": poisoned,
+            "nodes": self.queue.live_nodes(now_ms, 2 * self._lease_ms),
+        }
+        names = [result.trajectory for result in found if result.trajectory is not None]
+        return answer, {name: self.journal.blob(name) for name in names}
+
+    # --- memory -----------------------------------------------------------------------------------------
+
+    def _record(self, record: Head, blobs: Blobs | None = None) -> None:
+        self.journal.append(record, blobs)
+
+    def _in_order(self, results: Iterable[Finished]) -> None:
+        for result in results:
+            request = result.request
+            if self.queue.finished.get(request) is result:
+                self._order[request.kind, request.batch].append(request)
+
+    def _restore(self) -> None:
+        for record in self.journal.replay():
+            match record["op"]:
+                case "start":
+                    self._starts = record["count"]
+                case "hello":
+                    self.lineage = record["lineage"]
+                case "submit":
+                    self._submit(task_from_dict(record["task"]))
+                case "publish":
+                    weights = weights_from_list(record["weights"])
+                    self._digests[weights] = record["digest"]
+                    self.queue.publish(weights, record["digest"])
+                case "finish":
+                    results = [finished_from_dict(result) for result in record["results"]]
+                    for result in results:
+                        self.queue.restore_finished(result)
+                    self._in_order(results)
+                case "commit":
+                    for raw, step, name in record["states"]:
+                        self.queue.restore_state(request_from_list(raw), step, name)
+                case other:
+                    raise ValueError(f"the journal holds a record this version does not know: {other!r}")
+        self._starts += 1
+        self.queue.begin_leases(self._starts * LEASES_PER_START)
+        self._record({"op": "start", "count": self._starts})
+        self.journal.sync()
+
+    def _withdraw_all(self) -> None:
+        for task in self._tasks:
+            self.queue.withdraw(task.requests)
+        self._tasks, self._digests = [], {}
+        self._order.clear()
+        self.queue.forget_all_weights()
+
+    def _compact(self) -> None:
+        """Rewrite the journal with what is still wanted; blobs of trained batches go."""
+        records: list[tuple[Head, dict[str, bytes]]] = [
+            ({"op": "start", "count": self._starts}, {}),
+            ({"op": "hello", "lineage": self.lineage}, {}),
+        ]
+        for weights, digest in self._digests.items():
+            records.append(({"op": "publish", "weights": weights_to_list(weights), "digest": digest}, {}))
+        for task in self._tasks:
+            records.append(({"op": "submit", "task": task_to_dict(task)}, {}))
+            for request, step, name in self.queue.committed(task.requests):
+                raw = [request_to_list(request), step, name]
+                records.append(({"op": "commit", "states": [raw]}, {name: self.journal.blob(name)}))
+        for ordered in self._order.values():
+            for request in ordered:
+                result = self.queue.finished[request]
+                name = result.trajectory
+                blobs = {} if name is None else {name: self.journal.blob(name)}
+                records.append(({"op": "finish", "results": [finished_to_dict(result)]}, blobs))
+        self.journal.rewrite(records)
+
+    def _read_weights(self, weights: WeightsKey) -> bytes:
+        return (self._weights / f"{weights}.safetensors").read_bytes()
+
+
+def digest_of(data: bytes) -> str:
+    """Names the exact bytes of a set of weights."""
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def is_nothing(answer: Mapping[str, Any]) -> bool:
+    """Whether an answer says only that there is nothing yet, so that a patient caller may be kept waiting."""
+    if answer["do"] == "results":
+        return not answer["results"] and not answer["stop"] and not answer["poisoned"]
+    return answer["do"] == "wait"

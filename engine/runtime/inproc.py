@@ -1,0 +1,95 @@
+"""A whole run in one process: coordinator, trainer and workers take turns. For tests, and to step through.
+
+Workers move when the trainer waits, so a run is a fixed sequence of calls and repeats bit for bit.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.clock import Clock
+from engine.config import EngineConfig
+from engine.loop import Loop, Place
+from engine.models.load import load_adapter, trainable
+from engine.prompts import prompt_source
+from engine.rewards.reward import Reward
+from engine.rollout.request import Exit
+from engine.rollout.wire import Blobs
+from engine.runtime.coordinator import Coordinator
+from engine.runtime.progress import ProgressLog
+from engine.runtime.transport import Answer, InprocTransport
+from engine.runtime.worker import Worker
+from engine.training.checkpoint import CheckpointStore
+from engine.training.metrics import MetricsLog
+
+
+class _Turns:
+    """The trainer's line to the coordinator: when it would wait, the workers take a turn first."""
+
+    def __init__(self, coordinator: Coordinator, workers: list[Worker]) -> None:
+        self._inner = InprocTransport(coordinator)
+        self._workers = workers
+
+    @property
+    def waited_seconds(self) -> float:
+        return self._inner.waited_seconds
+
+    def call(self, head: Mapping[str, Any], blobs: Blobs | None = None, *, wait: bool = False) -> Answer:
+        if wait:
+            for worker in list(self._workers):
+                if isinstance(worker.serve_once(wait=False), Exit):
+                    self._workers.remove(worker)
+        return self._inner.call(head, blobs)
+
+
+@dataclass(kw_only=True)
+class InprocRun:
+    """One run's parts, put together; `loop.run()` runs it."""
+
+    coordinator: Coordinator
+    loop: Loop
+    workers: list[Worker]
+
+
+def build_inproc(
+    config: EngineConfig,
+    folder: Path,
+    *,
+    run: str,
+    clock: Clock,
+    reward: Reward,
+    workers: int,
+) -> InprocRun:
+    """A run with so many spot workers, its journal, checkpoints and progress under `folder`."""
+    lease_ms = round(config.runtime.lease_seconds / clock.wall_seconds(1))
+    progress = ProgressLog(folder / "progress" / "coordinator.jsonl", run=run, source="coordinator", clock=clock)
+    coordinator = Coordinator(folder / "coordinator", clock=clock, lease_ms=lease_ms, progress=progress)
+    spot = []
+    for number in range(workers):
+        adapter = load_adapter(config.model)
+        worker = Worker(
+            name=f"spot-{number}/0",
+            node=f"spot-{number}",
+            workers_of_node=1,
+            transport=InprocTransport(coordinator),
+            adapter=adapter,
+            parameters=trainable(adapter),
+            reward=reward,
+            clock=clock,
+            heartbeat_seconds=config.runtime.heartbeat_seconds,
+            overlap_scoring=False,
+        )
+        spot.append(worker)
+    place = Place(
+        run=run,
+        node="trainer",
+        workers_of_node=1,
+        store=CheckpointStore(f"file://{folder}/store"),
+        transport=_Turns(coordinator, spot),
+        progress=ProgressLog(folder / "progress" / "trainer.jsonl", run=run, source="trainer", clock=clock),
+        metrics=MetricsLog(folder / "metrics"),
+        clock=clock,
+    )
+    loop = Loop(config, place, load_adapter(config.model), reward, prompt_source(config, None))
+    return InprocRun(coordinator=coordinator, loop=loop, workers=spot)

@@ -1,0 +1,130 @@
+"""Checkpoints: everything a machine that never saw this run needs to go on exactly where it was.
+
+    checkpoints/l0001-i000012/{weights,ema,optimizer}.safetensors, then manifest.json
+    lineages/0001                                                  one per lineage, created once
+
+A checkpoint counts when its manifest is there, and the manifest is written last. It carries the manifest of the
+*next* batch too: exploration for that batch used weights that are gone by then, so choosing again could choose
+otherwise. The newest is the highest lineage, then the highest iteration: a zombie trainer that wakes after its
+machine was given up writes under an old lineage, and nobody reads it.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import obstore
+from obstore.exceptions import AlreadyExistsError
+from obstore.store import LocalStore, ObjectStore, from_url
+
+from engine.rollout.request import Manifest
+
+SCHEMA = 1
+
+
+class CheckpointDamaged(Exception):
+    """A checkpoint's files are not the ones its manifest names."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """State after `iteration` trained batches.
+
+    `files`: safetensors bytes by name: weights, ema, optimizer. `evaluations`: (iteration, metrics) so far.
+    `std`: the running reward std (std: ema), or None. `config_digest`: of the engine's config.
+    """
+
+    iteration: int
+    lineage: int
+    next_batch: Manifest
+    files: Mapping[str, bytes]
+    evaluations: tuple[tuple[int, dict[str, float]], ...]
+    std: float | None
+    skipped_in_a_row: int
+    config_digest: str
+
+    @property
+    def name(self) -> str:
+        return f"l{self.lineage:04d}-i{self.iteration:06d}"
+
+
+class CheckpointStore:
+    """Checkpoints of one run, in a bucket or a folder (obstore URL)."""
+
+    def __init__(self, url: str) -> None:
+        self._store: ObjectStore = (
+            LocalStore(url.removeprefix("file://"), mkdir=True) if url.startswith("file://") else from_url(url)
+        )
+
+    def claim_lineage(self) -> int:
+        """A lineage that nobody had before, the first is 1."""
+        lineage = 1 + max((int(path.rsplit("/", 1)[1]) for path in self._paths("lineages/")), default=0)
+        while True:
+            try:
+                obstore.put(self._store, f"lineages/{lineage:04d}", b"claimed", mode="create")
+                return lineage
+            except AlreadyExistsError:
+                lineage += 1
+
+    def save(self, checkpoint: Checkpoint, *, keep: int) -> str:
+        """Write it, the manifest last; then drop all but the newest `keep`. Returns the digest of the weights."""
+        folder = f"checkpoints/{checkpoint.name}"
+        digests = {name: hashlib.sha256(data).hexdigest() for name, data in checkpoint.files.items()}
+        for name, data in checkpoint.files.items():
+            obstore.put(self._store, f"{folder}/{name}.safetensors", data)
+        manifest: dict[str, Any] = {
+            "schema": SCHEMA,
+            "iteration": checkpoint.iteration,
+            "lineage": checkpoint.lineage,
+            "next_batch": checkpoint.next_batch.to_dict(),
+            "evaluations": [[iteration, metrics] for iteration, metrics in checkpoint.evaluations],
+            "std": checkpoint.std,
+            "skipped_in_a_row": checkpoint.skipped_in_a_row,
+            "config_digest": checkpoint.config_digest,
+            "files": {f"{name}.safetensors": digest for name, digest in digests.items()},
+        }
+        obstore.put(self._store, f"{folder}/manifest.json", json.dumps(manifest, indent=1).encode())
+        for old in self.names()[:-keep]:
+            # The manifest goes first, so that a half-deleted checkpoint does not count.
+            for path in sorted(self._paths(f"checkpoints/{old}/"), key=lambda path: not path.endswith(".json")):
+                obstore.delete(self._store, path)
+        return digests["weights"]
+
+    def names(self) -> list[str]:
+        """Complete checkpoints, oldest first."""
+        paths = self._paths("checkpoints/")
+        return sorted(path.split("/")[1] for path in paths if path.endswith("/manifest.json"))
+
+    def newest(self) -> Checkpoint | None:
+        """The checkpoint to go on from. Raises CheckpointDamaged when a file does not match its digest."""
+        names = self.names()
+        return self.load(names[-1]) if names else None
+
+    def load(self, name: str) -> Checkpoint:
+        folder = f"checkpoints/{name}"
+        raw = json.loads(bytes(obstore.get(self._store, f"{folder}/manifest.json").bytes()))
+        files = {}
+        for file, digest in raw["files"].items():
+            data = bytes(obstore.get(self._store, f"{folder}/{file}").bytes())
+            if hashlib.sha256(data).hexdigest() != digest:
+                raise CheckpointDamaged(f"{folder}/{file} is not what its manifest names; delete {folder} to go back")
+            files[file.removesuffix(".safetensors")] = data
+        return Checkpoint(
+            iteration=raw["iteration"],
+            lineage=raw["lineage"],
+            next_batch=Manifest.from_dict(raw["next_batch"]),
+            files=files,
+            evaluations=tuple((iteration, metrics) for iteration, metrics in raw["evaluations"]),
+            std=raw["std"],
+            skipped_in_a_row=raw["skipped_in_a_row"],
+            config_digest=raw["config_digest"],
+        )
+
+    def put(self, path: str, data: bytes) -> None:
+        """Something to look at beside the checkpoints, e.g. evaluation/000012.png."""
+        obstore.put(self._store, path, data)
+
+    def _paths(self, prefix: str) -> list[str]:
+        return [item["path"] for page in obstore.list(self._store, prefix=prefix) for item in page]

@@ -1,0 +1,58 @@
+"""`spotrl config`: what a job means once flags, environment, files and defaults are put together."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import click
+
+from launcher.job import load_job
+from launcher.settings import config_path, home
+
+
+@click.group()
+def config() -> None:
+    """Show what a job means, and where each value comes from.
+
+    \b
+    Example:
+      spotrl config show job.yaml --origin
+    """
+
+
+@config.command()
+@click.argument("job", type=click.Path(path_type=Path), required=False)
+@click.option("--origin", is_flag=True, help="Say where each value comes from.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+def show(job: Path | None, origin: bool, as_json: bool) -> None:
+    """Print every field of JOB; without JOB, what every job starts from.
+
+    Flag > SPOTRL_* variable > job file > user's config file > default.
+
+    \b
+    Example:
+      SPOTRL_BUDGET__MAX_TOTAL=40 spotrl config show job.yaml --origin
+    """
+    checked = load_job(job, environ=os.environ, user_config=config_path())
+    values = flat(checked.job.model_dump(mode="json"))
+    if as_json:
+        rows = {field: {"value": value, "origin": checked.origins[field]} for field, value in values.items()}
+        click.echo(json.dumps({"home": str(home()), "user_config": str(config_path()), "fields": rows}))
+        return
+    click.echo(f"# home: {home()}\n# user's config: {config_path()}{'' if config_path().exists() else ' (none)'}")
+    for field, value in values.items():
+        line = f"{field}: {_shown(value)}"
+        click.echo(f"{line:<48} # {checked.origins[field]}" if origin else line)
+
+
+def flat(section: dict[str, Any], above: str = "") -> dict[str, Any]:
+    """Leaves by dotted field."""
+    leaves: dict[str, Any] = {}
+    for key, value in section.items():
+        leaves |= flat(value, f"{above}{key}.") if isinstance(value, dict) and value else {above + key: value}
+    return leaves
+
+
+def _shown(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

@@ -1,0 +1,33 @@
+"""`spotrl down`: end a run, and make sure that nothing of it is left."""
+
+import json
+
+import click
+from sqlalchemy.orm import Session, sessionmaker
+
+from launcher.cluster.runs import bring_down
+from launcher.exit_codes import ExitCode
+
+
+@click.command()
+@click.argument("run_name", metavar="RUN")
+@click.option("--timeout", type=float, default=60.0, show_default=True, help="Seconds to wait for the last node.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.pass_obj
+def down(sessions: sessionmaker[Session], run_name: str, timeout: float, as_json: bool) -> ExitCode:
+    """End RUN: release every node, and wait until they are gone. Its checkpoints and its ledger are kept.
+
+    Exit code 10 when something may still run, and cost money, after the timeout; it is named.
+
+    \b
+    Example:
+      spotrl down digits
+    """
+    left = bring_down(sessions, run_name, timeout)
+    if as_json:
+        click.echo(json.dumps({"run": run_name, "left": left}))
+    elif left:
+        click.echo(f"Still there after {timeout:g} s: {', '.join(left)}. Try again, or see `spotrl logs {run_name}`.")
+    else:
+        click.echo(f"{run_name} is down; nothing of it is left running.")
+    return ExitCode.TEARDOWN_INCOMPLETE if left else ExitCode.OK

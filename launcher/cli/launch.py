@@ -1,0 +1,380 @@
+"""`spotrl launch`: check the job, show the plan, start the controller, follow it.
+
+The run belongs to its controller, a process of its own; this command only follows. However following ends
+(Ctrl-C, a lost terminal, an error), it says what still runs and how to stop it.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich.console import Console
+from rich.live import Live
+from sqlalchemy import select
+from sqlalchemy.orm import Session, sessionmaker
+
+from engine.clock import ScaledClock
+from launcher.cli.live import ENDED, money_text, panel, plain_line, score_text, still_running
+from launcher.cli.plan_text import header, plan_dict, plan_lines
+from launcher.exit_codes import BudgetError, ExitCode, Failure
+from launcher.job import CheckedJob, JobError, load_job
+from launcher.ledger.models import Run
+from launcher.market.offers import read_catalog
+from launcher.money import dollars, hourly
+from launcher.placement.plan import Plan, plan_local
+from launcher.preflight import preflight
+from launcher.settings import config_path, home
+
+if TYPE_CHECKING:
+    from launcher.cluster.runs import RunView
+
+LOOK_SECONDS = 0.5
+"""How often the ledger is read: one short query, on this machine."""
+
+QUIET_SECONDS = 30.0
+"""A log gets a line when something happened, and after this long without."""
+
+RELEASE_SECONDS = 60.0
+"""Stopping lets nodes commit what they hold; far longer, and something is wrong."""
+
+
+@click.command()
+@click.argument("job", type=click.Path(path_type=Path))
+@click.option("--name", help="Name of the run (default: the job's).")
+@click.option("--infra", help="Where to run: local.")
+@click.option("--max-total", help="Most that the run may cost, like 40 or '$40'.")
+@click.option("--max-hourly", help="Most that may run at once, per hour.")
+@click.option("--iterations", type=int, help="End after so many trained batches.")
+@click.option("--seed", type=int, help="Seed of everything random.")
+@click.option("--set", "settings", multiple=True, metavar="FIELD=VALUE", help="Any field of the job; may be repeated.")
+@click.option("-y", "--yes", is_flag=True, help="Do not ask before starting.")
+@click.option("--dry-run", is_flag=True, help="Check the job and show the plan; start nothing.")
+@click.option("--detach", is_flag=True, help="Start the run and return.")
+@click.option(
+    "--on-exit",
+    type=click.Choice(["ask", "keep", "down"]),
+    default="ask",
+    show_default=True,
+    help="What becomes of the run when this command is interrupted. `ask` stops it where nobody can be asked.",
+)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object at the end; progress goes to stderr.")
+@click.option("--result", type=click.Path(dir_okay=False, path_type=Path), help="Write the run's result.json here.")
+@click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Write the run's report here.")
+@click.pass_obj
+def launch(
+    sessions: sessionmaker[Session],
+    job: Path,
+    settings: tuple[str, ...],
+    yes: bool,
+    dry_run: bool,
+    detach: bool,
+    on_exit: str,
+    as_json: bool,
+    result: Path | None,
+    html: Path | None,
+    **flags: Any,
+) -> int:
+    """Plan JOB, ask, start it, and follow it until it ends.
+
+    \b
+    Example:
+      spotrl launch quickstart.yaml --dry-run
+      spotrl launch quickstart.yaml --max-total 40 --name first-try
+      spotrl launch quickstart.yaml -y --on-exit down --json    (in CI)
+    """
+    if detach and (on_exit == "down" or result or html):
+        raise click.UsageError("--detach leaves the run alone; it takes neither --on-exit down, --result nor --html")
+    out = Console(stderr=as_json)
+    checked = load_job(job, overrides(flags, settings), environ=os.environ, user_config=config_path())
+    name = checked.job.name
+    _check_name_is_free(sessions, checked)
+    plan = plan_local(checked.job, read_catalog())
+    check_budget(plan)
+    for line in plan_lines(checked.job, plan):
+        out.print(line, highlight=False, markup=False, soft_wrap=True)
+    preflight(checked, home())
+    out.print("Checked: reward, prompts and disk.", highlight=False)
+    if dry_run:
+        _print_json(as_json, {"run": name, "started": False, "plan": plan_dict(plan)})
+        out.print("Dry run: nothing was started.", highlight=False)
+        return ExitCode.OK
+    if not yes:
+        _confirm(out)
+    return _start_and_follow(sessions, checked, plan, Follow(name, out, on_exit), detach, as_json, result, html)
+
+
+def overrides(flags: Mapping[str, Any], settings: tuple[str, ...]) -> dict[str, Any]:
+    """Flags by dotted field of the job. `--set` comes first, so that a flag with a name of its own wins."""
+    fields: dict[str, Any] = {}
+    for setting in settings:
+        name, equals, value = setting.partition("=")
+        if not equals:
+            raise click.UsageError(f"--set {setting} has no value; write --set FIELD=VALUE")
+        fields[name.strip()] = value
+    dotted = {"max_total": "budget.max_total", "max_hourly": "budget.max_hourly"}
+    return fields | {dotted.get(flag, flag): value for flag, value in flags.items() if value is not None}
+
+
+def check_budget(plan: Plan) -> None:
+    """Refuse at once what the brakes would refuse at the first purchase. Raises BudgetError."""
+    limit, expected = plan.max_hourly_micro_usd, plan.expected_micro_usd_per_hour
+    if limit is not None and expected > limit:
+        raise BudgetError(
+            f"the plan costs {hourly(expected)}, more than budget.max_hourly {hourly(limit)}; raise it "
+            "(--max-hourly), or ask for fewer nodes (resources.rollout.num_nodes)"
+        )
+
+
+def exit_code(view: "RunView") -> ExitCode:
+    """How a run that ended counts for a script."""
+    match view.status, view.reason.partition(":")[0].strip():
+        case "finished", _:
+            return ExitCode.OK
+        case "stopped", "budget":
+            return ExitCode.STOPPED_BY_BUDGET
+        case "stopped", "deadline":
+            return ExitCode.DEADLINE_MISSED
+        case _:
+            return ExitCode.FAILURE
+
+
+# --- following ---------------------------------------------------------------------------------------
+
+
+class Hangup(Exception):
+    """The terminal went away."""
+
+
+class Terminated(Exception):
+    """Somebody asked this command to end."""
+
+
+@dataclass(kw_only=False)
+class Follow:
+    """This command's view of a run that others carry."""
+
+    name: str
+    out: Console
+    on_exit: str
+    rewards: list[float] = field(default_factory=list)
+
+    def until_it_ends(self, sessions: sessionmaker[Session], header: str) -> "RunView":
+        from launcher.cluster.runs import run_view
+
+        if self.out.is_terminal:
+            with Live(console=self.out, auto_refresh=False, transient=False) as live:
+                for view in self._views(lambda: run_view(sessions, self.name)):
+                    live.update(panel(view, self.rewards, header), refresh=True)
+        else:
+            last: tuple[str, int, str] | None = None
+            said = 0.0
+            for view in self._views(lambda: run_view(sessions, self.name)):
+                news = (view.status, view.iteration, view.last_event)
+                if news != last or time.monotonic() - said > QUIET_SECONDS:
+                    self.say(plain_line(view))
+                    last, said = news, time.monotonic()
+        return view
+
+    def _views(self, look: Any) -> Iterator["RunView"]:
+        """Looks until the run ended and released its nodes. Ends with the last look."""
+        iteration = -1
+        while True:
+            view = look()
+            if view.reward is not None and view.iteration != iteration:
+                self.rewards.append(view.reward)
+                iteration = view.iteration
+            yield view
+            if view.status in ENDED:
+                return
+            time.sleep(LOOK_SECONDS)
+
+    def say(self, text: str) -> None:
+        """A line; a terminal that is gone hears nothing."""
+        try:
+            self.out.print(text, highlight=False, markup=False, soft_wrap=True)
+        except OSError:
+            self.out = Console(file=open(os.devnull, "w"))  # noqa: SIM115
+
+
+def _start_and_follow(
+    sessions: sessionmaker[Session],
+    checked: CheckedJob,
+    plan: Plan,
+    follow: Follow,
+    detach: bool,
+    as_json: bool,
+    result: Path | None,
+    html: Path | None,
+) -> int:
+    from launcher.cluster.runs import create_run, run_view, start_controller
+
+    name = create_run(sessions, checked, plan, follow.name)
+    view = None
+    code = ExitCode.FAILURE
+    try:
+        start_controller(sessions, name)
+        if detach:
+            follow.say(f"{name} is starting. Follow it: spotrl status {name} --watch")
+            code = ExitCode.OK
+        else:
+            with _signals():
+                view = follow.until_it_ends(sessions, header(checked.job, plan))
+            code = exit_code(view)
+    except KeyboardInterrupt:
+        code = _interrupted(sessions, follow)
+    except Terminated:
+        code = _interrupted(sessions, follow, may_ask=False)
+    except Hangup:
+        code = ExitCode.OK  # the run goes on; only following ended
+    except BaseException:
+        if follow.on_exit == "down":
+            _stop(sessions, follow, "launch failed")
+        raise
+    finally:
+        view = run_view(sessions, name)
+        say_what_runs(follow, view)
+        if result or html:
+            _write_files(sessions, name, result, html)
+    left = still_running(view)
+    if view.status in ENDED and left and code != ExitCode.INTERRUPTED:
+        code = ExitCode.TEARDOWN_INCOMPLETE
+    _print_json(as_json, {"run": name, "started": True, "exit_code": int(code), "plan": plan_dict(plan)} | asdict(view))
+    return code
+
+
+def _interrupted(sessions: sessionmaker[Session], follow: Follow, may_ask: bool = True) -> ExitCode:
+    """Ctrl-C: keep or stop. Where nobody can be asked, stopping is the answer that costs least."""
+    choice = follow.on_exit
+    if choice == "ask":
+        choice = "down"
+        if may_ask and sys.stdin.isatty():
+            try:
+                answer = click.prompt(
+                    f"\n{follow.name} is running. Keep it running, or stop it?",
+                    type=click.Choice(["keep", "stop"]),
+                    default="stop",
+                    err=True,
+                )
+                choice = "keep" if answer == "keep" else "down"
+            except (click.Abort, KeyboardInterrupt):
+                choice = "down"
+    if choice == "keep":
+        return ExitCode.OK
+    return ExitCode.INTERRUPTED if _stop(sessions, follow, "stopped by Ctrl-C") else ExitCode.TEARDOWN_INCOMPLETE
+
+
+def _stop(sessions: sessionmaker[Session], follow: Follow, reason: str) -> bool:
+    """Whether everything was released in time."""
+    from launcher.cluster.runs import request_stop, wait_released
+
+    request_stop(sessions, follow.name, reason)
+    follow.say(f"Stopping {follow.name} (Ctrl-C again: do not wait) ...")
+    try:
+        return bool(wait_released(sessions, follow.name, RELEASE_SECONDS))
+    except KeyboardInterrupt:
+        return False
+
+
+def say_what_runs(follow: Follow, view: "RunView") -> None:
+    """The last words of every `launch`."""
+    if view.status in ENDED:
+        why = f" ({view.reason})" if view.reason else ""
+        follow.say(f"{view.name} {view.status}{why}: {score_text(view)}; {money_text(view)}.")
+    left = still_running(view)
+    if not left and view.status in ENDED:
+        follow.say(f"Nothing of it runs any more. spotrl report {view.name}")
+        return
+    rate = hourly(sum(node.micro_usd_per_hour for node in left))
+    nodes = ", ".join(f"{node.name} ({node.status})" for node in left) or "its controller, and what that starts"
+    follow.say(f"Still running: {nodes}: {rate}, {dollars(view.spent_micro_usd)} so far.")
+    follow.say(f"Stop it: spotrl down {view.name}")
+
+
+@contextmanager
+def _signals() -> Iterator[None]:
+    """SIGHUP and SIGTERM as exceptions, while following."""
+
+    def raiser(error: type[Exception]) -> Any:
+        def handler(number: int, frame: Any) -> None:
+            raise error
+
+        return handler
+
+    before = {
+        signal.SIGHUP: signal.signal(signal.SIGHUP, raiser(Hangup)),
+        signal.SIGTERM: signal.signal(signal.SIGTERM, raiser(Terminated)),
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+# --- before and after --------------------------------------------------------------------------------
+
+
+def _check_name_is_free(sessions: sessionmaker[Session], checked: CheckedJob) -> None:
+    """`create_run` refuses a used name too; this says so before anything else is done."""
+    with sessions() as session:
+        used = set(session.scalars(select(Run.name)))
+    name = checked.job.name
+    if name in used:
+        free = next(f"{name}-{n}" for n in range(2, len(used) + 3) if f"{name}-{n}" not in used)
+        raise JobError(
+            f"a run called {name} exists already",
+            f"give this one a name (--name {free}), or look at that one: spotrl report {name}",
+            field="name",
+        )
+
+
+def _confirm(out: Console) -> None:
+    if not sys.stdin.isatty():
+        raise click.UsageError("nobody can be asked here; look at the plan, then add -y")
+    click.confirm("Start it?", default=True, abort=True, err=out.stderr)
+
+
+def _write_files(sessions: sessionmaker[Session], name: str, result: Path | None, html: Path | None) -> None:
+    """Also of a run that failed: that is when somebody looks."""
+    from launcher.ledger.store import find_run
+    from launcher.report.build import build_report
+    from launcher.report.html import render_html
+    from launcher.report.result import result_dict
+
+    with sessions() as session:
+        run = find_run(session, name)
+        if result:
+            _write(result, json.dumps(result_dict(session, name, leftovers(run)), indent=2) + "\n")
+        if html:
+            now_ms = ScaledClock(origin_ms=run.clock_origin_ms, factor=run.clock_factor).now_ms()
+            _write(html, render_html(build_report(session, run, now_ms), Path(run.folder) / "store"))
+
+
+def leftovers(run: Run) -> list[int]:
+    """Processes of a local run's nodes that are alive. After the end of the run there should be none."""
+    from launcher.cluster.local import nodes_folder
+    from launcher.cluster.processes import processes_of
+
+    folder = nodes_folder(Path(run.folder))
+    return [pid for node in (sorted(folder.iterdir()) if folder.exists() else []) for pid in processes_of(node)]
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, "utf-8")
+    except OSError as error:
+        raise Failure(f"{path} cannot be written ({error.strerror}); the run's facts are in the ledger") from None
+
+
+def _print_json(wanted: bool, value: dict[str, Any]) -> None:
+    if wanted:
+        click.echo(json.dumps(value, default=str))

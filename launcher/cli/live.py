@@ -1,0 +1,94 @@
+"""What a running run looks like: a panel on a terminal, plain lines anywhere else. Views in, text out."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from launcher.money import dollars, duration, hourly
+
+if TYPE_CHECKING:
+    from launcher.cluster.runs import NodeView, RunView
+
+BARS = "▁▂▃▄▅▆▇█"
+
+ENDED = ("finished", "stopped", "failed")
+OVER = ("gone", "released", "denied", "no_capacity", "lost")
+"""States of a node that costs nothing any more."""
+
+
+def sparkline(values: Sequence[float], width: int = 40) -> str:
+    """The last `width` values as bars, lowest to highest of them."""
+    values = list(values)[-width:]
+    if not values:
+        return ""
+    low, high = min(values), max(values)
+    if high == low:
+        return BARS[0] * len(values)
+    return "".join(BARS[round((value - low) / (high - low) * (len(BARS) - 1))] for value in values)
+
+
+def still_running(view: "RunView") -> list["NodeView"]:
+    """Nodes that may cost money now."""
+    return [node for node in view.nodes if node.status not in OVER]
+
+
+def score_text(view: "RunView") -> str:
+    """`exact_match 0.71 (best 0.72, target 0.78)`."""
+    if view.score is None:
+        return "not evaluated yet"
+    details = [f"best {view.best_score:.3f}"] if view.best_score is not None else []
+    details += [f"target {view.target:g}"] if view.target is not None else []
+    return f"{view.metric} {view.score:.3f}" + (f" ({', '.join(details)})" if details else "")
+
+
+def money_text(view: "RunView") -> str:
+    """`$1.20 of at most $10.00, $2.49/h`."""
+    limit = f" of at most {dollars(view.max_total_micro_usd)}" if view.max_total_micro_usd is not None else ""
+    return f"{dollars(view.spent_micro_usd)}{limit}, {hourly(view.micro_usd_per_hour)}"
+
+
+def time_text(view: "RunView") -> str:
+    """`1h 5m (1m 5s here, clock x60), about 40s left`. What is left is wall time."""
+    here = duration(round(view.wall_seconds) * 1000) if view.wall_seconds >= 1 else "0s"
+    clock = f" ({here} here, clock x{view.clock_factor:g})" if view.clock_factor != 1 else ""
+    left = f", about {duration(round(view.eta_seconds) * 1000)} left" if view.eta_seconds is not None else ""
+    return f"{duration(view.elapsed_ms - view.elapsed_ms % 1000)}{clock}{left}"
+
+
+def plain_line(view: "RunView") -> str:
+    """One line for a log."""
+    reward = f"reward {view.reward:.3f}" if view.reward is not None else "no reward yet"
+    return (
+        f"{view.name}: {view.status}, iteration {view.iteration}/{view.iterations}, {reward}, {score_text(view)}, "
+        f"{money_text(view)}, {len(still_running(view))} nodes, {time_text(view)}"
+        f"{f' | {view.last_event}' if view.last_event else ''}"
+    )
+
+
+def panel(view: "RunView", rewards: Sequence[float], header: str) -> RenderableType:
+    """The whole picture, for a terminal."""
+    facts = Table.grid(padding=(0, 2))
+    facts.add_column(style="bold")
+    facts.add_column(overflow="fold")
+    reward = f"{view.reward:.3f}  " if view.reward is not None else "-"
+    facts.add_row("iteration", f"{view.iteration}/{view.iterations}")
+    facts.add_row("reward", Text(reward) + Text(sparkline(rewards), style="green"))
+    facts.add_row("score", score_text(view))
+    facts.add_row("money", money_text(view))
+    facts.add_row("time", time_text(view))
+    facts.add_row("last", Text(view.last_event or "-"))
+
+    nodes = Table(box=box.SIMPLE, pad_edge=False)
+    for column in ("node", "slot", "role", "market", "zone", "state", "age", "price"):
+        nodes.add_column(column, justify="right" if column in ("age", "price") else "left")
+    for node in still_running(view) or view.nodes[-3:]:
+        age = duration(node.age_ms - node.age_ms % 1000) if node.age_ms and node.age_ms >= 1000 else "-"
+        price = hourly(node.micro_usd_per_hour)
+        nodes.add_row(node.name, node.slot, node.role, node.market, node.zone, node.status, age, price)
+    title = Text(f"{view.name}: {view.status}{f' ({view.reason})' if view.reason else ''}")
+    return Panel(Group(facts, nodes), title=title, subtitle=Text(header), box=box.ROUNDED)

@@ -1,0 +1,53 @@
+"""`spotrl logs`: what the controller and the nodes of a run wrote, also nodes that are gone."""
+
+import json
+import time
+from pathlib import Path
+
+import click
+from sqlalchemy.orm import Session, sessionmaker
+
+from launcher.cluster.runs import node_logs, still_running
+
+LOOK_SECONDS = 0.5
+
+
+@click.command()
+@click.argument("run_name", metavar="RUN")
+@click.option("--node", help="One node by name, or every generation of a slot (trainer, spot-0, ...).")
+@click.option("--follow", "-f", is_flag=True, help="Go on until the run is over.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object a line.")
+@click.pass_obj
+def logs(sessions: sessionmaker[Session], run_name: str, node: str | None, follow: bool, as_json: bool) -> None:
+    """Show the logs of RUN: its controller's and its nodes', file by file.
+
+    \b
+    Example:
+      spotrl logs digits --node trainer --follow
+    """
+    offsets: dict[Path, int] = {}
+    shown: Path | None = None
+    while True:
+        is_over = not follow or not still_running(sessions, run_name)
+        for path in node_logs(sessions, run_name, node):
+            lines = _fresh(path, offsets)
+            if lines and not as_json and path != shown:
+                click.echo(f"==> {_title(path)} <==")
+            for line in lines:
+                click.echo(json.dumps({"file": _title(path), "line": line}) if as_json else line)
+            shown = path if lines else shown
+        if is_over:
+            return
+        time.sleep(LOOK_SECONDS)
+
+
+def _fresh(path: Path, offsets: dict[Path, int]) -> list[str]:
+    with path.open("rb") as file:
+        file.seek(offsets.get(path, 0))
+        text = file.read()
+    offsets[path] = offsets.get(path, 0) + len(text)
+    return text.decode(errors="replace").splitlines()
+
+
+def _title(path: Path) -> str:
+    return path.name if path.name == "controller.log" else f"{path.parent.parent.name}/{path.name}"

@@ -1,0 +1,115 @@
+"""`spotrl`: finds the command and says how it ended.
+
+A command is a file of this folder with a click command of the same name in it. It is imported when it is called, so
+that `spotrl --help` answers at once; the list reads each file's first lines without running it. `ctx.obj` is the
+ledger (a sessionmaker), opened when a command runs. A command may return an `ExitCode`.
+"""
+
+import ast
+import sys
+from collections.abc import Sequence
+from difflib import get_close_matches
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import NoReturn
+
+import click
+
+from launcher.exit_codes import ExitCode, Failure
+
+HERE = Path(__file__).parent
+
+WITHOUT_LEDGER = ("init", "config")
+"""Commands that must leave no trace."""
+
+HIDDEN = ("controller",)
+"""What `launch` starts by itself; `spotrl controller --help` explains it."""
+
+
+@cache
+def summaries() -> dict[str, str]:
+    """Every command with the first line of its help, from the source text alone."""
+    found = {}
+    for file in sorted(HERE.glob("*.py")):
+        for node in ast.parse(file.read_text("utf-8")).body:
+            if isinstance(node, ast.FunctionDef) and node.name.rstrip("_") == file.stem and node.decorator_list:
+                found[file.stem.replace("_", "-")] = (ast.get_docstring(node) or "").partition("\n")[0]
+    return found
+
+
+class CommandFolder(click.Group):
+    """Commands by file name, imported late."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return [name for name in summaries() if name not in HIDDEN]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in summaries():
+            return None
+        stem = cmd_name.replace("-", "_")
+        module = import_module(f"launcher.cli.{stem}")
+        command = getattr(module, stem, None) or getattr(module, f"{stem}_")
+        assert isinstance(command, click.Command), f"launcher/cli/{stem}.py has no command {stem}"
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and args[0] not in summaries() and (near := get_close_matches(args[0], summaries(), n=1)):
+            ctx.fail(f"there is no command {args[0]}; did you mean {near[0]}?")
+        name, command, rest = super().resolve_command(ctx, args)
+        if ctx.obj is None and name not in WITHOUT_LEDGER and not {"-h", "--help"} & set(rest):
+            from launcher.ledger.store import open_ledger
+            from launcher.settings import ledger_path
+
+            ctx.obj = open_ledger(ledger_path())
+        return name, command, rest
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """As click does, without importing the commands."""
+        rows = [(name, summaries()[name]) for name in self.list_commands(ctx)]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
+
+@click.command(
+    cls=CommandFolder,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="Exit codes: 0 done, 1 failure, 2 usage, 3 bad job, 4 credentials, 5 no capacity, 6 refused by budget, "
+    "7 stopped by budget, 8 deadline missed, 9 bad price table, 10 something may still cost money, 130 interrupted.",
+)
+@click.version_option(package_name="spotrl")
+def cli() -> None:
+    """Reinforcement-learning post-training of diffusion transformers on the cheapest useful mix of GPUs.
+
+    \b
+    Example:
+      spotrl init job.yaml
+      spotrl launch job.yaml
+    """
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Run one command and exit with its code."""
+    sys.exit(run(argv))
+
+
+def run(argv: Sequence[str] | None = None) -> int:
+    try:
+        code = cli.main(args=None if argv is None else list(argv), prog_name="spotrl", standalone_mode=False)
+        return int(code) if isinstance(code, int) else ExitCode.OK
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("Interrupted.", err=True)
+        return ExitCode.INTERRUPTED
+    except Failure as error:
+        click.echo(f"Error: {error}", err=True)
+        return error.exit_code
+    except LookupError as error:
+        if type(error) is not LookupError:  # a KeyError is a fault of ours: let it be seen
+            raise
+        click.echo(f"Error: {error.args[0]}", err=True)
+        return ExitCode.FAILURE

@@ -1,0 +1,54 @@
+"""A plan as a person reads it before saying yes, and as a script does."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+from launcher.job import Job
+from launcher.money import dollars, duration, hourly
+from launcher.placement.plan import Plan
+
+
+def header(job: Job, plan: Plan) -> str:
+    """`local: priced as aws gr6.4xlarge in us-east-2, nothing was bought`."""
+    kinds = sorted({f"{slot.placement.cloud} {slot.placement.instance_type}" for slot in plan.slots})
+    return f"{job.infra}: priced as {' and '.join(kinds)} in {plan.region}, nothing was bought"
+
+
+def plan_lines(job: Job, plan: Plan) -> Iterator[str]:
+    yield f"{job.name}: {header(job, plan)}"
+    if job.clock_factor != 1:
+        yield f"The clock runs x{job.clock_factor:g}: an hour of prices and reclaims passes in {_here(job)}."
+    yield ""
+    yield f"  {'slot':<14}{'market':<11}{'zone':<22}{'instance':<17}{'GPUs':<14}{'price':>9}{'on demand':>12}"
+    for slot in plan.slots:
+        place = slot.placement
+        gpus = f"{place.accelerator}:{place.gpus}"
+        yield (
+            f"  {slot.name:<14}{place.market.value:<11}{place.zone:<22}{place.instance_type:<17}{gpus:<14}"
+            f"{hourly(place.micro_usd_per_hour):>9}{hourly(slot.on_demand_micro_usd_per_hour):>12}"
+        )
+    yield ""
+    expected, maximum = plan.expected_micro_usd_per_hour, plan.maximum_micro_usd_per_hour
+    yield f"  expected {hourly(expected)}; at most {hourly(maximum)}, were every node bought on demand"
+    if plan.max_total_micro_usd is not None and plan.lasts_ms is not None:
+        yield f"  budget {dollars(plan.max_total_micro_usd)}: lasts {duration(plan.lasts_ms)} at the expected rate"
+    else:
+        yield "  no budget.max_total: the run ends with its iterations or target"
+    if job.target:
+        yield f"  until {job.target.metric} {job.target.value:g}, or {job.iterations} iterations; how long is not known"
+    sources = Counter((slot.placement.price_source, slot.placement.price_observed_at) for slot in plan.slots)
+    for (source, observed_at), _ in sources.most_common():
+        yield f"  prices ({plan.money_basis}): {source}, {observed_at}"
+
+
+def plan_dict(plan: Plan) -> dict[str, Any]:
+    return asdict(plan) | {
+        "expected_micro_usd_per_hour": plan.expected_micro_usd_per_hour,
+        "maximum_micro_usd_per_hour": plan.maximum_micro_usd_per_hour,
+    }
+
+
+def _here(job: Job) -> str:
+    return duration(round(3_600_000 / job.clock_factor))

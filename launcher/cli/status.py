@@ -1,0 +1,78 @@
+"""`spotrl status`: one run, its nodes and what happened to it last."""
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+from sqlalchemy.orm import Session, sessionmaker
+
+from launcher.cluster.runs import EventLine, RunView, event_lines, run_view
+from launcher.ledger.store import find_run
+from launcher.money import dollars, duration, hourly
+
+LAST_EVENTS = 8
+
+
+@click.command()
+@click.argument("run_name", metavar="RUN")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.pass_obj
+def status(sessions: sessionmaker[Session], run_name: str, as_json: bool) -> None:
+    """Show how RUN stands: progress, money, nodes with their age, and the last events.
+
+    \b
+    Example:
+      spotrl status digits
+    """
+    view = run_view(sessions, run_name)
+    with sessions() as session:
+        lines = event_lines(session, find_run(session, run_name))[-LAST_EVENTS:]
+    if as_json:
+        document: dict[str, Any] = {**asdict(view), "events": [asdict(line) for line in lines]}
+        click.echo(json.dumps(document))
+        return
+    for text in headline(view):
+        click.echo(text)
+    Console().print(node_table(view))
+    for line in lines:
+        click.echo(event_text(line))
+
+
+def headline(view: RunView) -> list[str]:
+    """The run in a few lines."""
+    reason = f" ({view.reason})" if view.reason else ""
+    warning = "" if view.controlled or view.status in ("finished", "stopped", "failed") else _nobody(view)
+    limit = f" of {dollars(view.max_total_micro_usd)}" if view.max_total_micro_usd is not None else ""
+    score = "-" if view.score is None else f"{view.score:.3f}"
+    peak = "-" if view.best_score is None else f"{view.best_score:.3f}"
+    target = f", target {view.target}" if view.target is not None else ""
+    eta = "" if view.eta_seconds is None else f", {duration(round(view.eta_seconds * 1000))} left at most"
+    return [
+        f"{view.name}: {view.status}{reason}{warning}",
+        f"iteration {view.iteration}/{view.iterations}, {view.metric} {score} (best {peak}{target}){eta}",
+        f"spent {dollars(view.spent_micro_usd)}{limit}, now {hourly(view.micro_usd_per_hour)}; "
+        f"{duration(view.elapsed_ms)} on the run's clock ({view.clock_factor:g}x), "
+        f"{duration(round(view.wall_seconds * 1000))} by the wall",
+    ]
+
+
+def _nobody(view: RunView) -> str:
+    return f"; no controller looks after it: `spotrl resume {view.name}`"
+
+
+def node_table(view: RunView) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for column in ("node", "role", "market", "zone", "status", "age", "rate"):
+        table.add_column(column, no_wrap=True)
+    for node in view.nodes:
+        age, rate = duration(node.age_ms), hourly(node.micro_usd_per_hour)
+        table.add_row(node.name, node.role, node.market, node.zone, node.status, age, rate)
+    return table
+
+
+def event_text(line: EventLine) -> str:
+    """One event as a line: when (run's clock), where, what."""
+    return f"{duration(max(0, line.elapsed_ms)):>10}  {line.source:<24} {line.kind} {line.text}".rstrip()

@@ -1,0 +1,311 @@
+"""The embedded infra: a node is a process session of its own on this machine, and its folder is its disk.
+
+RUN/nodes/NAME/  node.json (NodeSpec)  request.json  spawned.json  agent.json  ready.json  notice.json
+                 money.json  reclaim.json  stopped.json  ended.json  logs/  progress/
+
+`LocalProvisioner` stands where the cloud would: it starts machines, says how they are, and takes spot nodes back
+by a printed rule. It keeps no state either. What it knows is in the folders, so any process may carry on with them,
+and a crash between any two lines is repaired by the next `request` or `observe`.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from engine.clock import Clock
+from engine.config import NodeSpec
+from engine.events import Market
+from launcher.cluster import processes
+from launcher.cluster.provisioner import NodeFact, NodeStatus, Placement
+from launcher.cluster.reclaims import Reclaim, ReclaimRule
+from launcher.money import duration
+
+AGENT_SECONDS = 60.0
+"""A process that has not become an agent by then (wall time) never will: its imports failed or hang."""
+
+READY_SECONDS = 600.0
+"""Workers that have not called in by then (wall time) never will. Loading a large model takes minutes."""
+
+SILENCE_MS = 30_000
+"""How long this cloud takes to say that a machine which just stopped is gone (run's clock)."""
+
+STOPPED_SECONDS = 5.0
+"""A node found stopped (SIGSTOP) that this cloud did not stop counts as lost after so long (wall time)."""
+
+
+def nodes_folder(run_folder: Path) -> Path:
+    return run_folder / "nodes"
+
+
+def node_folder(run_folder: Path, name: str) -> Path:
+    return nodes_folder(run_folder) / name
+
+
+class LocalProvisioner:
+    """Starts and stops nodes on this machine, without waiting."""
+
+    def __init__(
+        self,
+        folder: Path,
+        clock: Clock,
+        reclaims: ReclaimRule | None,
+        agent_command: Sequence[str] = (sys.executable, "-m", "engine.runtime.agent"),
+    ) -> None:
+        self._folder, self._clock, self._reclaims = folder, clock, reclaims
+        self._agent_command = tuple(agent_command)
+        self._children: dict[str, subprocess.Popen[bytes]] = {}  # only so that they are reaped, and for exit codes
+
+    # --- what the controller asks -----------------------------------------------------------------
+
+    def request(self, want: Placement, spec: NodeSpec) -> None:
+        """Start the node's agent, unless the node was started or ended before; the same name twice is one node.
+
+        A crash may leave a process that is not recorded. Then the node gets a second agent, which finds the
+        node's lock taken and exits.
+        """
+        folder = node_folder(self._folder, spec.node)
+        if Path(spec.folder) != folder:
+            raise ValueError(f"{spec.node} has its disk in {spec.folder}; this provisioner keeps it in {folder}")
+        (folder / "logs").mkdir(parents=True, exist_ok=True, mode=0o700)
+        if _read(folder / "ended.json") is not None:
+            return
+        if not (folder / "node.json").exists():
+            _write(folder / "node.json", json.loads(spec.model_dump_json()))
+        if _read(folder / "request.json") is None:
+            facts = {"requested_ms": self._clock.now_ms(), "zone": want.zone, "ordinal": self._ordinal(want.market)}
+            _write(folder / "request.json", facts)
+        if _read(folder / "agent.json") is None and not processes.processes_of(folder):
+            self._spawn(folder)
+
+    def observe(self) -> Sequence[NodeFact]:
+        """How every node of this run is. The local cloud does its own work here too: it takes spot nodes back."""
+        facts = [self._observe(folder) for folder in self._folders()]
+        return [fact for fact in facts if fact is not None]
+
+    def release(self, names: Sequence[str]) -> None:
+        """SIGKILL everything of these nodes. A node that is not there yet can no longer be requested afterwards."""
+        for name in names:
+            folder = node_folder(self._folder, name)
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if not (folder / "request.json").exists():
+                self._end(folder, "released before it was started", self._clock.now_ms())
+            elif self._ended_by_itself(folder) is None:
+                self._end(folder, "released", self._clock.now_ms())
+
+    def rearm(self, name: str, money_deadline_ms: int) -> None:
+        """Write the node's new money deadline beside its node.json, which never changes."""
+        folder = node_folder(self._folder, name)
+        if folder.exists() and not (folder / "ended.json").exists():
+            _write(folder / "money.json", {"deadline_ms": money_deadline_ms})
+
+    # --- starting ---------------------------------------------------------------------------------
+
+    def _spawn(self, folder: Path) -> None:
+        with (folder / "logs" / "agent.log").open("ab") as log:
+            child = subprocess.Popen(
+                [*self._agent_command, str(folder / "node.json")],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env=processes.environment_of(folder),
+            )
+        self._children[folder.name] = child
+        try:
+            create_time = psutil.Process(child.pid).create_time()
+        except psutil.NoSuchProcess:
+            create_time = None
+        _write(folder / "spawned.json", {"pid": child.pid, "create_time": create_time, "at_ms": self._clock.now_ms()})
+
+    def _ordinal(self, market: Market) -> int | None:
+        """The place of a new spot node in the order of purchase, which decides how long it lives."""
+        if market is not Market.SPOT:
+            return None
+        requests = (_read(folder / "request.json") or {} for folder in self._folders())
+        bought = [request["ordinal"] for request in requests if request.get("ordinal") is not None]
+        return max(bought, default=-1) + 1
+
+    def _folders(self) -> list[Path]:
+        root = nodes_folder(self._folder)
+        return sorted(path for path in root.iterdir() if path.is_dir()) if root.exists() else []
+
+    # --- seeing -----------------------------------------------------------------------------------
+
+    def _observe(self, folder: Path) -> NodeFact | None:
+        ended = self._ended_by_itself(folder)
+        if ended is not None:
+            return ended
+        request = _read(folder / "request.json")
+        if request is None:
+            return None  # a request that was cut short; asking again completes it
+        fact = self._running(folder, request)
+        ordinal = request.get("ordinal")
+        if self._reclaims is None or ordinal is None or fact.ready_ms is None:
+            return fact
+        return self._carry_out(folder, self._reclaims.reclaim(ordinal), fact)
+
+    def _running(self, folder: Path, request: dict[str, Any]) -> NodeFact:
+        """A node that has not ended. It is paid for from the request on, once there is an agent."""
+        agent, ready = _read(folder / "agent.json"), _read(folder / "ready.json")
+        notice = _read(folder / "notice.json")
+        return NodeFact(
+            name=folder.name,
+            status=NodeStatus.UP if agent and ready else NodeStatus.PENDING,
+            started_ms=int(request["requested_ms"]) if agent else None,
+            ready_ms=int(ready["at_ms"]) if ready else None,
+            notice_deadline_ms=int(notice["deadline_ms"]) if notice else None,
+        )
+
+    def _ended_by_itself(self, folder: Path) -> NodeFact | None:
+        """The node's end, if it has one: recorded, or found now. None: it runs, or is about to."""
+        record = _read(folder / "ended.json")
+        if record is not None:
+            return _ended_fact(folder, record)
+        request, agent = _read(folder / "request.json"), _read(folder / "agent.json")
+        if request is None:
+            return None
+        child = self._children.get(folder.name)
+        code = child.poll() if child is not None else None
+        now_ms = self._clock.now_ms()
+        spawned = _read(folder / "spawned.json")
+        waited = self._clock.wall_seconds(now_ms - int((spawned or request).get("at_ms", request["requested_ms"])))
+        if agent is not None:
+            if not processes.is_recorded_alive(agent):
+                if (folder / "reclaim.json").exists():
+                    return None  # this cloud's own work, cut short: `_carry_out` completes it
+                return self._end(folder, _exit_evidence(folder, code), self._last_moment(folder, now_ms))
+            if not (folder / "ready.json").exists() and waited > READY_SECONDS:
+                return self._end(folder, f"its workers did not call in within {READY_SECONDS:.0f} s", now_ms)
+            return self._ended_when_stopped(folder, int(agent["pid"]), now_ms)
+        if spawned is None or processes.is_recorded_alive(spawned) or processes.processes_of(folder):
+            if waited <= AGENT_SECONDS:
+                return None
+            return self._end(folder, f"no agent appeared within {AGENT_SECONDS:.0f} s", now_ms)
+        return self._end(folder, _exit_evidence(folder, code) + " before it was an agent", now_ms)
+
+    def _ended_when_stopped(self, folder: Path, pid: int, now_ms: int) -> NodeFact | None:
+        """A machine that stands still, by nobody's order: lost once it has stood for a while."""
+        if (folder / "reclaim.json").exists():
+            return None
+        mark = folder / "stopped.json"
+        if not processes.is_stopped(pid):
+            mark.unlink(missing_ok=True)
+            return None
+        since = _read(mark)
+        if since is None:
+            _write(mark, {"at_ms": now_ms})
+            return None
+        if self._clock.wall_seconds(now_ms - int(since["at_ms"])) < STOPPED_SECONDS:
+            return None
+        return self._end(folder, "it stood still (SIGSTOP) and did not come back", now_ms, signal="SIGSTOP")
+
+    def _last_moment(self, folder: Path, now_ms: int) -> int:
+        """When an agent that is found dead ended: as it said itself, else now, but never past its money deadline."""
+        said = _read(folder / "exit.json")
+        if said is not None:
+            return int(said["at_ms"])
+        deadline = (_read(folder / "money.json") or {}).get("deadline_ms")
+        deadline = deadline or (_read(folder / "node.json") or {}).get("money_deadline_ms")
+        return now_ms if deadline is None else min(now_ms, int(deadline))
+
+    # --- ending -----------------------------------------------------------------------------------
+
+    def _carry_out(self, folder: Path, reclaim: Reclaim, fact: NodeFact) -> NodeFact:
+        """The cloud's part: give notice when it is time, then take the node back."""
+        assert fact.ready_ms is not None
+        now_ms, manner = self._clock.now_ms(), reclaim.manner
+        end_ms = fact.ready_ms + reclaim.lifetime_ms
+        if manner.with_notice:
+            if fact.notice_deadline_ms is None and now_ms >= end_ms - reclaim.notice_ms:
+                # This cloud sleeps while no controller runs, and still gives the whole notice.
+                _write(folder / "notice.json", {"deadline_ms": max(end_ms, now_ms + reclaim.notice_ms)})
+                return self._running(folder, _read(folder / "request.json") or {})
+            end_ms = fact.notice_deadline_ms or end_ms + reclaim.notice_ms
+        if now_ms < end_ms:
+            return fact
+        taken = _read(folder / "reclaim.json")
+        if taken is None:
+            taken = {"at_ms": now_ms}
+            _write(folder / "reclaim.json", taken)
+        if manner.signal == "SIGSTOP" and now_ms < int(taken["at_ms"]) + SILENCE_MS:
+            agent = _read(folder / "agent.json")
+            processes.send(
+                [pid for pid in processes.processes_of(folder, agent) if not processes.is_stopped(pid)], signal.SIGSTOP
+            )
+            return fact  # nobody has been told yet
+        notice = f"{duration(reclaim.notice_ms)} notice" if manner.with_notice else "no notice"
+        evidence = (
+            f"reclaimed by the local cloud {duration(max(1, int(taken['at_ms']) - fact.ready_ms))} after it was "
+            f"ready: {manner.signal}, {notice}"
+        )
+        ended = self._end(
+            folder,
+            evidence,
+            int(taken["at_ms"]),
+            reclaimed=True,
+            signal=manner.signal,
+            with_notice=manner.with_notice,
+        )
+        return ended or fact
+
+    def _end(self, folder: Path, evidence: str, ended_ms: int, **how: Any) -> NodeFact | None:
+        """Kill what is left of the node, then record its end. None: something still runs, the next pass tries again."""
+        agent = _read(folder / "agent.json")
+        if processes.kill_all(folder, agent):
+            return None
+        child = self._children.pop(folder.name, None)
+        if child is not None:
+            child.poll()
+        request = _read(folder / "request.json")
+        started_ms = int(request["requested_ms"]) if request and agent else None
+        notice = _read(folder / "notice.json")
+        record = {
+            "evidence": evidence,
+            "started_ms": started_ms,
+            "ended_ms": max(ended_ms, started_ms or 0),
+            "ready_ms": (_read(folder / "ready.json") or {}).get("at_ms"),
+            "notice_deadline_ms": notice["deadline_ms"] if notice else None,
+            **how,
+        }
+        _write(folder / "ended.json", record)
+        return _ended_fact(folder, record)
+
+
+def _ended_fact(folder: Path, record: dict[str, Any]) -> NodeFact:
+    return NodeFact(name=folder.name, status=NodeStatus.GONE, **record)
+
+
+def _exit_evidence(folder: Path, code: int | None) -> str:
+    """How an agent that is found dead ended, as far as can be told: only its parent learns its exit code."""
+    said = _read(folder / "exit.json")
+    code = int(said["code"]) if said is not None else code
+    if code is None:
+        return "its agent is gone"
+    if code < 0:
+        return f"its agent was killed by {signal.Signals(-code).name}"
+    return f"its agent exited with code {code}"
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """A JSON object, or None when the file is not there or not whole yet."""
+    try:
+        value = json.loads(path.read_text())
+    except (FileNotFoundError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _write(path: Path, value: dict[str, Any]) -> None:
+    """All of it or none of it, and for the owner's eyes: node.json holds the run's token."""
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    descriptor = os.open(part, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        json.dump(value, file)
+    os.replace(part, path)

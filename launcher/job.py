@@ -1,0 +1,501 @@
+"""The job file: what to train, on what, for how much money; checked before anything is bought.
+
+flag > `SPOTRL_*` > job file > user's config > default    (`spotrl config show --origin` prints which one won)
+
+The promise: a job that loads can be planned and sent to every node as it is. A job that does not load raises one
+`JobError` with the place, what was found there and what would do; nothing was started, and no secret is repeated.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, ValidationError, field_validator
+from pydantic import model_validator as model_check
+
+from engine.config import EngineConfig, Strict
+from launcher.exit_codes import ExitCode, Failure
+from launcher.job_problem import explain
+from launcher.money import dollars, exact_dollars, exact_duration, parse_duration, parse_money
+from launcher.yaml_file import Field as Place
+from launcher.yaml_file import YamlFile, YamlFileError, parse_value, read_yaml
+
+REWARDS = ("ocr",)
+"""Scorers that ship with spotrl (engine/rewards/). A user's own is `package.module:function`."""
+
+METRICS = {"ocr": ("exact_match", "similarity", "reward")}
+"""What a scorer of ours measures; a user's own reward has `reward` and whatever metrics it returns."""
+
+BOUNDED_METRICS = ("exact_match", "similarity")
+"""Shares: they cannot pass 1."""
+
+SHORT_FORMS = {
+    "model": "name",
+    "sampler": "name",
+    "algorithm": "name",
+    "reward": "name",
+    "runtime": "name",
+    "exploration": "mode",
+}
+"""`reward: ocr` is short for `reward: {name: ocr}`."""
+
+FLAGS = {
+    "name": "--name",
+    "infra": "--infra",
+    "iterations": "--iterations",
+    "seed": "--seed",
+    "budget.max_total": "--max-total",
+    "budget.max_hourly": "--max-hourly",
+}
+"""Fields with a flag of their own on `spotrl launch`; `--set FIELD=VALUE` reaches every field."""
+
+ENVIRONMENT_PREFIX = "SPOTRL_"
+NOT_A_FIELD = ("SPOTRL_HOME", "SPOTRL_CONFIG")
+"""Variables of `launcher/settings.py`; every other `SPOTRL_*` names a field: SPOTRL_BUDGET__MAX_TOTAL."""
+
+
+# --- values as people write them ---------------------------------------------------------------------
+
+
+def _some_money(micro_usd: int) -> int:
+    if micro_usd <= 0:
+        raise ValueError(
+            f"{dollars(micro_usd)} is not a budget; use more than $0 (in a shell, quote it: '$40', or write 40)"
+        )
+    return micro_usd
+
+
+def _some_time(ms: int) -> int:
+    if ms <= 0:
+        raise ValueError("0s is no time at all; use a second or more")
+    return ms
+
+
+MicroUsd = Annotated[
+    int,
+    BeforeValidator(lambda value: parse_money(str(value))),
+    AfterValidator(_some_money),
+    PlainSerializer(exact_dollars),
+]
+"""Written `$40`; an integer of micro-dollars here, and `$40` again in the ledger's copy of the job."""
+
+DurationMs = Annotated[
+    int,
+    BeforeValidator(lambda value: parse_duration(str(value))),
+    AfterValidator(_some_time),
+    PlainSerializer(exact_duration),
+]
+"""Written `12h30m`; an integer of milliseconds here."""
+
+
+# --- the sections that the engine does not read ------------------------------------------------------
+
+
+class NodeResources(Strict):
+    """What every node of one role needs. Reads like SkyPilot's `resources`."""
+
+    accelerators: str = "L4:1"
+    """`NAME:COUNT` for one node; `L4` and `{L4: 1}` are understood too."""
+    infra: str | None = None
+    """Where: `aws`, `aws/us-east-2` or `aws/us-east-2/use2-az3`. None: wherever it is cheapest."""
+    instance_type: str | None = None
+    use_spot: bool = False
+    num_nodes: Annotated[int, Field(ge=0, le=64)] = 1
+
+    @field_validator("accelerators", mode="before")
+    @classmethod
+    def _one_way_to_write_it(cls, value: Any) -> Any:
+        if isinstance(value, dict) and len(value) == 1:
+            name, count = next(iter(value.items()))
+            value = f"{name}:{count}"
+        if not isinstance(value, str) or not re.fullmatch(r"[A-Za-z][A-Za-z0-9-]*(:[1-9]\d?)?", value):
+            raise ValueError(f"accelerators is {value!r}; write the GPU and how many a node has, like L4:1 or H100:8")
+        return value if ":" in value else f"{value}:1"
+
+    @field_validator("infra")
+    @classmethod
+    def _cloud_region_zone(cls, value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(r"(aws|gcp)(/[a-z0-9*-]+){0,2}", value):
+            raise ValueError(f"infra is {value!r}; write cloud/region/zone, like aws, aws/us-east-2 or gcp/*")
+        return value
+
+    @property
+    def accelerator(self) -> str:
+        return self.accelerators.partition(":")[0]
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of one node."""
+        return int(self.accelerators.partition(":")[2])
+
+
+class Resources(Strict):
+    """The trainer is bought on demand; rollout nodes may be spot, come and go."""
+
+    trainer: NodeResources = NodeResources()
+    rollout: NodeResources = NodeResources(use_spot=True, num_nodes=2)
+
+    @field_validator("rollout", mode="before")
+    @classmethod
+    def _rollout_is_spot_unless_said(cls, value: Any) -> Any:
+        return {"use_spot": True, "num_nodes": 2} | value if isinstance(value, dict) else value
+
+    @field_validator("trainer")
+    @classmethod
+    def _one_trainer_that_stays(cls, value: NodeResources) -> NodeResources:
+        if value.use_spot:
+            raise ValueError(
+                "trainer.use_spot is true; use false, because the trainer holds the weights and the work committed "
+                "by spot nodes"
+            )
+        if value.num_nodes != 1:
+            raise ValueError(f"trainer.num_nodes is {value.num_nodes}; use 1, more trainer nodes are not built yet")
+        return value
+
+
+class Budget(Strict):
+    """What the run may spend. Nothing is bought that could break a limit; draining starts when one is reached."""
+
+    max_total: MicroUsd | None = None
+    max_hourly: MicroUsd | None = None
+    deadline: DurationMs | None = None
+    """The run ends after this time, on its own clock."""
+
+
+class ReclaimConfig(Strict):
+    """When the local infra takes its spot nodes back (launcher/cluster/reclaims.py)."""
+
+    trace: Literal["bamboo-p3", "none"] = "bamboo-p3"
+    """A recorded trace: the n-th spot node that is bought lives as long as the n-th removed one of the trace did."""
+    notice: DurationMs = Field(default=120_000, validate_default=False)
+    """How long before a reclaim the cloud announces it, when it does; on the run's clock."""
+    rule: Literal["alternate"] = "alternate"
+    """Reclaims take turns: notice + SIGKILL, silent SIGSTOP, silent SIGKILL, notice + SIGSTOP."""
+
+
+class Job(EngineConfig):
+    """One job file: the engine's configuration, and what to run it on."""
+
+    name: str = "run"
+    """Of the run; in the name of everything that is bought for it."""
+    infra: str = "local"
+    """`local`: nodes are process groups of this machine, priced from the catalog. Clouds come next."""
+    clock_factor: Annotated[float, Field(gt=0.0, le=3600.0)] = 60.0
+    """Local infra: how many simulated seconds pass in a second, so that hours of a spot market take minutes."""
+    resources: Resources = Resources()
+    budget: Budget = Budget()
+    secrets: tuple[str, ...] = ()
+    """Names of environment variables that nodes get. Their values are stored nowhere."""
+    reclaims: ReclaimConfig = ReclaimConfig()
+
+    @field_validator("name")
+    @classmethod
+    def _name_fits_every_cloud(cls, value: str) -> str:
+        if not re.fullmatch(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", value):
+            raise ValueError(
+                f"name is {value!r}; use up to 40 of a-z, 0-9 and -, beginning with a letter, "
+                "because it becomes part of the names of nodes"
+            )
+        return value
+
+    @field_validator("infra")
+    @classmethod
+    def _infra_exists(cls, value: str) -> str:
+        if value.partition("/")[0] in ("aws", "gcp"):
+            raise ValueError(
+                f"infra is {value}, which is not built yet and arrives with real clouds; use local (--infra local): "
+                "the same launcher and engine on this machine, and nothing is bought"
+            )
+        if value != "local":
+            raise ValueError(f"infra is {value!r}; use local")
+        return value
+
+    @field_validator("secrets")
+    @classmethod
+    def _names_only(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if not all(re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) for name in value):
+            raise ValueError(
+                "secrets has an entry that is no name of an environment variable; "
+                "write names only, like [HF_TOKEN], and export the values where you run spotrl"
+            )
+        return value
+
+    @field_validator("prompts")
+    @classmethod
+    def _beside_the_job_file(cls, value: str) -> str:
+        path = PurePosixPath(value)
+        if path.is_absolute() or ".." in path.parts or not value.strip():
+            raise ValueError(
+                f"prompts is {value!r}; use digits, or a file in the folder of the job file, "
+                "because that folder is what nodes are sent"
+            )
+        return value
+
+    @model_check(mode="after")
+    def _reward_exists(self) -> Self:
+        name = self.reward.name
+        if ":" in name and not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", name):
+            raise ValueError(f"reward.name is {name!r}; write your own reward as package.module:function")
+        if ":" not in name and name not in REWARDS:
+            raise ValueError(f"reward.name is {name!r}; use {', '.join(REWARDS)}, or your own package.module:function")
+        return self
+
+    @model_check(mode="after")
+    def _target_can_be_reached(self) -> Self:
+        if self.target is None:
+            return self
+        known, metric, value = METRICS.get(self.reward.name), self.target.metric, self.target.value
+        if known and metric not in known:
+            raise ValueError(f"target.metric is {metric!r}; the reward {self.reward.name} has {', '.join(known)}")
+        if metric in BOUNDED_METRICS and not 0 < value <= 1:
+            raise ValueError(f"target.value is {value}; {metric} is a share, so use more than 0 and at most 1")
+        possible = self.iterations // self.evaluation.every + 1
+        if self.target.evaluations > possible:
+            raise ValueError(
+                f"target.evaluations is {self.target.evaluations}, but {self.iterations} iterations with one "
+                f"evaluation every {self.evaluation.every} make {possible}; use fewer, or more iterations"
+            )
+        return self
+
+    def engine(self) -> EngineConfig:
+        """What is sent to every node."""
+        return EngineConfig(**{name: getattr(self, name) for name in EngineConfig.model_fields})
+
+
+# --- from a file to a checked job --------------------------------------------------------------------
+
+
+class JobError(Failure):
+    """The job cannot be run as it is written. The message is `place: found; remedy`."""
+
+    exit_code = ExitCode.INVALID_JOB
+
+    def __init__(
+        self, found: str, remedy: str, *, file: Path | str = "", line: int | None = None, field: str = ""
+    ) -> None:
+        self.found, self.remedy, self.file, self.line, self.field = found, remedy, str(file), line, field
+        place = f"{self.file}, line {line}: " if line else f"{self.file}: " if self.file else ""
+        super().__init__(f"{place}{found}; {remedy}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckedJob:
+    """A job that can be run: every default filled in, and where each value came from."""
+
+    job: Job
+    origins: Mapping[str, str]
+    """By dotted field: `--max-total`, `SPOTRL_BUDGET__MAX_TOTAL`, `quickstart.yaml, line 12` or `default`."""
+    digest: str
+    """Of the checked job: equal for two files that mean the same."""
+    text: str
+    path: Path
+    workdir: Path
+    """Folder of the job file: the user's reward module and prompts are found from here."""
+    lines: Mapping[Place, int]
+
+    def error(self, field: str, found: str, remedy: str) -> JobError:
+        """A fault that only showed later (a reward that raises), said as if the file had been wrong there."""
+        line = YamlFile(text=self.text, values={}, lines=self.lines).line(tuple(field.split(".")))
+        return JobError(found, remedy, file=self.path, line=line, field=field)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Layer:
+    """One source of values. `labels` says where a field was set; a file says its lines."""
+
+    values: dict[str, Any]
+    labels: Mapping[Place, str]
+    file: Path | None = None
+    yaml: YamlFile | None = None
+
+    def has(self, place: Place) -> bool:
+        here: Any = self.values
+        for key in place:
+            if isinstance(here, dict) and key in here:
+                here = here[key]
+            elif not (isinstance(here, list) and isinstance(key, int) and key < len(here)):
+                return False
+        return True
+
+    def line(self, place: Place) -> int | None:
+        return self.yaml.line(place) if self.yaml else None
+
+    def origin(self, place: Place) -> str:
+        if self.file:
+            return f"{self.file.name}, line {self.line(place)}"
+        inside = (label for at, label in self.labels.items() if at == place[: len(at)] or place == at[: len(place)])
+        return next(inside, "")
+
+
+def load_job(
+    path: Path | None,
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    environ: Mapping[str, str] | None = None,
+    user_config: Path | None = None,
+) -> CheckedJob:
+    """Read and check a job. Raises JobError. Without a path: what every job starts from.
+
+    `overrides` are flags, by dotted field (`budget.max_total`); text in them is read as YAML would be.
+    `environ` and `user_config` are the commands' business: without them only file and flags count.
+    """
+    layers = [_read(path) if path else _Layer(values={}, labels={})]
+    job_file = layers[0].yaml or YamlFile(text="", values={}, lines={})
+    if user_config and user_config.exists():
+        layers.append(_read(user_config))
+    if environ is not None:
+        layers.insert(0, _environment_layer(environ))
+    layers.insert(0, _flag_layer(overrides or {}))
+
+    values: dict[str, Any] = {}
+    for layer in reversed(layers):
+        values = _merged(values, layer.values)
+    if "name" not in values and path:
+        values["name"] = _name_from(path)
+    try:
+        # As JSON, because strict JSON takes no `true` for a 1 and no "12" for a 12, but a list for a tuple.
+        job = Job.model_validate_json(json.dumps(values), strict=True)
+    except ValidationError as error:
+        raise _job_error(error, values, layers) from None
+    checked = CheckedJob(
+        job=job,
+        origins=_origins(job, layers),
+        digest=_digest(job),
+        text=job_file.text,
+        path=path or Path("job.yaml"),
+        workdir=path.absolute().parent if path else Path.cwd(),
+        lines=job_file.lines,
+    )
+    _check_files(checked)
+    return checked
+
+
+def _read(path: Path) -> _Layer:
+    try:
+        return _file_layer(read_yaml(path), path)
+    except YamlFileError as error:
+        raise JobError(error.found, error.remedy, file=path, line=error.line) from None
+
+
+def _file_layer(yaml: YamlFile, path: Path) -> _Layer:
+    return _Layer(values=_long_forms(yaml.values), labels={}, file=path, yaml=yaml)
+
+
+def _flag_layer(overrides: Mapping[str, Any]) -> _Layer:
+    named = {tuple(field.split(".")): value for field, value in overrides.items() if value is not None}
+    labels: dict[Place, str] = {place: FLAGS.get(".".join(place), f"--set {'.'.join(place)}") for place in named}
+    return _Layer(values=_nested(named, labels), labels=labels)
+
+
+def _environment_layer(environ: Mapping[str, str]) -> _Layer:
+    """SPOTRL_BUDGET__MAX_TOTAL=40 is budget.max_total: 40."""
+    named, labels = {}, dict[Place, str]()
+    for variable, value in environ.items():
+        if variable.startswith(ENVIRONMENT_PREFIX) and variable not in NOT_A_FIELD:
+            place = tuple(variable.removeprefix(ENVIRONMENT_PREFIX).lower().split("__"))
+            named[place], labels[place] = value, variable
+    return _Layer(values=_nested(named, labels), labels=labels)
+
+
+def _nested(named: Mapping[tuple[str, ...], Any], labels: Mapping[Place, str]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for place, value in sorted(named.items(), key=lambda item: len(item[0])):
+        try:
+            value = parse_value(value) if isinstance(value, str) else value
+        except YamlFileError as error:
+            raise JobError(error.found, error.remedy, file=labels[place], field=".".join(place)) from None
+        for key in reversed(place):
+            value = {key: value}
+        values = _merged(values, _long_forms(value))
+    return values
+
+
+def _long_forms(values: dict[str, Any]) -> dict[str, Any]:
+    return {
+        section: {SHORT_FORMS[section]: value} if section in SHORT_FORMS and isinstance(value, str) else value
+        for section, value in values.items()
+    }
+
+
+def _merged(low: dict[str, Any], high: dict[str, Any]) -> dict[str, Any]:
+    """`high` wins, field by field; but one kind of exploration budget replaces the other whole."""
+    result = dict(low)
+    for key, value in high.items():
+        old = result.get(key)
+        if isinstance(value, dict) and isinstance(old, dict):
+            replaces = {"candidates", "seconds"} & (value.keys() ^ old.keys()) & value.keys()
+            result[key] = value if replaces else _merged(old, value)
+        else:
+            result[key] = value
+    return result
+
+
+def _name_from(path: Path) -> str:
+    """A file's name as a run's name: `My job.yaml` -> my-job."""
+    return re.sub(r"[^a-z0-9]+", "-", path.stem.lower()).strip("-")[:40].strip("-") or "run"
+
+
+def _job_error(error: ValidationError, values: dict[str, Any], layers: Sequence[_Layer]) -> JobError:
+    problems = explain(error, values, Job)
+    first = problems[0]
+    layer = next((layer for layer in layers if layer.has(first.place)), None)
+    if layer is None:  # something is missing: say so where its section stands
+        parents = [first.place[:n] for n in range(len(first.place) - 1, 0, -1)]
+        found_in = (layer for parent in parents for layer in layers if layer.has(parent))
+        layer = next(found_in, layers[-1])
+    more = f" ({len(problems) - 1} more after this one)" if len(problems) > 1 else ""
+    return JobError(
+        first.found,
+        first.remedy + more,
+        file=layer.file or layer.origin(first.place),
+        line=layer.line(first.place),
+        field=".".join(map(str, first.place)),
+    )
+
+
+def _origins(job: Job, layers: Sequence[_Layer]) -> dict[str, str]:
+    def leaves(value: Any, place: Place) -> list[Place]:
+        if isinstance(value, dict) and value:
+            return [leaf for key, item in value.items() for leaf in leaves(item, (*place, key))]
+        return [place]
+
+    return {
+        ".".join(map(str, place)): next((layer.origin(place) for layer in layers if layer.has(place)), "default")
+        for place in leaves(job.model_dump(mode="json"), ())
+    }
+
+
+def _digest(job: Job) -> str:
+    canonical = json.dumps(job.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+    return hashlib.blake2b(canonical.encode(), digest_size=16).hexdigest()
+
+
+def _check_files(checked: CheckedJob) -> None:
+    """What the job names must be there now, not missed by the first node."""
+    job, folder = checked.job, checked.workdir
+    if job.prompts != "digits":
+        file = folder / job.prompts
+        if not file.is_file():
+            raise checked.error(
+                "prompts",
+                f"prompts is {job.prompts!r}, and there is no such file beside the job file",
+                "write it with one prompt a line, or use digits",
+            )
+        try:
+            has_prompts = any(line.strip() for line in file.read_text("utf-8").splitlines())
+        except (UnicodeDecodeError, OSError) as error:
+            raise checked.error(
+                "prompts", f"{job.prompts} cannot be read as text ({error})", "save it as UTF-8"
+            ) from None
+        if not has_prompts:
+            raise checked.error("prompts", f"{job.prompts} has no prompts", "write one prompt a line")
+    if job.model.path is not None and not (folder / job.model.path).is_dir():
+        raise checked.error(
+            "model.path",
+            f"model.path is {job.model.path!r}, and there is no such folder",
+            "give the folder of a diffusers model, relative to the job file",
+        )

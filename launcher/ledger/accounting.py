@@ -1,0 +1,339 @@
+"""Accounting: what a run cost, split by role, market, node and phase, from the facts in the ledger.
+
+billing intervals (+ the open one of a running node) -> charges -> phases of each charge -> sums
+
+The promise: integers only, a charge is rounded once and shared by largest remainder, so that every split
+adds up to the same total to the micro-dollar. `RunCosts` refuses to exist otherwise.
+
+What a node did comes from the engine's `node_usage` events. Windows may overlap (a step redone under a newer
+lineage) or claim more time than there was; neither changes a sum, because the charge is what is shared out.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from engine.events import NodeSeen, NodeUsage, Phase
+from launcher.ledger.models import BillingInterval, Node, NodeEvent, ProgressRow, Run
+from launcher.money import HOUR_MS
+
+ENDED = ("gone", "released")
+"""Node events after which nothing more is paid."""
+
+# --- pure arithmetic ----------------------------------------------------------------------------------
+
+
+def interval_micro_usd(start_ms: int, end_ms: int, micro_usd_per_hour: int) -> int:
+    """What a stretch of time costs at a rate, rounded once to a micro-dollar; half a micro-dollar rounds up."""
+    if end_ms < start_ms:
+        raise ValueError(f"an interval cannot end ({end_ms}) before it starts ({start_ms})")
+    return (2 * (end_ms - start_ms) * micro_usd_per_hour + HOUR_MS) // (2 * HOUR_MS)
+
+
+def share_out(total: int, weights: Mapping[str, int], otherwise: str = Phase.IDLE.value) -> dict[str, int]:
+    """Divide `total` in proportion to `weights`, in whole units that sum to `total` exactly (largest remainder).
+
+    Ties go to the key that sorts first. When every weight is 0, all of it goes to the key `otherwise`.
+    """
+    if total < 0 or any(weight < 0 for weight in weights.values()):
+        raise ValueError(f"cannot share out {total} by {dict(weights)}: amounts and weights are 0 or more")
+    whole = sum(weights.values())
+    if whole == 0:
+        return {**dict.fromkeys(weights, 0), otherwise: total}
+    shares = {key: total * weight // whole for key, weight in weights.items()}
+    left = total - sum(shares.values())
+    for key in sorted(weights, key=lambda key: (-(total * weights[key] % whole), key))[:left]:
+        shares[key] += 1
+    return shares
+
+
+def phases_of(interval_ms: int, usage: Mapping[str, int]) -> dict[str, int]:
+    """How `interval_ms` of a node were used: what was reported, and the rest idle; sums to the interval exactly.
+
+    A report of more time than there was is scaled down in proportion. Time reported as idle is idle.
+    """
+    reported = {phase: ms for phase, ms in usage.items() if ms > 0}
+    idle = reported.pop(Phase.IDLE.value, 0)
+    busy = sum(reported.values())
+    if busy + idle > interval_ms:
+        return share_out(interval_ms, reported | {Phase.IDLE.value: idle})
+    return reported | {Phase.IDLE.value: interval_ms - busy}
+
+
+# --- values -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Charge:
+    """A stretch of time that a node is paid for. `closed` is False while the node still runs."""
+
+    start_ms: int
+    end_ms: int
+    micro_usd_per_hour: int
+    micro_usd: int
+    closed: bool
+
+    @property
+    def ms(self) -> int:
+        return self.end_ms - self.start_ms
+
+    def until(self, at_ms: int) -> int:
+        """Micro-dollars of this charge that had been spent by a moment; never falls as time goes on."""
+        if at_ms >= self.end_ms:
+            return self.micro_usd
+        return 0 if at_ms <= self.start_ms else self.micro_usd * (at_ms - self.start_ms) // self.ms
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Usage:
+    """What the engine says a node did between two moments, in node-milliseconds by phase."""
+
+    lineage: int
+    from_ms: int
+    to_ms: int
+    phase_ms: Mapping[str, int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeCost:
+    """What one node cost, and where its time went. `seen_ms`: its first worker called in, the cold start was over."""
+
+    node: str
+    slot: str
+    generation: int
+    role: str
+    market: str
+    zone: str
+    instance_type: str
+    micro_usd_per_hour: int
+    on_demand_micro_usd_per_hour: int
+    charges: tuple[Charge, ...]
+    seen_ms: int | None
+    phase_ms: Mapping[str, int]
+    phase_micro_usd: Mapping[str, int]
+
+    @property
+    def micro_usd(self) -> int:
+        return sum(charge.micro_usd for charge in self.charges)
+
+    @property
+    def ms(self) -> int:
+        return sum(charge.ms for charge in self.charges)
+
+    @property
+    def start_ms(self) -> int | None:
+        return min((charge.start_ms for charge in self.charges), default=None)
+
+    @property
+    def end_ms(self) -> int | None:
+        """None while the node runs, or when it never did."""
+        if not self.charges or not all(charge.closed for charge in self.charges):
+            return None
+        return max(charge.end_ms for charge in self.charges)
+
+    @property
+    def on_demand_micro_usd(self) -> int:
+        """The same node-milliseconds at the on-demand price of the same offer."""
+        rate = self.on_demand_micro_usd_per_hour
+        return sum(interval_micro_usd(charge.start_ms, charge.end_ms, rate) for charge in self.charges)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunCosts:
+    """What a run cost. Every split adds up to `total`; a ledger for which it does not is refused."""
+
+    nodes: tuple[NodeCost, ...]
+
+    def __post_init__(self) -> None:
+        splits = {"role": self.by_role, "market": self.by_market, "node": self.by_node, "phase": self.by_phase}
+        wrong = {name: sum(split.values()) for name, split in splits.items() if sum(split.values()) != self.total}
+        if wrong:
+            raise ArithmeticError(f"the run cost {self.total} micro-dollars, but its splits add up to {wrong}")
+
+    @cached_property
+    def total(self) -> int:
+        return sum(node.micro_usd for node in self.nodes)
+
+    @cached_property
+    def by_role(self) -> dict[str, int]:
+        return _summed((node.role, node.micro_usd) for node in self.nodes)
+
+    @cached_property
+    def by_market(self) -> dict[str, int]:
+        return _summed((node.market, node.micro_usd) for node in self.nodes)
+
+    @cached_property
+    def by_node(self) -> dict[str, int]:
+        return _summed((node.node, node.micro_usd) for node in self.nodes)
+
+    @cached_property
+    def by_phase(self) -> dict[str, int]:
+        return _summed(item for node in self.nodes for item in node.phase_micro_usd.items())
+
+    @cached_property
+    def phase_ms(self) -> dict[str, int]:
+        """Node-milliseconds by phase."""
+        return _summed(item for node in self.nodes for item in node.phase_ms.items())
+
+    def until(self, at_ms: int) -> int:
+        """Micro-dollars spent up to a moment."""
+        return sum(charge.until(at_ms) for node in self.nodes for charge in node.charges)
+
+
+def _summed(items: Iterable[tuple[str, int]]) -> dict[str, int]:
+    sums: defaultdict[str, int] = defaultdict(int)
+    for key, amount in items:
+        sums[key] += amount
+    return dict(sums)
+
+
+# --- where a node's time went -------------------------------------------------------------------------
+
+
+def phases_of_charge(charge: Charge, seen_ms: int | None, usages: Sequence[Usage]) -> dict[str, int]:
+    """Split the time of one charge into phases; the phases sum to the charge's milliseconds exactly.
+
+    Cold start lasts from the start of billing until the node is first seen, or to the end if it never was.
+    After that the engine's windows count, each clipped to the charge. A moment that several windows claim
+    belongs to the newest lineage (and in one lineage to the window that ends last). The rest is idle.
+    """
+    work_from = min(charge.end_ms, max(charge.start_ms, charge.end_ms if seen_ms is None else seen_ms))
+    sums: defaultdict[str, int] = defaultdict(int)
+    sums[Phase.COLD_START.value] += work_from - charge.start_ms
+    free = [(work_from, charge.end_ms)]
+    for usage in sorted(usages, key=lambda usage: (usage.lineage, usage.to_ms, usage.from_ms), reverse=True):
+        claimed = sum(max(0, min(end, usage.to_ms) - max(start, usage.from_ms)) for start, end in free)
+        if claimed == 0:
+            continue
+        window = usage.to_ms - usage.from_ms
+        share = {phase: ms * claimed // window for phase, ms in usage.phase_ms.items()}
+        for phase, ms in phases_of(claimed, share).items():
+            sums[phase] += ms
+        free = [
+            piece
+            for start, end in free
+            for piece in ((start, min(end, usage.from_ms)), (max(start, usage.to_ms), end))
+            if piece[0] < piece[1]
+        ]
+    sums[Phase.IDLE.value] += sum(end - start for start, end in free)
+    return {phase: ms for phase, ms in sums.items() if ms}
+
+
+def _cost_of(node: Node, charges: tuple[Charge, ...], seen_ms: int | None, usages: Sequence[Usage]) -> NodeCost:
+    phase_ms: defaultdict[str, int] = defaultdict(int)
+    phase_micro_usd: defaultdict[str, int] = defaultdict(int)
+    for charge in charges:
+        split = phases_of_charge(charge, seen_ms, usages)
+        for phase, ms in split.items():
+            phase_ms[phase] += ms
+        # A charge without length (a minimum billed for nothing) bought a start that led nowhere.
+        for phase, amount in share_out(charge.micro_usd, split, otherwise=Phase.COLD_START.value).items():
+            phase_micro_usd[phase] += amount
+    return NodeCost(
+        node=node.name,
+        slot=node.slot,
+        generation=node.generation,
+        role=node.role,
+        market=node.market,
+        zone=node.zone,
+        instance_type=node.instance_type,
+        micro_usd_per_hour=node.micro_usd_per_hour,
+        on_demand_micro_usd_per_hour=node.on_demand_micro_usd_per_hour,
+        charges=charges,
+        seen_ms=seen_ms,
+        phase_ms=dict(phase_ms),
+        phase_micro_usd=dict(phase_micro_usd),
+    )
+
+
+# --- from the ledger ----------------------------------------------------------------------------------
+
+
+def charges_of(
+    node: Node, intervals: Sequence[BillingInterval], events: Sequence[NodeEvent], now_ms: int
+) -> tuple[Charge, ...]:
+    """What a node is paid for: its closed intervals, and from its last `up` to now if that is not closed yet.
+
+    A node that was seen to end but has no interval yet is charged to that moment, not to now.
+    """
+    closed = [
+        Charge(
+            start_ms=row.start_ms,
+            end_ms=row.end_ms,
+            micro_usd_per_hour=row.micro_usd_per_hour,
+            micro_usd=row.micro_usd,
+            closed=True,
+        )
+        for row in sorted(intervals, key=lambda row: row.start_ms)
+    ]
+    paid_until = max((charge.end_ms for charge in closed), default=-1)
+    starts = [event.at_ms for event in events if event.kind == "up" and event.at_ms > paid_until]
+    if not starts:
+        return tuple(closed)
+    start_ms = min(starts)
+    ends = [event.at_ms for event in events if event.kind in ENDED and event.at_ms >= start_ms]
+    end_ms = max(start_ms, min([*ends, now_ms]))
+    running = Charge(
+        start_ms=start_ms,
+        end_ms=end_ms,
+        micro_usd_per_hour=node.micro_usd_per_hour,
+        micro_usd=interval_micro_usd(start_ms, end_ms, node.micro_usd_per_hour),
+        closed=end_ms in ends,
+    )
+    return (*closed, running)
+
+
+def run_costs(session: Session, run: Run, now_ms: int) -> RunCosts:
+    """What `run` cost by `now_ms` (run's clock), from the ledger alone."""
+    nodes = session.scalars(select(Node).where(Node.run_id == run.id).order_by(Node.id)).all()
+    of_run = [node.id for node in nodes]
+    intervals: defaultdict[int, list[BillingInterval]] = defaultdict(list)
+    for interval in session.scalars(select(BillingInterval).where(BillingInterval.node_id.in_(of_run))):
+        intervals[interval.node_id].append(interval)
+    events: defaultdict[int, list[NodeEvent]] = defaultdict(list)
+    for event in session.scalars(select(NodeEvent).where(NodeEvent.node_id.in_(of_run))):
+        events[event.node_id].append(event)
+    seen, usages = _told_by_engine(session, run)
+    return RunCosts(
+        nodes=tuple(
+            _cost_of(
+                node,
+                charges_of(node, intervals[node.id], events[node.id], now_ms),
+                seen.get(node.name),
+                usages[node.name],
+            )
+            for node in nodes
+        )
+    )
+
+
+def cost_until(session: Session, run: Run, at_ms: int) -> int:
+    """Micro-dollars that `run` had spent by a moment. `run_costs(...).until` answers many moments at once."""
+    return run_costs(session, run, at_ms).until(at_ms)
+
+
+def _told_by_engine(session: Session, run: Run) -> tuple[dict[str, int], defaultdict[str, list[Usage]]]:
+    """When each node was first seen, and what it says it did; every lineage counts, because every one was paid."""
+    seen: dict[str, int] = {}
+    usages: defaultdict[str, list[Usage]] = defaultdict(list)
+    wanted = select(ProgressRow).where(
+        ProgressRow.run_id == run.id, ProgressRow.kind.in_([NodeSeen.KIND, NodeUsage.KIND])
+    )
+    for row in session.scalars(wanted):
+        node = row.event["node"]
+        if row.kind == NodeSeen.KIND:
+            seen[node] = min(row.at_ms, seen.get(node, row.at_ms))
+        else:
+            usages[node].append(
+                Usage(
+                    lineage=row.lineage,
+                    from_ms=row.event["from_ms"],
+                    to_ms=row.event["to_ms"],
+                    phase_ms=row.event["phase_ms"],
+                )
+            )
+    return seen, usages

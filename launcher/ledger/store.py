@@ -1,0 +1,195 @@
+"""The ledger's door: open it, and ask it what several rooms ask.
+
+One SQLite file in WAL mode: one writer at a time, readers never wait. Many short-lived processes open it (a
+controller per run, every command), so opening is safe at the same moment from two of them.
+
+The promise: what is read twice is kept once (`append_progress`), and an iteration that was redone under a newer
+lineage counts once (`progress_of`).
+"""
+
+import fcntl
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import create_engine, event, select
+from sqlalchemy.dialects.sqlite import insert
+from sqlalchemy.engine import Connection, Engine
+from sqlalchemy.exc import OperationalError
+from sqlalchemy.orm import Session, sessionmaker
+
+from engine.events import EngineStarted, Progress
+from launcher.ledger.models import Node, NodeEvent, ProgressRow, Run, RunStatus
+
+REVISION = "0001"
+"""The newest migration. A ledger that has it opens without loading alembic; a test compares it with the folder."""
+
+BUSY_MS = 10_000
+"""How long a writer waits for another: transactions are short, so only a machine in trouble takes longer."""
+
+
+def open_ledger(path: Path) -> sessionmaker[Session]:
+    """The ledger in the file `path`, made or brought up to date if need be. Only its owner may read it."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
+    engine = create_engine(f"sqlite:///{path}", connect_args={"timeout": BUSY_MS / 1000})
+    event.listen(engine, "connect", _prepare_connection)
+    event.listen(engine, "begin", _begin)
+    if _revision(engine) != REVISION:
+        with _only_one(path.with_name(path.name + ".lock")):
+            if _revision(engine) != REVISION:
+                _migrate(engine)
+    return sessionmaker(engine, expire_on_commit=False)
+
+
+@contextmanager
+def writing(sessions: sessionmaker[Session]) -> Iterator[Session]:
+    """A transaction that is the only writer from its first line on, so that what it reads stays true until it ends."""
+    with sessions() as session, session.begin():
+        session.connection(execution_options={"ledger_begin": "IMMEDIATE"})
+        yield session
+
+
+def find_run(session: Session, name: str) -> Run:
+    """The run called `name`. LookupError names the nearest ones."""
+    run = session.scalar(select(Run).where(Run.name == name))
+    if run is not None:
+        return run
+    names = list(session.scalars(select(Run.name).order_by(Run.id.desc())))
+    if not names:
+        raise LookupError(f"no run is called {name}: the ledger is empty; `spotrl launch JOB` starts a run")
+    near = get_close_matches(name, names, n=3, cutoff=0.4) or names[:3]
+    raise LookupError(f"no run is called {name}; did you mean {', '.join(near)}? `spotrl ls` shows every run")
+
+
+def current_status(session: Session, run: Run) -> RunStatus | None:
+    """The newest step of the run's life; None only for a run that `create_run` did not make."""
+    return session.scalar(select(RunStatus).where(RunStatus.run_id == run.id).order_by(RunStatus.id.desc()).limit(1))
+
+
+def append_status(session: Session, run: Run, status: str, reason: str, at_ms: int) -> None:
+    session.add(RunStatus(run_id=run.id, at_ms=at_ms, status=status, reason=reason))
+
+
+def append_progress(session: Session, run: Run, lines: Sequence[Progress]) -> int:
+    """Keep what is new of `lines`; a number that the ledger has is left alone. Returns how many were new."""
+    rows: list[dict[str, Any]] = [
+        {
+            "run_id": run.id,
+            "source": line.source,
+            "lineage": line.lineage,
+            "seq": line.seq,
+            "at_ms": line.at_ms,
+            "kind": line.event.KIND,
+            "event": asdict(line.event),
+        }
+        for line in lines
+    ]
+    # One row a statement: SQLite then says of each whether it was new.
+    keep = insert(ProgressRow).on_conflict_do_nothing()
+    return sum(session.connection().execute(keep, row).rowcount for row in rows)
+
+
+def nodes_of(session: Session, run: Run) -> list[Node]:
+    """Every node that was ever asked for, oldest first."""
+    return list(session.scalars(select(Node).where(Node.run_id == run.id).order_by(Node.id)))
+
+
+def node_events(session: Session, run: Run) -> list[tuple[Node, NodeEvent]]:
+    """What happened to the nodes of a run, oldest first."""
+    rows = session.execute(
+        select(Node, NodeEvent)
+        .join(NodeEvent, NodeEvent.node_id == Node.id)
+        .where(Node.run_id == run.id)
+        .order_by(NodeEvent.at_ms, NodeEvent.id)
+    )
+    return [(node, event) for node, event in rows]
+
+
+def progress_of(session: Session, run: Run, kind: str) -> list[ProgressRow]:
+    """The events of one kind that count, oldest first.
+
+    A run that lost its trainer goes back to a checkpoint, under the next lineage. What older lineages said of
+    iterations from there on is void: they were redone, or will be. An iteration said twice counts as the newest says.
+    Kinds without an iteration are returned as they are.
+    """
+    rows = session.scalars(
+        select(ProgressRow)
+        .where(ProgressRow.run_id == run.id, ProgressRow.kind.in_([kind, EngineStarted.KIND]))
+        .order_by(ProgressRow.source, ProgressRow.lineage, ProgressRow.seq)
+    ).all()
+    restarts = [row for row in rows if row.kind == EngineStarted.KIND]
+    newest: dict[tuple[str, object], ProgressRow] = {}
+    for row in (row for row in rows if row.kind == kind):
+        iteration = row.event.get("iteration")
+        if iteration is None or kind == EngineStarted.KIND:
+            newest[row.source, (row.lineage, row.seq)] = row
+        elif not any(_voids(restart, row) for restart in restarts):
+            newest[row.source, iteration] = row
+    return sorted(newest.values(), key=lambda row: (row.lineage, row.seq))
+
+
+def _voids(restart: ProgressRow, row: ProgressRow) -> bool:
+    """Whether a newer lineage began at or before what `row` tells.
+
+    A checkpoint and an evaluation are *of* a version, which the batches before it made; so going back to version 7
+    leaves what was said of version 7 true, but not that batch 7 was trained.
+    """
+    if restart.source != row.source or restart.lineage <= row.lineage:
+        return False
+    first, told = int(restart.event["iteration"]), int(row.event["iteration"])
+    return told >= first if row.kind == "iteration_done" else told > first
+
+
+# --- opening -----------------------------------------------------------------------------------------
+
+
+def _prepare_connection(connection: Any, _record: Any) -> None:
+    connection.isolation_level = None  # we say BEGIN ourselves: the driver's own would come too late
+    connection.execute("PRAGMA foreign_keys=ON")
+    connection.execute("PRAGMA synchronous=FULL")  # an intent must outlive a power cut, or a node is forgotten
+
+
+def _begin(connection: Connection) -> None:
+    mode = connection.get_execution_options().get("ledger_begin", "DEFERRED")
+    connection.exec_driver_sql("BEGIN IMMEDIATE" if mode == "IMMEDIATE" else "BEGIN")
+
+
+def _revision(engine: Engine) -> str | None:
+    with engine.connect() as connection:
+        try:
+            return connection.exec_driver_sql("SELECT version_num FROM alembic_version").scalar()
+        except OperationalError as error:
+            if "no such table" in str(error):
+                return None
+            raise
+
+
+@contextmanager
+def _only_one(lock: Path) -> Iterator[None]:
+    descriptor = os.open(lock, os.O_CREAT | os.O_RDWR, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _migrate(engine: Engine) -> None:
+    from alembic import command  # slow to import, and needed once in a ledger's life
+    from alembic.config import Config
+
+    raw = engine.raw_connection()
+    try:
+        raw.driver_connection.execute("PRAGMA journal_mode=WAL")  # type: ignore[union-attr]
+    finally:
+        raw.close()
+    config = Config()
+    config.set_main_option("script_location", "launcher.ledger:migrations")
+    with engine.begin() as connection:
+        config.attributes["connection"] = connection
+        command.upgrade(config, "head")

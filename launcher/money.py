@@ -1,0 +1,93 @@
+"""Money and durations as people write them, and as we add them: integer micro-dollars, integer milliseconds.
+
+`$40` and `12h30m` in; `$40.00` and `12h 30m` out. No floats: a sum of prices must be exact.
+"""
+
+import re
+from decimal import ROUND_HALF_EVEN, Decimal
+
+MICRO = 1_000_000
+"""Micro-dollars in a dollar."""
+
+HOUR_MS = 3_600_000
+
+_MONEY = re.compile(r"(?P<sign>[-+])?\$?(?P<amount>\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?)(?P<hourly>/h)?")
+_UNITS_MS = {"d": 86_400_000, "h": HOUR_MS, "m": 60_000, "s": 1000, "ms": 1}
+_DURATION = re.compile(
+    r"(?:(?P<d>\d+)d)?\s*(?:(?P<h>\d+)h)?\s*(?:(?P<m>\d+)m(?!s))?\s*(?:(?P<s>\d+)s)?\s*(?:(?P<ms>\d+)ms)?"
+)
+
+
+def parse_money(text: str) -> int:
+    """`$40`, `40`, `$1,250.50` -> micro-dollars. Raises ValueError for anything else, and below a micro-dollar."""
+    found = _MONEY.fullmatch(text.strip())
+    if not found or found["hourly"]:
+        raise ValueError(f"{text!r} is not an amount of money; write it like $40 or $1.25")
+    return _micro(found, text)
+
+
+def parse_hourly(text: str) -> int:
+    """`$1.25/h`, or an amount without the `/h` -> micro-dollars an hour."""
+    found = _MONEY.fullmatch(text.strip())
+    if not found:
+        raise ValueError(f"{text!r} is not a price per hour; write it like $1.25/h")
+    return _micro(found, text)
+
+
+def _micro(found: re.Match[str], text: str) -> int:
+    micro_usd = Decimal(found["amount"].replace(",", "")) * MICRO
+    if micro_usd != micro_usd.to_integral_value():
+        raise ValueError(f"{text!r} is finer than a micro-dollar; use at most 6 decimals")
+    return -int(micro_usd) if found["sign"] == "-" else int(micro_usd)
+
+
+def dollars(micro_usd: int) -> str:
+    """For people: `$1,234.50`; four decimals below a cent, so that a small price does not read as nothing."""
+    places = Decimal("0.0001") if 0 < abs(micro_usd) < MICRO // 100 else Decimal("0.01")
+    amount = (Decimal(abs(micro_usd)) / MICRO).quantize(places, ROUND_HALF_EVEN)
+    return f"{'-' if micro_usd < 0 else ''}${amount:,}"
+
+
+def exact_dollars(micro_usd: int) -> str:
+    """For machines: every decimal there is, `$0.123456`; `parse_money` gives the same integer back."""
+    amount = Decimal(abs(micro_usd)) / MICRO
+    return f"{'-' if micro_usd < 0 else ''}${amount.normalize():f}"
+
+
+def hourly(micro_usd_per_hour: int) -> str:
+    """`$1.54/h`."""
+    return f"{dollars(micro_usd_per_hour)}/h"
+
+
+def parse_duration(text: str) -> int:
+    """`12h30m`, `90s`, `1d`, `500ms` -> milliseconds. A number without a unit is refused."""
+    found = _DURATION.fullmatch(text.strip())
+    if not found or not any(found.groupdict().values()):
+        raise ValueError(f"{text!r} is not a duration; write it with units, like 12h30m or 90s")
+    return sum(int(count) * _UNITS_MS[unit] for unit, count in found.groupdict().items() if count)
+
+
+def duration(ms: int) -> str:
+    """For people: the two largest units, `12h 30m`, `1m 5s`, `0.4s`."""
+    if ms < 0:
+        return f"-{duration(-ms)}"
+    if ms < 1000:
+        return f"{ms}ms"
+    parts: list[str] = []
+    rest = ms
+    for unit in ("d", "h", "m", "s"):
+        count, rest = divmod(rest, _UNITS_MS[unit])
+        if count or parts:
+            parts.append(f"{count}{unit}")
+    return " ".join(part for part in parts[:2] if not part.startswith("0"))
+
+
+def exact_duration(ms: int) -> str:
+    """For machines: `12h30m`; `parse_duration` gives the same integer back."""
+    parts: list[str] = []
+    rest = ms
+    for unit, unit_ms in _UNITS_MS.items():
+        count, rest = divmod(rest, unit_ms)
+        if count:
+            parts.append(f"{count}{unit}")
+    return "".join(parts) or "0s"

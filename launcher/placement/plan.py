@@ -1,0 +1,185 @@
+"""Decide what to buy for a job: a trainer on demand, rollout nodes on spot, all in one region. Pure: no I/O, no clock.
+
+Of the regions that offer both, the one where the whole cluster is cheapest wins: nodes talk to the trainer all the
+time, and a copy of the weights across regions can cost more than the GPU. Within it spot nodes are spread over the
+cheapest zones, at most half of them in one, so that no zone takes them all back at once.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from difflib import get_close_matches
+from typing import Any, Literal
+
+from engine.events import Market
+from launcher.cluster.provisioner import Placement
+from launcher.exit_codes import ExitCode, Failure
+from launcher.job import Job, NodeResources
+from launcher.market.offers import Offer
+from launcher.money import HOUR_MS
+
+
+class PlacementError(Failure):
+    """Nothing on offer fits the job's resources."""
+
+    exit_code = ExitCode.INVALID_JOB
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Slot:
+    """A place in the cluster that is kept filled: `trainer`, `spot-0`, ... A lost node's successor takes its slot."""
+
+    name: str
+    role: Literal["trainer", "rollout"]
+    placement: Placement
+    on_demand_micro_usd_per_hour: int
+    """The same instance bought on demand: what the price effect is measured against."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """What a run will keep running, and what that costs. Rates are sums of catalog prices: estimates, not bills."""
+
+    region: str
+    slots: tuple[Slot, ...]
+    max_total_micro_usd: int | None
+    max_hourly_micro_usd: int | None
+    money_basis: str = "assumed"
+
+    @property
+    def expected_micro_usd_per_hour(self) -> int:
+        """Everything running, at the price it was offered at."""
+        return sum(slot.placement.micro_usd_per_hour for slot in self.slots)
+
+    @property
+    def maximum_micro_usd_per_hour(self) -> int:
+        """Everything running, at its on-demand price: spot never costs more than that."""
+        return sum(slot.on_demand_micro_usd_per_hour for slot in self.slots)
+
+    @property
+    def lasts_ms(self) -> int | None:
+        """How long `max_total` pays for the expected rate. How long a target takes is not known beforehand."""
+        if self.max_total_micro_usd is None or not self.expected_micro_usd_per_hour:
+            return None
+        return self.max_total_micro_usd * HOUR_MS // self.expected_micro_usd_per_hour
+
+
+def plan_json(plan: Plan) -> dict[str, Any]:
+    """The plan as the ledger keeps it; `slots_from` reads it back."""
+    return asdict(plan)
+
+
+def slots_from(raw: Mapping[str, Any]) -> tuple[Slot, ...]:
+    """The slots of a plan that the ledger kept."""
+    return tuple(
+        Slot(**slot | {"placement": Placement(**slot["placement"] | {"market": Market(slot["placement"]["market"])})})
+        for slot in raw["slots"]
+    )
+
+
+def plan_local(job: Job, offers: Sequence[Offer]) -> Plan:
+    """The cheapest region's plan. The local infra buys nothing, but prices its nodes like these offers.
+
+    Raises PlacementError when no region has what the job asks for, and names what there is.
+    """
+    trainer, rollout = job.resources.trainer, job.resources.rollout
+    for role, resources in (("trainer", trainer), ("rollout", rollout)):
+        _check_known(role, resources, offers)
+    regions = sorted({(offer.cloud, offer.region) for offer in offers})
+    plans = [slots for region in regions if (slots := _slots_in(region, trainer, rollout, offers))]
+    if not plans:
+        raise PlacementError(
+            f"no region of the catalog offers {trainer.accelerators} on demand together with {rollout.accelerators} "
+            f"{'on spot' if rollout.use_spot else 'on demand'}; loosen resources.*.infra or take another accelerator"
+        )
+    slots = min(plans, key=lambda slots: sum(slot.placement.micro_usd_per_hour for slot in slots))
+    return Plan(
+        region=slots[0].placement.region,
+        slots=slots,
+        max_total_micro_usd=job.budget.max_total,
+        max_hourly_micro_usd=job.budget.max_hourly,
+    )
+
+
+def _slots_in(
+    region: tuple[str, str], trainer: NodeResources, rollout: NodeResources, offers: Sequence[Offer]
+) -> tuple[Slot, ...] | None:
+    """The cluster, were it in this region; None when the region lacks a part of it."""
+    here = [offer for offer in offers if (offer.cloud, offer.region) == region]
+    trainer_offers = _fitting(trainer, Market.ON_DEMAND, here)
+    if not trainer_offers:
+        return None
+    slots = [_slot("trainer", "trainer", trainer_offers[0], trainer_offers[0])]
+    if rollout.num_nodes == 0:
+        return tuple(slots)
+    on_demand = {offer.instance_type: offer for offer in reversed(_fitting(rollout, Market.ON_DEMAND, here))}
+    market = Market.SPOT if rollout.use_spot else Market.ON_DEMAND
+    priced = [offer for offer in _fitting(rollout, market, here) if offer.instance_type in on_demand]
+    if not priced:
+        return None
+    for number, offer in enumerate(_spread(priced, rollout.num_nodes)):
+        name = f"{'spot' if market is Market.SPOT else 'on-demand'}-{number}"
+        slots.append(_slot(name, "rollout", offer, on_demand[offer.instance_type]))
+    return tuple(slots)
+
+
+def _spread(offers: Sequence[Offer], count: int) -> list[Offer]:
+    """`count` offers, cheapest zones first, in turn: at most half of the nodes (rounded up) in one zone.
+
+    Two zones are enough for that, and a third is dearer.
+    """
+    cheapest: dict[str, Offer] = {}
+    for offer in offers:
+        cheapest.setdefault(offer.zone, offer)
+    zones = list(cheapest.values())[:2]
+    return [zones[number % len(zones)] for number in range(count)]
+
+
+def _fitting(resources: NodeResources, market: Market, offers: Sequence[Offer]) -> list[Offer]:
+    """Offers that the resources allow, cheapest first; the name of the zone breaks a tie."""
+    cloud, region, zone = [*(resources.infra or "*").split("/"), "*", "*"][:3]
+    fitting = [
+        offer
+        for offer in offers
+        if offer.market is market
+        and offer.accelerator.lower() == resources.accelerator.lower()
+        and offer.gpus == resources.gpus
+        and resources.instance_type in (None, offer.instance_type)
+        and cloud in ("*", offer.cloud)
+        and region in ("*", offer.region)
+        and (zone in ("*", offer.zone) or not offer.zone)
+    ]
+    return sorted(fitting, key=lambda offer: (offer.micro_usd_per_hour, offer.zone, offer.instance_type))
+
+
+def _slot(name: str, role: Literal["trainer", "rollout"], offer: Offer, on_demand: Offer) -> Slot:
+    return Slot(
+        name=name,
+        role=role,
+        placement=Placement(
+            cloud=offer.cloud,
+            region=offer.region,
+            zone=offer.zone or f"{offer.region}, any zone",
+            instance_type=offer.instance_type,
+            gpus=offer.gpus,
+            accelerator=offer.accelerator,
+            market=offer.market,
+            micro_usd_per_hour=offer.micro_usd_per_hour,
+            price_source=offer.source,
+            price_observed_at=offer.observed_at,
+        ),
+        on_demand_micro_usd_per_hour=on_demand.micro_usd_per_hour,
+    )
+
+
+def _check_known(role: str, resources: NodeResources, offers: Sequence[Offer]) -> None:
+    known = sorted({f"{offer.accelerator}:{offer.gpus}" for offer in offers})
+    wanted = resources.accelerators
+    if wanted.lower() in (name.lower() for name in known):
+        return
+    same_gpu = [name for name in known if name.lower().startswith(f"{resources.accelerator.lower()}:")]
+    near = same_gpu or get_close_matches(wanted.upper(), known, n=3, cutoff=0.4)
+    hint = f"did you mean {' or '.join(near)}?" if near else "there is no such GPU in it:"
+    raise PlacementError(
+        f"resources.{role}.accelerators is {wanted}, which the price catalog does not have; {hint} "
+        f"(it has {', '.join(known)})"
+    )

@@ -1,0 +1,612 @@
+"""The report of a run, as one value: what it reached, what that cost, where the money went, what reclaims cost.
+
+ledger -> costs and curve -> target, gains, preemptions, comparisons -> Report (terminal, JSON and HTML print it)
+
+Nothing here is measured again or assumed: every number is a fact of the ledger or worked out from facts, and
+what it is worth is said beside it (`money_basis`, price sources with their age, what a saving is against).
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from engine.clock import ScaledClock
+from engine.events import EngineStarted, Evaluated, IterationDone, NodeMissed, Phase
+from launcher.ledger.accounting import Charge, NodeCost, RunCosts, interval_micro_usd, run_costs
+from launcher.ledger.models import Node, Preemption, ProgressRow, Run
+from launcher.ledger.store import current_status, nodes_of, progress_of
+from launcher.money import HOUR_MS
+from launcher.report.target import Evaluation, Gain, Point, best, crossing, dollars_per_gain, smoothed
+
+SCHEMA = 1
+"""Version of the report's JSON. A field may be added to a version; one that changes or leaves makes the next."""
+
+GAINS = 8
+
+ENDED = ("finished", "stopped", "failed")
+
+DEFAULT_METRIC = "exact_match"
+DEFAULT_HOLD = 3
+
+BASIS = {
+    "assumed": "assumed: priced as named offers, nothing was bought",
+    "metered": "metered: observed price x running time; not yet compared with a bill",
+    "billed": "billed: taken from the cloud's own bill",
+}
+
+NOT_MODELLED = (
+    "Discounts, credits and taxes are not in these figures, nor are disks, traffic and addresses.",
+    "One seed (n=1): no interval can be given for dollars or hours.",
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunFacts:
+    """Which run this is, and what would be needed to make it again. Hours are the run's clock."""
+
+    name: str
+    status: str
+    reason: str
+    infra: str
+    created_at: str
+    until: str
+    """The end of the run, or the moment of this report."""
+    hours: float
+    wall_seconds: float
+    clock_factor: float
+    iterations: int
+    lineages: int
+    job_digest: str
+    code_version: str
+    lock_digest: str
+    seeds: tuple[int, ...]
+    devices: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Moment:
+    """An evaluation, with what it took to get there since the run was created."""
+
+    iteration: int
+    at_ms: int
+    hours: float
+    micro_usd: int
+    score: float
+    smoothed: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Factors:
+    """Dollars = iterations x seconds per iteration x dollars per hour (run's clock); what a saving is made of."""
+
+    iterations: int
+    seconds_per_iteration: float
+    micro_usd_per_hour: int
+    micro_usd: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Target:
+    """Whether the score was reached: the smoothed score at or above `value` for `hold` evaluations in a row.
+
+    `confirmed` is the evaluation at which that was known, and dollars and hours are counted to there; `first`
+    is the first single evaluation at or above it. `value` None: the run had no target.
+    """
+
+    metric: str
+    value: float | None
+    hold: int
+    reached: bool
+    confirmed: Moment | None
+    first: Moment | None
+    best: Moment | None
+    """Highest smoothed score so far."""
+    factors: Factors | None
+    """Of the way to `confirmed`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Costs:
+    """The same total, split four ways."""
+
+    total: int
+    by_role: Mapping[str, int]
+    by_market: Mapping[str, int]
+    by_node: Mapping[str, int]
+    by_phase: Mapping[str, int]
+    sums_equal: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeLine:
+    """One node: what it was, when it was paid for, and what it cost."""
+
+    node: str
+    slot: str
+    generation: int
+    role: str
+    market: str
+    zone: str
+    instance_type: str
+    micro_usd_per_hour: int
+    charges: tuple[Charge, ...]
+    seen_ms: int | None
+    running: bool
+    hours: float
+    micro_usd: int
+    phase_micro_usd: Mapping[str, int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PreemptionLine:
+    """A node that the cloud took back, and what that cost.
+
+    `micro_usd` = `cold_start_micro_usd` + `lost_work_micro_usd`:
+
+    - cold start: what the successors in the same slot were paid from their start of billing until a worker of
+      theirs called in. Successors count up to the first that was seen or was itself preempted (that one's
+      preemption pays for the next), so no cold start is counted twice.
+    - lost work: `lost_steps` x the run's own mean node-time per denoising step (node-time of rollouts and
+      exploration / denoising steps of trained iterations and of their exploration) x the lost node's price.
+      Never more than the node cost; 0 before the first iteration is trained, as nothing is known of a step yet.
+
+    `replaced_after_*`: from the loss to the first call of a later node of the slot; None if there was none.
+    """
+
+    node: str
+    slot: str
+    zone: str
+    at_ms: int
+    hours: float
+    signal: str | None
+    notice: bool
+    lost_steps: int
+    replaced_by: str | None
+    replaced_after_s: float | None
+    """On the run's clock."""
+    replaced_after_wall_s: float | None
+    cold_start_micro_usd: int
+    lost_work_micro_usd: int
+    micro_usd: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PriceEffect:
+    """The same node-time, paid at the on-demand price of the same offers. Says nothing of a run without spot."""
+
+    paid_micro_usd: int
+    on_demand_micro_usd: int
+    difference_micro_usd: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Saving:
+    """Saved against something that is named: another run, or a counterfactual that says it is one.
+
+    `saved_micro_usd` None: the two cannot be compared, and `why` says so.
+    """
+
+    kind: str
+    """run or counterfactual."""
+    against: str
+    micro_usd: int | None
+    saved_micro_usd: int | None
+    why: str
+    ours: Factors | None = None
+    theirs: Factors | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PriceSource:
+    """Where prices came from. The age is that of the oldest price when its node was asked for."""
+
+    source: str
+    observed_at: str
+    age_days: float | None
+    nodes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pictures:
+    """A contact sheet of held-out prompts; `path` is relative to the checkpoint store."""
+
+    iteration: int
+    path: str
+    score: float | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """Everything that `spotrl report` says of a run."""
+
+    schema: int
+    run: RunFacts
+    money_basis: str
+    money_note: str
+    target: Target
+    costs: Costs
+    curve: tuple[Moment, ...]
+    gains: tuple[Gain, ...]
+    """What each part of the climb cost, in at most `GAINS` parts."""
+    micro_usd_per_hundredth: int | None
+    """Of the whole climb, from the first evaluation to the best smoothed score; None when there was none."""
+    nodes: tuple[NodeLine, ...]
+    preemptions: tuple[PreemptionLine, ...]
+    price_effect: PriceEffect
+    saved: tuple[Saving, ...]
+    prices: tuple[PriceSource, ...]
+    pictures_before: Pictures | None
+    pictures_after: Pictures | None
+    start_ms: int
+    end_ms: int
+    notes: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return asdict(self)
+
+
+def clock_of(run: Run) -> ScaledClock:
+    """The clock that everything in a run's ledger was timed by."""
+    return ScaledClock(origin_ms=run.clock_origin_ms, factor=run.clock_factor)
+
+
+def build_report(
+    session: Session, run: Run, now_ms: int, target_reward: float | None = None, against: Run | None = None
+) -> Report:
+    """The report of `run` as it stands at `now_ms` (run's clock).
+
+    `target_reward` replaces the target of the job; `against` is a run that saved dollars are told against.
+    """
+    costs = run_costs(session, run, now_ms)
+    end_ms = _ended_ms(session, run) or now_ms
+    target, curve = _target(session, run, costs, target_reward)
+    preemptions = _preemptions(session, run, costs)
+    pictures = _pictures(session, run, target.metric)
+    started = progress_of(session, run, EngineStarted.KIND)
+    status = current_status(session, run)
+    saved = [_counterfactual(costs, preemptions)]
+    if against is not None:
+        # The other run has a clock of its own; only what it spent until its last evaluation is asked for.
+        told = max((row.at_ms for row in progress_of(session, against, Evaluated.KIND)), default=against.created_ms)
+        theirs, _ = _target(session, against, run_costs(session, against, told), target.value, target.metric)
+        saved.insert(0, _saved_against(target, against.name, theirs))
+    return Report(
+        schema=SCHEMA,
+        run=RunFacts(
+            name=run.name,
+            status=status.status if status else "unknown",
+            reason=status.reason if status else "",
+            infra=run.infra,
+            created_at=_utc(run.created_ms),
+            until=_utc(end_ms),
+            hours=(end_ms - run.created_ms) / HOUR_MS,
+            wall_seconds=(end_ms - run.created_ms) / 1000 / run.clock_factor,
+            clock_factor=run.clock_factor,
+            iterations=len(_by_iteration(session, run, IterationDone.KIND)),
+            lineages=len({row.lineage for row in started}),
+            job_digest=run.job_digest,
+            code_version=run.code_version,
+            lock_digest=run.lock_digest,
+            seeds=(run.seed,),
+            devices=str(started[-1].event.get("devices", "")) if started else "",
+        ),
+        money_basis=run.money_basis,
+        money_note=BASIS.get(run.money_basis, run.money_basis),
+        target=target,
+        costs=_costs(costs),
+        curve=tuple(_moment(run, point) for point in smoothed(curve)),
+        gains=dollars_per_gain(curve, step=max(0.01, _climb(curve)[0] / GAINS)),
+        micro_usd_per_hundredth=_per_hundredth(curve),
+        nodes=tuple(_node_line(node) for node in costs.nodes),
+        preemptions=preemptions,
+        price_effect=_price_effect(costs),
+        saved=tuple(saved),
+        prices=_price_sources(nodes_of(session, run)),
+        pictures_before=pictures[0] if pictures else None,
+        pictures_after=pictures[-1] if len(pictures) > 1 else None,
+        start_ms=run.created_ms,
+        end_ms=max([end_ms, *(charge.end_ms for node in costs.nodes for charge in node.charges)]),
+        notes=NOT_MODELLED,
+    )
+
+
+# --- what was reached ---------------------------------------------------------------------------------
+
+
+def _by_iteration(session: Session, run: Run, kind: str) -> dict[int, ProgressRow]:
+    """The events of one kind that count (newest lineage), one an iteration, in order."""
+    rows = {int(row.event["iteration"]): row for row in progress_of(session, run, kind)}
+    return dict(sorted(rows.items()))
+
+
+def _target(
+    session: Session, run: Run, costs: RunCosts, value: float | None, metric: str | None = None
+) -> tuple[Target, list[Evaluation]]:
+    evaluated = _by_iteration(session, run, Evaluated.KIND)
+    metric = metric or run.target_metric or _a_metric(evaluated.values())
+    value = run.target_value if value is None else value
+    hold = int((run.job.get("target") or {}).get("evaluations", DEFAULT_HOLD))
+    curve = [
+        Evaluation(
+            iteration=iteration,
+            at_ms=row.at_ms,
+            score=row.event["metrics"][metric],
+            micro_usd=costs.until(row.at_ms),
+        )
+        for iteration, row in evaluated.items()
+        if metric in row.event["metrics"]
+    ]
+    crossed = crossing(curve, value, hold) if value is not None else None
+    confirmed = crossed.confirmed if crossed else None
+    return (
+        Target(
+            metric=metric,
+            value=value,
+            hold=hold,
+            reached=confirmed is not None,
+            confirmed=_moment(run, confirmed) if confirmed else None,
+            first=_moment(run, crossed.first) if crossed and crossed.first else None,
+            best=_moment(run, highest) if (highest := best(curve)) else None,
+            factors=_factors(run, confirmed) if confirmed else None,
+        ),
+        curve,
+    )
+
+
+def _climb(curve: Sequence[Evaluation]) -> tuple[float, int]:
+    """Gain of the smoothed score from the first evaluation to the best, and the micro-dollars in between."""
+    highest = best(curve)
+    if highest is None:
+        return 0.0, 0
+    return highest.smoothed - curve[0].score, highest.micro_usd - curve[0].micro_usd
+
+
+def _per_hundredth(curve: Sequence[Evaluation]) -> int | None:
+    gain, spent = _climb(curve)
+    return round(spent * 0.01 / gain) if gain > 0 else None
+
+
+def _a_metric(evaluated: Iterable[ProgressRow]) -> str:
+    names = sorted({name for row in evaluated for name in row.event["metrics"]})
+    return DEFAULT_METRIC if DEFAULT_METRIC in names or not names else names[0]
+
+
+def _moment(run: Run, point: Point) -> Moment:
+    return Moment(
+        iteration=point.iteration,
+        at_ms=point.at_ms,
+        hours=(point.at_ms - run.created_ms) / HOUR_MS,
+        micro_usd=point.micro_usd,
+        score=point.score,
+        smoothed=point.smoothed,
+    )
+
+
+def _factors(run: Run, point: Point) -> Factors:
+    ms = max(1, point.at_ms - run.created_ms)
+    iterations = max(1, point.iteration)
+    return Factors(
+        iterations=iterations,
+        seconds_per_iteration=ms / 1000 / iterations,
+        micro_usd_per_hour=round(point.micro_usd * HOUR_MS / ms),
+        micro_usd=point.micro_usd,
+    )
+
+
+def _pictures(session: Session, run: Run, metric: str) -> list[Pictures]:
+    return [
+        Pictures(iteration=iteration, path=row.event["pictures"], score=row.event["metrics"].get(metric))
+        for iteration, row in _by_iteration(session, run, Evaluated.KIND).items()
+        if row.event.get("pictures")
+    ]
+
+
+# --- what it cost -------------------------------------------------------------------------------------
+
+
+def _costs(costs: RunCosts) -> Costs:
+    splits = (costs.by_role, costs.by_market, costs.by_node, costs.by_phase)
+    return Costs(
+        total=costs.total,
+        by_role=costs.by_role,
+        by_market=costs.by_market,
+        by_node=costs.by_node,
+        by_phase={phase.value: costs.by_phase[phase.value] for phase in Phase if phase.value in costs.by_phase}
+        | costs.by_phase,
+        sums_equal=all(sum(split.values()) == costs.total for split in splits),
+    )
+
+
+def _node_line(node: NodeCost) -> NodeLine:
+    return NodeLine(
+        node=node.node,
+        slot=node.slot,
+        generation=node.generation,
+        role=node.role,
+        market=node.market,
+        zone=node.zone,
+        instance_type=node.instance_type,
+        micro_usd_per_hour=node.micro_usd_per_hour,
+        charges=node.charges,
+        seen_ms=node.seen_ms,
+        running=not all(charge.closed for charge in node.charges),
+        hours=node.ms / HOUR_MS,
+        micro_usd=node.micro_usd,
+        phase_micro_usd=node.phase_micro_usd,
+    )
+
+
+def _price_effect(costs: RunCosts) -> PriceEffect:
+    on_demand = sum(node.on_demand_micro_usd for node in costs.nodes)
+    return PriceEffect(
+        paid_micro_usd=costs.total, on_demand_micro_usd=on_demand, difference_micro_usd=on_demand - costs.total
+    )
+
+
+def _price_sources(nodes: Sequence[Node]) -> tuple[PriceSource, ...]:
+    by_source: dict[tuple[str, str], list[Node]] = {}
+    for node in nodes:
+        by_source.setdefault((node.price_source, node.price_observed_at), []).append(node)
+    return tuple(
+        PriceSource(
+            source=source,
+            observed_at=observed_at,
+            age_days=_age_days(observed_at, max(node.requested_ms for node in bought)),
+            nodes=len(bought),
+        )
+        for (source, observed_at), bought in sorted(by_source.items())
+    )
+
+
+def _age_days(observed_at: str, at_ms: int) -> float | None:
+    """Days from an ISO date or time to a moment; None when it is not one."""
+    try:
+        seen = datetime.fromisoformat(observed_at)
+    except ValueError:
+        return None
+    seen = seen if seen.tzinfo else seen.replace(tzinfo=UTC)
+    return round((at_ms / 1000 - seen.timestamp()) / 86_400, 2)
+
+
+# --- what reclaims cost -------------------------------------------------------------------------------
+
+
+def _preemptions(session: Session, run: Run, costs: RunCosts) -> tuple[PreemptionLine, ...]:
+    rows = session.execute(
+        select(Preemption, Node)
+        .join(Node, Node.id == Preemption.node_id)
+        .where(Node.run_id == run.id)
+        .order_by(Preemption.at_ms, Preemption.id)
+    ).all()
+    lost_steps: dict[str, int] = {}
+    for missed in progress_of(session, run, NodeMissed.KIND):
+        node = missed.event["node"]
+        lost_steps[node] = lost_steps.get(node, 0) + int(missed.event["lost_steps"])
+    taken = {node.name for _, node in rows}
+    step_ms, steps = _time_of_steps(session, run, costs)
+    lines = []
+    for preemption, node in rows:
+        own = next(cost for cost in costs.nodes if cost.node == node.name)
+        later = sorted(
+            (cost for cost in costs.nodes if cost.slot == own.slot and cost.generation > own.generation),
+            key=lambda cost: cost.generation,
+        )
+        replaced = next((cost for cost in later if cost.seen_ms is not None), None)
+        after_ms = max(0, replaced.seen_ms - preemption.at_ms) if replaced and replaced.seen_ms else None
+        cold_start = sum(cost.phase_micro_usd.get(Phase.COLD_START.value, 0) for cost in _paid_by(later, taken))
+        lost = lost_steps.get(node.name, 0)
+        work = min(own.micro_usd, _value(lost, step_ms, steps, node.micro_usd_per_hour))
+        lines.append(
+            PreemptionLine(
+                node=node.name,
+                slot=node.slot,
+                zone=node.zone,
+                at_ms=preemption.at_ms,
+                hours=(preemption.at_ms - run.created_ms) / HOUR_MS,
+                signal=preemption.signal,
+                notice=preemption.noticed_ms is not None,
+                lost_steps=lost,
+                replaced_by=replaced.node if replaced else None,
+                replaced_after_s=None if after_ms is None else after_ms / 1000,
+                replaced_after_wall_s=None if after_ms is None else round(after_ms / 1000 / run.clock_factor, 3),
+                cold_start_micro_usd=cold_start,
+                lost_work_micro_usd=work,
+                micro_usd=cold_start + work,
+            )
+        )
+    return tuple(lines)
+
+
+def _paid_by(later: Sequence[NodeCost], taken: set[str]) -> list[NodeCost]:
+    """The successors whose cold starts a preemption pays for: up to the first that was seen or preempted."""
+    paid = []
+    for cost in later:
+        paid.append(cost)
+        if cost.seen_ms is not None or cost.node in taken:
+            break
+    return paid
+
+
+def _time_of_steps(session: Session, run: Run, costs: RunCosts) -> tuple[int, int]:
+    """Node-milliseconds of rollouts and exploration in the whole run, and the denoising steps they made.
+
+    Every lineage counts on both sides: what was redone took its time twice.
+    """
+    ms = sum(costs.phase_ms.get(phase.value, 0) for phase in (Phase.ROLLOUT, Phase.EXPLORATION))
+    algorithm, sampler = run.job.get("algorithm", {}), run.job.get("sampler", {})
+    trained = int(algorithm.get("prompts_per_batch", 0)) * int(algorithm.get("images_per_prompt", 0))
+    done = session.scalars(
+        select(ProgressRow).where(ProgressRow.run_id == run.id, ProgressRow.kind == IterationDone.KIND)
+    )
+    pictures = sum(trained + int(row.event["explored"]) for row in done)
+    return ms, pictures * int(sampler.get("steps", 0))
+
+
+def _value(lost_steps: int, ms: int, steps: int, micro_usd_per_hour: int) -> int:
+    if steps == 0:
+        return 0
+    return interval_micro_usd(0, round(lost_steps * ms / steps), micro_usd_per_hour)
+
+
+# --- saved against what -------------------------------------------------------------------------------
+
+
+def _counterfactual(costs: RunCosts, preemptions: Sequence[PreemptionLine]) -> Saving:
+    """All nodes on demand for the same node-time, less the cold starts that preemptions caused."""
+    taken = {line.node for line in preemptions}
+    caused: dict[str, NodeCost] = {}
+    for line in preemptions:
+        generation = next(cost.generation for cost in costs.nodes if cost.node == line.node)
+        later = [cost for cost in costs.nodes if cost.slot == line.slot and cost.generation > generation]
+        caused |= {cost.node: cost for cost in _paid_by(sorted(later, key=lambda cost: cost.generation), taken)}
+    spared = sum(
+        interval_micro_usd(0, cost.phase_ms.get(Phase.COLD_START.value, 0), cost.on_demand_micro_usd_per_hour)
+        for cost in caused.values()
+    )
+    there = sum(cost.on_demand_micro_usd for cost in costs.nodes) - spared
+    return Saving(
+        kind="counterfactual",
+        against="all nodes on demand, no preemption cold starts",
+        micro_usd=there,
+        saved_micro_usd=there - costs.total,
+        why="not a run: the node-time of this one at on-demand prices; work redone after reclaims is still in it",
+    )
+
+
+def _saved_against(ours: Target, name: str, theirs: Target) -> Saving:
+    """Dollars to the same target in two runs, and the factors they are made of."""
+    if ours.value is None:
+        return _incomparable(name, "there is no target to compare at; name one with --target-reward")
+    late = [who for who, target in (("this run", ours), (name, theirs)) if target.confirmed is None]
+    if ours.confirmed is None or theirs.confirmed is None:
+        return _incomparable(name, f"{ours.metric} {ours.value:g} was not reached by {' and '.join(late)}")
+    return Saving(
+        kind="run",
+        against=name,
+        micro_usd=theirs.confirmed.micro_usd,
+        saved_micro_usd=theirs.confirmed.micro_usd - ours.confirmed.micro_usd,
+        why=f"dollars until {ours.metric} {ours.value:g} was confirmed in both runs; n=1 each, no interval",
+        ours=ours.factors,
+        theirs=theirs.factors,
+    )
+
+
+def _incomparable(name: str, why: str) -> Saving:
+    return Saving(kind="run", against=name, micro_usd=None, saved_micro_usd=None, why=why)
+
+
+# --- time ---------------------------------------------------------------------------------------------
+
+
+def _ended_ms(session: Session, run: Run) -> int | None:
+    status = current_status(session, run)
+    return status.at_ms if status is not None and status.status in ENDED else None
+
+
+def _utc(at_ms: int) -> str:
+    return datetime.fromtimestamp(at_ms / 1000, UTC).isoformat(timespec="seconds")

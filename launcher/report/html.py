@@ -1,0 +1,95 @@
+"""The report as one HTML file that works offline: charts are inline SVG, pictures are data URIs, no script.
+
+Everything that comes from a run (names, zones, evidence) is escaped; the page forbids itself to load anything.
+"""
+
+import base64
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+
+from launcher.money import dollars, duration, hourly
+from launcher.report.build import Pictures, Report
+from launcher.report.charts import Drawing, reward_chart, spend_chart, timeline_chart
+from launcher.report.words import age, headline, moment, phase_name, score
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Share:
+    """One line of a split: what, how much, and its part of the total in percent."""
+
+    name: str
+    micro_usd: int
+    percent: float
+
+
+def render_html(report: Report, store: Path) -> str:
+    """The page. `store` is the run's checkpoint store, where the pictures of evaluations lie."""
+    page = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    page.filters.update(dollars=dollars, duration=duration, hourly=hourly, score=score, age=age, moment=moment)
+    template = page.from_string(files("launcher.report").joinpath("report.html").read_text(encoding="utf-8"))
+    costs = report.costs
+    return template.render(
+        report=report,
+        headline=headline(report),
+        reward=_figure(reward_chart(report)) if report.curve else None,
+        spend=_figure(spend_chart(report)) if costs.total else None,
+        timeline=_figure(timeline_chart(report)) if costs.total else None,
+        splits={
+            "Role": _shares(costs.by_role, costs.total),
+            "Market": _shares({phase_name(name): paid for name, paid in costs.by_market.items()}, costs.total),
+            "Phase": _shares({phase_name(name): paid for name, paid in costs.by_phase.items()}, costs.total),
+            "Node": _shares(costs.by_node, costs.total),
+        },
+        pictures=[
+            (word, sheet, picture)
+            for word, sheet in (("Before", report.pictures_before), ("After", report.pictures_after))
+            if sheet is not None and (picture := _picture(sheet, store))
+        ],
+    )
+
+
+KEY_SHAPES = {
+    "bar": '<rect x="1" y="3" width="14" height="10" fill="{0}"/>',
+    "circle": '<circle cx="8" cy="8" r="4" fill="none" stroke="{0}" stroke-width="1.7"/>',
+    "dot": '<circle cx="8" cy="8" r="5" fill="{0}"/>',
+    "line": '<path d="M0 8H16" stroke="{0}" stroke-width="2.6"/>',
+    "dash": '<path d="M0 8H16" stroke="{0}" stroke-width="1.4" stroke-dasharray="4 2"/>',
+    "diamond": '<path d="M8 2L14 8L8 14L2 8Z" fill="none" stroke="{0}" stroke-width="2"/>',
+    "cross": '<path d="M3 3L13 13M13 3L3 13" stroke="{0}" stroke-width="2.6"/>',
+    "triangle": '<path d="M2 4H14L8 14Z" fill="{0}"/>',
+}
+
+
+def _figure(drawing: Drawing) -> Markup:
+    """A drawing under its key. The drawing escaped its own words; those of the key are escaped here."""
+    items = Markup("").join(
+        Markup('<li><svg viewBox="0 0 16 16" aria-hidden="true">')
+        + Markup(KEY_SHAPES[entry.shape]).format(entry.colour)
+        + Markup("</svg>{}</li>").format(entry.text)
+        for entry in drawing.key
+    )
+    return Markup('<ul class="key">{}</ul>').format(items) + Markup(drawing.svg)
+
+
+def _shares(split: Mapping[str, int], total: int) -> list[Share]:
+    paid = [(name, amount) for name, amount in split.items() if amount]
+    return [
+        Share(name=name, micro_usd=amount, percent=100 * amount / total)
+        for name, amount in sorted(paid, key=lambda item: -item[1])
+    ]
+
+
+def _picture(sheet: Pictures, store: Path) -> str | None:
+    """The sheet as a data URI; None when it is not a PNG inside the store."""
+    path = (store / sheet.path).resolve()
+    if not path.is_relative_to(store.resolve()) or not path.is_file():
+        return None
+    data = path.read_bytes()
+    return "data:image/png;base64," + base64.b64encode(data).decode() if data.startswith(PNG) else None

@@ -1,0 +1,72 @@
+"""`result.json`: what a finished run says of itself in one small file, from the ledger alone."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from sqlalchemy.orm import Session
+
+from engine.events import Evaluated
+from launcher.ledger.store import find_run, progress_of
+from launcher.report.build import PreemptionLine, build_report, clock_of
+
+METRIC = "exact_match"
+
+
+def result_dict(session: Session, run_name: str, leftovers: Sequence[int]) -> dict[str, Any]:
+    """The result of a run. `leftovers`: processes of the run that are still alive when they should not be.
+
+    `hours` and `replaced_after_s` are on the run's clock, `wall_seconds` is not; `clock_factor` is between them.
+    """
+    run = find_run(session, run_name)
+    report = build_report(session, run, clock_of(run).now_ms())
+    target = report.target
+    there = target.confirmed
+    scores = sorted(
+        (row.event["iteration"], row.event["metrics"][METRIC])
+        for row in progress_of(session, run, Evaluated.KIND)
+        if METRIC in row.event["metrics"]
+    )
+    return {
+        "target": {
+            "metric": target.metric,
+            "value": target.value,
+            "reached": target.reached,
+            "iteration": there.iteration if there else None,
+            "hours": there.hours if there else None,
+            "micro_usd": there.micro_usd if there else None,
+            "best": asdict(target.best) if target.best else None,
+        },
+        "exact_match": {
+            "before": scores[0][1] if scores else None,
+            "after": scores[-1][1] if scores else None,
+        },
+        "preemptions": [_preemption(line) for line in report.preemptions],
+        "micro_usd": {
+            "total": report.costs.total,
+            "by_phase": dict(report.costs.by_phase),
+            "by_node": dict(report.costs.by_node),
+            "by_market": dict(report.costs.by_market),
+            "by_role": dict(report.costs.by_role),
+        },
+        "sums_equal": report.costs.sums_equal,
+        "money_basis": report.money_basis,
+        "leftovers": {"processes": sorted(leftovers)},
+        "seed": run.seed,
+        "iterations": report.run.iterations,
+        "wall_seconds": report.run.wall_seconds,
+        "clock_factor": report.run.clock_factor,
+    }
+
+
+def _preemption(line: PreemptionLine) -> dict[str, Any]:
+    return {
+        "node": line.node,
+        "zone": line.zone,
+        "signal": line.signal,
+        "notice": line.notice,
+        "lost_steps": line.lost_steps,
+        "replaced_after_s": line.replaced_after_s,
+        "replaced_after_wall_s": line.replaced_after_wall_s,
+        "micro_usd": line.micro_usd,
+    }

@@ -1,0 +1,152 @@
+"""The report as tables for a terminal; plain text, without colour, when it is piped."""
+
+from collections.abc import Mapping, Sequence
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from launcher.money import dollars, hourly
+from launcher.report.build import Factors, Report, Saving
+from launcher.report.words import age, headline, moment, phase_name, score, seconds
+
+PIPED_WIDTH = 120
+
+
+def a_console() -> Console:
+    """Names come from users and clouds, so nothing in them is markup."""
+    console = Console(markup=False, emoji=False, highlight=False)
+    if not console.is_terminal:
+        console.width = PIPED_WIDTH
+    return console
+
+
+def print_report(report: Report, console: Console) -> None:
+    run, target = report.run, report.target
+    console.print(f"{run.name}  {run.infra}, {run.status}{f': {run.reason}' if run.reason else ''}", style="bold")
+    console.print(headline(report), style="green" if target.reached else "yellow" if target.value is not None else "")
+    if target.first is not None and target.first != target.confirmed:
+        console.print(
+            f"First touched by a single evaluation at iteration {target.first.iteration}, "
+            f"{dollars(target.first.micro_usd)}; it counts when the mean of 3 held for {target.hold} evaluations."
+        )
+    if target.factors is not None:
+        console.print(f"{_factors(target.factors)} = {dollars(target.factors.micro_usd)}")
+    console.print(
+        f"{run.iterations} iterations, {run.hours:.2f} h on the run's clock, {seconds(run.wall_seconds)} of wall time"
+        + (f" (simulated: clock x{run.clock_factor:g})" if run.clock_factor != 1 else "")
+    )
+    console.print(f"Money is {report.money_note}")
+    _splits(report, console)
+    _gains(report, console)
+    _preemptions(report, console)
+    _compared(report, console)
+    _provenance(report, console)
+
+
+def _table(title: str, *columns: str, words: int = 1) -> Table:
+    """The first `words` columns hold words, the others numbers."""
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="left" if number < words else "right", overflow="fold")
+    return table
+
+
+def _splits(report: Report, console: Console) -> None:
+    costs = report.costs
+    table = _table(f"Cost: {dollars(costs.total)}, split four ways", "by", "", "dollars", "share", words=2)
+    splits: Sequence[tuple[str, Mapping[str, int]]] = (
+        ("role", costs.by_role),
+        ("market", costs.by_market),
+        ("phase", costs.by_phase),
+        ("node", costs.by_node),
+    )
+    for name, split in splits:
+        paid = sorted(((key, amount) for key, amount in split.items() if amount), key=lambda item: -item[1])
+        for number, (key, amount) in enumerate(paid):
+            share = f"{100 * amount / costs.total:.1f} %"
+            shown = key if name == "node" else phase_name(key)
+            table.add_row(
+                name if number == 0 else "", shown, dollars(amount), share, end_section=number + 1 == len(paid)
+            )
+    if costs.total:
+        console.print(table)
+
+
+def _gains(report: Report, console: Console) -> None:
+    if not report.gains:
+        return
+    table = _table(f"Dollars per +0.01 {report.target.metric}", "iterations", "smoothed", "spent", "per +0.01")
+    for gain in report.gains:
+        table.add_row(
+            f"{gain.from_iteration} to {gain.to_iteration}",
+            f"{score(gain.from_score)} to {score(gain.to_score)}",
+            dollars(gain.micro_usd),
+            dollars(gain.micro_usd_per_hundredth),
+        )
+    console.print(table)
+
+
+def _preemptions(report: Report, console: Console) -> None:
+    if not report.preemptions:
+        console.print("No node was taken back.")
+        return
+    lines = report.preemptions
+    title = f"{len(lines)} preemptions cost {dollars(sum(line.micro_usd for line in lines))}"
+    table = _table(
+        title, "node", "zone", "how", "hour", "steps lost", "replaced after", "cold start", "lost work", words=3
+    )
+    for line in lines:
+        table.add_row(
+            line.node,
+            line.zone,
+            f"{line.signal or 'reclaim'}, {'notice' if line.notice else 'no notice'}",
+            f"{line.hours:.2f}",
+            str(line.lost_steps),
+            seconds(line.replaced_after_s),
+            dollars(line.cold_start_micro_usd),
+            dollars(line.lost_work_micro_usd),
+        )
+    console.print(table)
+
+
+def _compared(report: Report, console: Console) -> None:
+    effect = report.price_effect
+    console.print(
+        f"Price effect: the same node-time costs {dollars(effect.on_demand_micro_usd)} on demand, "
+        f"{dollars(effect.difference_micro_usd)} more than was paid."
+        if effect.difference_micro_usd >= 0
+        else f"Price effect: the same node-time costs {dollars(effect.on_demand_micro_usd)} on demand, "
+        f"{dollars(-effect.difference_micro_usd)} less than was paid."
+    )
+    for saving in report.saved:
+        _saving(saving, console)
+
+
+def _saving(saving: Saving, console: Console) -> None:
+    named = saving.against if saving.kind == "run" else f"the counterfactual {saving.against!r}"
+    if saving.saved_micro_usd is None or saving.micro_usd is None:
+        console.print(f"Saved against {named}: cannot be told; {saving.why}.")
+        return
+    console.print(
+        f"Saved against {named}: {dollars(saving.saved_micro_usd)} of {dollars(saving.micro_usd)}; {saving.why}."
+    )
+    if saving.ours is not None and saving.theirs is not None:
+        console.print(f"  here {_factors(saving.ours)}; there {_factors(saving.theirs)}")
+
+
+def _factors(factors: Factors) -> str:
+    return (
+        f"{factors.iterations} iterations x {factors.seconds_per_iteration:.1f} s "
+        f"x {hourly(factors.micro_usd_per_hour)}"
+    )
+
+
+def _provenance(report: Report, console: Console) -> None:
+    for price in report.prices:
+        console.print(f"Prices: {price.source}, observed {price.observed_at}, {age(price.age_days)} when used")
+    run = report.run
+    console.print(f"Job {run.job_digest}, code {run.code_version}, lock {run.lock_digest}")
+    console.print(f"Seeds {', '.join(map(str, run.seeds))}; {moment(run.created_at)} to {moment(run.until)}")
+    for note in report.notes:
+        console.print(note, style="dim")

@@ -1,0 +1,53 @@
+"""How the report says things: the same words in the terminal and on the page."""
+
+from launcher.money import dollars, duration
+from launcher.report.build import Report
+
+
+def headline(report: Report) -> str:
+    """The answer in a sentence: what the target cost, or plainly that it was not reached."""
+    target = report.target
+    name = target.metric
+    if target.value is None:
+        reached = f"No target was set; best {name} so far {score(target.best.smoothed)}." if target.best else ""
+        return reached or "No target was set, and nothing has been evaluated yet."
+    if target.confirmed is not None:
+        there = target.confirmed
+        return (
+            f"{name} {target.value:g} was reached at iteration {there.iteration} "
+            f"for {dollars(there.micro_usd)} in {hours(there.hours)}."
+        )
+    if target.best is None:
+        return f"{name} {target.value:g}: not reached; nothing has been evaluated yet."
+    return (
+        f"{name} {target.value:g}: not reached. Best so far {score(target.best.smoothed)} "
+        f"at iteration {target.best.iteration}, after {dollars(target.best.micro_usd)}."
+    )
+
+
+def score(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3f}"
+
+
+def hours(value: float) -> str:
+    return f"{value:.2f} h"
+
+
+def age(days: float | None) -> str:
+    """How old a price was when it was used."""
+    if days is None:
+        return "unknown age"
+    return duration(max(0, round(days * 86_400_000))) + " old" if days < 1 else f"{days:.0f} days old"
+
+
+def moment(iso: str) -> str:
+    """`2027-01-15 08:00 UTC`."""
+    return f"{iso[:10]} {iso[11:16]} UTC"
+
+
+def phase_name(name: str) -> str:
+    return name.replace("_", " ")
+
+
+def seconds(value: float | None) -> str:
+    return "never" if value is None else duration(round(value * 1000))

@@ -1,0 +1,35 @@
+"""Where spotrl keeps its files, and what the environment and the user's own configuration say."""
+
+from pathlib import Path
+
+import platformdirs
+from pydantic import Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+
+class Settings(BaseSettings):
+    """`SPOTRL_HOME` and `SPOTRL_CONFIG`; every other `SPOTRL_*` variable overrides a field of the job."""
+
+    model_config = SettingsConfigDict(env_prefix="SPOTRL_", frozen=True, extra="ignore")
+
+    home: Path = Field(default_factory=lambda: Path(platformdirs.user_state_dir("spotrl")))
+    """Ledger, logs, and the run folders of the local infra."""
+    config: Path = Field(default_factory=lambda: Path(platformdirs.user_config_dir("spotrl")) / "config.yaml")
+    """A partial job file with the user's own defaults. It need not exist."""
+
+
+def home() -> Path:
+    return Settings().home.expanduser().absolute()
+
+
+def config_path() -> Path:
+    return Settings().config.expanduser().absolute()
+
+
+def ledger_path() -> Path:
+    return home() / "ledger.sqlite"
+
+
+def runs_folder() -> Path:
+    """Where a run of the local infra keeps its nodes' disks and its checkpoints."""
+    return home() / "runs"

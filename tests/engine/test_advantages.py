@@ -1,0 +1,82 @@
+"""Advantages and losses, by hand-sized numbers."""
+
+import pytest
+import torch
+
+from engine.training.advantages import RunningStd, batch_std, group_advantages, varies
+from engine.training.loss import gaussian_kl, grpo_loss
+
+
+def test_a_group_is_centred_on_its_mean_and_divided_by_its_std():
+    advantages = group_advantages(torch.tensor([[0.0, 1.0], [0.2, 0.6]]))
+    torch.testing.assert_close(advantages, torch.tensor([[-1.0, 1.0], [-1.0, 1.0]]), atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize(("std", "scale"), [("group", None), ("batch", None), ("ema", 0.3), ("ema", None)])
+def test_a_group_without_variance_gives_exactly_0(std, scale):
+    rewards = torch.tensor([[0.1, 0.1, 0.1], [0.0, 0.5, 1.0]])
+    advantages = group_advantages(rewards, std, scale=scale)
+    assert (advantages[0] == 0).all()
+    assert advantages[1].abs().max() > 0.5
+    assert varies(rewards).tolist() == [False, True]
+
+
+def test_batch_mode_divides_every_group_by_the_same_std():
+    rewards = torch.tensor([[0.0, 1.0], [0.4, 0.6]])
+    advantages = group_advantages(rewards, "batch")
+    torch.testing.assert_close(advantages[0, 1] / advantages[1, 1], torch.tensor(5.0))
+    torch.testing.assert_close(advantages[0, 1], torch.tensor(0.5 / (batch_std(rewards) + 1e-4)))
+
+
+@pytest.mark.parametrize("std", ["batch", "ema"])
+def test_groups_may_come_one_by_one_when_the_std_is_given(std):
+    rewards = torch.tensor([[0.0, 1.0], [0.4, 0.6]])
+    together = group_advantages(rewards, std, scale=0.25)
+    one_by_one = torch.cat([group_advantages(row[None], std, scale=0.25) for row in rewards])
+    assert torch.equal(together, one_by_one)
+
+
+def test_before_the_first_batch_ema_divides_by_the_groups_own_std():
+    rewards = torch.tensor([[0.0, 1.0], [0.4, 0.6]])
+    assert torch.equal(group_advantages(rewards, "ema"), group_advantages(rewards, "group"))
+
+
+def test_advantages_are_clipped():
+    rewards = torch.tensor([[0.0] * 99 + [1.0]])
+    assert group_advantages(rewards, clip=5.0).max() == 5.0
+
+
+def test_the_running_std_starts_with_the_first_batch_and_then_averages():
+    first = RunningStd(decay=0.5).after(torch.tensor([[0.0, 2.0]]))
+    second = first.after(torch.tensor([[0.0, 4.0]]))
+    assert first.value == 1.0
+    assert second.value == 1.5
+
+
+def test_on_policy_the_loss_is_minus_the_advantage_and_the_ratio_1():
+    log_prob, advantage = torch.tensor([-1.0, -2.0]), torch.tensor([0.5, -3.0])
+    loss, health = grpo_loss(log_prob, log_prob.clone(), advantage, 1e-3)
+    assert torch.equal(loss, -advantage)
+    assert (health.ratio_mean, health.ratio_max, health.clip_share) == (1.0, 1.0, 0.0)
+
+
+def test_moving_further_in_the_right_direction_earns_nothing_outside_the_clip_range():
+    log_prob = torch.tensor([0.1, 0.1, -0.1, -0.1], requires_grad=True)
+    advantage = torch.tensor([1.0, -1.0, 1.0, -1.0])
+    loss, health = grpo_loss(log_prob, torch.zeros(4), advantage, 0.01)
+    loss.sum().backward()
+    assert (log_prob.grad != 0).tolist() == [False, True, True, False]
+    assert health.clip_share == 1.0
+
+
+def test_kl_is_0_for_the_reference_and_on_ode_steps():
+    mean = torch.randn(3, 4, 5, generator=torch.Generator().manual_seed(0))
+    assert not gaussian_kl(mean, mean, torch.tensor([0.1, 0.5, 0.0])).any()
+    assert gaussian_kl(mean + 1, mean, torch.tensor([1.0, 1.0, 0.0]))[2] == 0
+
+
+def test_kl_is_that_of_two_gaussians():
+    mean, reference, std = torch.tensor([[0.0, 1.0]]), torch.tensor([[0.5, 1.5]]), torch.tensor([0.2])
+    normal = torch.distributions.Normal
+    exact = torch.distributions.kl_divergence(normal(mean, std), normal(reference, std)).mean(dim=1)
+    torch.testing.assert_close(gaussian_kl(mean, reference, std), exact)

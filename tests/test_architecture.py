@@ -1,0 +1,139 @@
+"""Who may import whom (DESIGN.md, section 3), and that the launcher stays light."""
+
+import ast
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+CONTRACT = {"engine.events", "engine.config", "engine.clock"}
+"""What all of the launcher may know of the engine."""
+
+PURE = {
+    "engine.rollout.queue",
+    "engine.parallel.groups",
+    "engine.exploration.planner",
+    "engine.exploration.value",
+    "engine.training.schedule",
+}
+"""What policies and replays may use besides: decisions, without torch or Ray."""
+
+HEAVY = {"torch", "ray", "sky", "diffusers", "transformers"}
+
+
+def python_files(room: str) -> list[Path]:
+    return sorted((ROOT / room).rglob("*.py"))
+
+
+def imports_of(file: Path) -> Iterator[tuple[int, str]]:
+    """Every module that a file imports, anywhere in it. `from a import b` counts as `a.b` if that is a module."""
+    for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}:{node.lineno}: imports are absolute here"
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                yield node.lineno, inner if is_module(inner) else str(node.module)
+
+
+def is_module(name: str) -> bool:
+    path = ROOT.joinpath(*name.split("."))
+    return path.with_suffix(".py").exists() or (path / "__init__.py").exists()
+
+
+def forbidden(room: str, is_allowed) -> list[str]:
+    return [
+        f"{file.relative_to(ROOT)}:{line} imports {name}"
+        for file in python_files(room)
+        for line, name in imports_of(file)
+        if not is_allowed(file, name)
+    ]
+
+
+def top(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def test_the_engine_knows_nothing_of_the_launcher():
+    assert not forbidden("engine", lambda _, name: top(name) not in ("launcher", "catalogs", "sky", "boto3"))
+
+
+def test_the_launcher_knows_the_engine_by_its_contract():
+    def is_allowed(file: Path, name: str) -> bool:
+        if top(name) != "engine":
+            return True
+        decides = file.is_relative_to(ROOT / "launcher/placement") or file.is_relative_to(ROOT / "launcher/replay")
+        return name in CONTRACT or (decides and name in PURE)
+
+    assert not forbidden("launcher", is_allowed)
+
+
+@pytest.mark.parametrize("room", ["launcher", "catalogs", "sky_yamls"])
+def test_the_launcher_never_loads_what_is_heavy(room):
+    assert not forbidden(room, lambda _, name: top(name) not in HEAVY)
+
+
+def test_only_the_runtime_room_imports_ray():
+    runtime = ROOT / "engine/runtime"
+    assert not forbidden("engine", lambda file, name: top(name) != "ray" or file.is_relative_to(runtime))
+
+
+def test_the_contract_needs_no_torch():
+    for name in CONTRACT:
+        used = {top(module) for _, module in imports_of(ROOT.joinpath(*name.split(".")).with_suffix(".py"))}
+        assert not used & HEAVY, name
+
+
+def test_the_events_are_standard_library_only():
+    used = {top(module) for _, module in imports_of(ROOT / "engine/events.py")}
+    assert used <= set(sys.stdlib_module_names)
+
+
+def loaded_by(code: str) -> set[str]:
+    """Top-level modules that a fresh interpreter has after `code`."""
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys\n{code}\nprint(*{{name.partition('.')[0] for name in sys.modules}})"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return set(done.stdout.splitlines()[-1].split())
+
+
+def test_the_pure_modules_load_neither_torch_nor_ray():
+    there = sorted(name for name in PURE if is_module(name))
+    assert "engine.rollout.queue" in there
+    assert not loaded_by(f"import {', '.join(there)}") & HEAVY
+
+
+def test_the_launchers_rooms_load_nothing_heavy():
+    modules = [
+        ".".join(file.relative_to(ROOT).with_suffix("").parts)
+        for file in python_files("launcher")
+        if "migrations" not in file.parts and file.name != "__init__.py"
+    ]
+    assert not loaded_by(f"import {', '.join(modules)}") & HEAVY
+
+
+HELP = "from launcher.cli.main import run\nassert run(['--help']) == 0"
+
+
+def test_help_loads_nothing_that_it_does_not_print():
+    assert not loaded_by(HELP) & (HEAVY | {"sqlalchemy", "altair", "pydantic", "rich", "ruamel"})
+
+
+def test_help_answers_at_once():
+    def seconds() -> float:
+        begin = time.perf_counter()
+        subprocess.run([sys.executable, "-c", HELP], cwd=ROOT, check=True, capture_output=True, env=os.environ)
+        return time.perf_counter() - begin
+
+    assert min(seconds() for _ in range(5)) < 0.5
