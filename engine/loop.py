@@ -209,8 +209,7 @@ class Loop:
             self._checkpoint()
         with self.usage.measure(Phase.SYNC):
             self._publish_live()
-            self._say({"call": "withdraw", "kind": "train", "batch": batch})
-            self._say({"call": "withdraw", "kind": "explore", "batch": batch + 1})
+            self._say({"call": "withdraw", "batches": [["train", batch], ["explore", batch + 1]]})
         self._untold_seconds = time.perf_counter() - saving
 
     def _tell(self, manifest: Manifest, rewards: Tensor, explored: int, health: list[Health], seconds: float) -> None:
@@ -271,8 +270,8 @@ class Loop:
             if self.skipped_in_a_row >= BAD_GROUPS_IN_A_ROW:
                 step.abort()
                 raise Unhealthy(
-                    f"{BAD_GROUPS_IN_A_ROW} groups in a row had a reward or loss that is not finite; "
-                    f"the last good checkpoint is iteration {self.iteration}: look at the reward, or lower learning_rate"
+                    f"{BAD_GROUPS_IN_A_ROW} groups in a row had a reward or loss that is not finite; the last good "
+                    f"checkpoint is iteration {self.iteration}: look at the reward, or lower the learning_rate"
                 )
         health: Health = step.commit()
         return health
@@ -389,7 +388,7 @@ class Loop:
             sheet = f"evaluation/l{self.lineage:04d}-i{self.iteration:06d}.png"
             shown = [(r.request.prompt, blobs[r.trajectory]) for r in ordered if r.trajectory is not None]
             self.place.store.put(sheet, contact_sheet(shown))
-            self._say({"call": "withdraw", "kind": "evaluate", "batch": self.iteration})
+            self._say({"call": "withdraw", "batches": [["evaluate", self.iteration]]})
         self.evaluations.append((self.iteration, metrics))
         event = Evaluated(iteration=self.iteration, metrics=metrics, prompts=len(prompts), pictures=sheet)
         self.place.progress.write(self.lineage, event)

@@ -99,7 +99,7 @@ def parse_yaml(text: str) -> YamlFile:
     except (YAMLError, ValueError) as error:
         first_line = str(error).strip().splitlines()[0]
         raise YamlFileError(f"this is not YAML: {first_line}", "remove what is not plain text") from None
-    if root is None:
+    if root is None or (isinstance(root, ScalarNode) and not root.value):
         return YamlFile(text=text, values={}, lines={})
     if not isinstance(root, MappingNode):
         raise YamlFileError("the file is not a list of `key: value` lines", "start from `spotrl init`", _line(root))

@@ -86,6 +86,9 @@ def freeze_but_trained(adapter: DiTAdapter, config: ModelConfig) -> None:
             transformer.eval()
         case _:
             assert_never(config.weights)
+    # In half precision an update of 1e-4 would be lost in rounding; frozen weights stay as they were loaded.
+    for parameter in trainable(adapter).values():
+        parameter.data = parameter.data.float()
 
 
 def trainable(adapter: DiTAdapter) -> dict[str, nn.Parameter]:

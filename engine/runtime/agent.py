@@ -30,6 +30,8 @@ CALM_SECONDS = 20.0
 """A process that lived this long is forgiven its earlier deaths."""
 MOST_DEATHS = 5
 """So many deaths in short order and the node gives up, leaving its logs as evidence."""
+FROZEN_SECONDS = 5.0
+"""A process that shows no sign of life for this long is killed and started again."""
 LAST_WORDS_SECONDS = 3.0
 """How long the coordinator answers after the trainer is done, so that workers hear that it is over."""
 
@@ -42,6 +44,7 @@ class _Child:
 
     name: str
     start: Callable[[], Any]
+    beat: Any
     process: Any = None
     started: float = 0.0
     deaths: int = 0
@@ -49,9 +52,16 @@ class _Child:
 
     def keep_alive(self) -> bool:
         """Start it if it is not running; False when it died too often. Exit code 0 means it is done."""
-        if self.done or (self.process is not None and self.process.is_alive()):
-            return True
         now = time.monotonic()
+        if self.done:
+            return True
+        if self.process is not None and self.process.is_alive():
+            if self.beat.value and now - self.beat.value > FROZEN_SECONDS:
+                print(f"{self.name} is frozen: killed", flush=True)
+                self.process.kill()
+                self.process.join()
+            else:
+                return True
         if self.process is not None:
             if self.process.exitcode == 0:
                 self.done = True
@@ -63,6 +73,7 @@ class _Child:
             self.process = None
             self.started = now + 0.1 * 2**self.deaths
         if now >= self.started:
+            self.beat.value = 0.0
             self.process = self.start()
             self.started = now
         return True
@@ -86,7 +97,12 @@ class Agent:
         """Returns the exit code."""
         ready = self._prepare()
         told_ready = False
+        looked = time.monotonic()
         while True:
+            if time.monotonic() - looked > FROZEN_SECONDS / 2:
+                # It was the agent that stood still, perhaps with the whole node: let the others show themselves.
+                time.sleep(1.0)
+            looked = time.monotonic()
             if not all(child.keep_alive() for child in self.children):
                 return EXIT_BROKEN
             if not told_ready and all(event.is_set() for event in ready):
@@ -97,7 +113,7 @@ class Agent:
                 if self.spec.role == "trainer":
                     time.sleep(LAST_WORDS_SECONDS)
                 return EXIT_FINISHED
-            deadline = self.spec.money_deadline_ms
+            deadline = self._money_deadline()
             if deadline is not None and self.spec.clock.clock().now_ms() >= deadline:
                 print("the money deadline has come: this node ends itself", flush=True)
                 return EXIT_MONEY
@@ -110,26 +126,28 @@ class Agent:
                 child.process.kill()
 
     def _prepare(self) -> list[Any]:
-        # Imported by the forkserver only; the agent itself stays small and never loads torch.
-        start = self._starter
         if self.spec.role == "trainer":
-            names = ("run_coordinator", "run_trainer")
-            ready = [self.context.Event() for _ in names]
-            for name, event in zip(names, ready, strict=True):
-                self.children.append(_Child(name, start(name, event)))
-        else:
-            ready = [self.context.Event() for _ in range(self.spec.workers)]
-            for number, event in enumerate(ready):
-                self.children.append(_Child(f"worker-{number}", start("run_worker", number, self.drain, event)))
-        return ready
+            return [self._child("run_coordinator"), self._child("run_trainer")]
+        return [self._child("run_worker", number, self.drain) for number in range(self.spec.workers)]
 
-    def _starter(self, name: str, *arguments: Any) -> Callable[[], Any]:
+    def _child(self, name: str, *arguments: Any) -> Any:
+        """Plan one process; returns the event that it sets when it is ready."""
+        ready, beat = self.context.Event(), self.context.Value("d", 0.0, lock=False)
+        spec_json = self.spec.model_dump_json()
+
         def start() -> Any:
-            process = self.context.Process(target=_run, args=(name, self.spec.model_dump_json(), arguments))
+            process = self.context.Process(target=_run, args=(name, spec_json, beat, *arguments, ready))
             process.start()
             return process
 
-        return start
+        self.children.append(_Child(name=name, start=start, beat=beat))
+        return ready
+
+    def _money_deadline(self) -> int | None:
+        """When the money is used up: what the node was told at its start, or by its controller since."""
+        with contextlib.suppress(OSError, ValueError):
+            return int(json.loads((self.folder / "money.json").read_text())["deadline_ms"])
+        return self.spec.money_deadline_ms
 
     def _hear_notice(self) -> None:
         """The cloud takes this node back: tell the workers at once, the coordinator if it listens."""
@@ -152,7 +170,8 @@ class Agent:
         fresh.replace(self.folder / name)
 
 
-def _run(name: str, spec_json: str, arguments: tuple[Any, ...]) -> None:
+def _run(name: str, spec_json: str, *arguments: Any) -> None:
+    # Imported in the forkserver and its children only: the agent itself stays small and never loads torch.
     from engine.runtime import processes
 
     getattr(processes, name)(NodeSpec.model_validate_json(spec_json), *arguments)

@@ -10,7 +10,7 @@ given before are fenced, because every start begins a new range of lease numbers
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +117,7 @@ class Coordinator:
             case "publish":
                 self._publish(weights_from_list(head["weights"]), blobs["weights"])
             case "withdraw":
-                self._withdraw(Kind(head["kind"]), head["batch"])
+                self._withdraw([(Kind(kind), batch) for kind, batch in head["batches"]])
             case "collect":
                 return self._collect(head, now_ms)
             case "stop":
@@ -233,11 +233,12 @@ class Coordinator:
         self._digests[weights] = digest
         self.queue.publish(weights, digest)
 
-    def _withdraw(self, kind: Kind, batch: int) -> None:
-        """Forget a batch of requests, done or not, with everything the journal holds of them."""
-        gone = [r for task in self._tasks for r in task.requests if r.kind == kind and r.batch == batch]
+    def _withdraw(self, batches: Sequence[tuple[Kind, int]]) -> None:
+        """Forget batches of requests, done or not, with everything the journal holds of them."""
+        gone = [r for task in self._tasks for r in task.requests if (r.kind, r.batch) in batches]
         self.queue.withdraw(gone)
-        self._order.pop((kind, batch), None)
+        for batch in batches:
+            self._order.pop(batch, None)
         dropped = set(gone)
         self._tasks = [task for task in self._tasks if not dropped.issuperset(task.requests)]
         live = self.queue.live
@@ -324,8 +325,8 @@ class Coordinator:
         for ordered in self._order.values():
             for request in ordered:
                 result = self.queue.finished[request]
-                name = result.trajectory
-                blobs = {} if name is None else {name: self.journal.blob(name)}
+                kept = result.trajectory
+                blobs = {} if kept is None else {kept: self.journal.blob(kept)}
                 records.append(({"op": "finish", "results": [finished_to_dict(result)]}, blobs))
         self.journal.rewrite(records)
 

@@ -31,10 +31,6 @@ class _Turns:
         self._inner = InprocTransport(coordinator)
         self._workers = workers
 
-    @property
-    def waited_seconds(self) -> float:
-        return self._inner.waited_seconds
-
     def call(self, head: Mapping[str, Any], blobs: Blobs | None = None, *, wait: bool = False) -> Answer:
         if wait:
             for worker in list(self._workers):

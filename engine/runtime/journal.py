@@ -27,6 +27,7 @@ class Journal:
         self._blobs: dict[str, tuple[int, int]] = {}
         self._records: list[dict[str, Any]] = []
         self._lock = threading.Lock()
+        self._end = 0
         self._file = self._open()
 
     def replay(self) -> Iterator[dict[str, Any]]:

@@ -7,6 +7,7 @@ A process whose agent is gone ends itself: a node lives and dies as one.
 
 import asyncio
 import multiprocessing
+import multiprocessing.process
 import os
 import socket
 import sys
@@ -14,6 +15,7 @@ import threading
 import time
 from multiprocessing.synchronize import Event
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -31,16 +33,26 @@ from engine.runtime.worker import Worker
 from engine.training.checkpoint import CheckpointStore
 from engine.training.metrics import MetricsLog
 
+
+class Beat(Protocol):
+    """A shared number: the monotonic time at which a process was last seen running."""
+
+    value: float
+
+
 PATIENCE_SECONDS = 60.0
 """How long worker and trainer go on asking a coordinator that does not answer (wall time)."""
+
+BEAT_SECONDS = 0.2
+"""How often a process shows its agent that it is not frozen."""
 
 BIND_SECONDS = 20.0
 """How long a coordinator waits for its port: the one before it may still be ending."""
 
 
-def run_coordinator(spec: NodeSpec, ready: Event) -> None:
+def run_coordinator(spec: NodeSpec, beat: Beat, ready: Event) -> None:
     """Serve until the agent ends this process."""
-    _begin(spec, "coordinator")
+    _begin(spec, "coordinator", beat)
     folder = Path(spec.folder)
     clock = spec.clock.clock()
     coordinator = Coordinator(
@@ -56,9 +68,9 @@ def run_coordinator(spec: NodeSpec, ready: Event) -> None:
     asyncio.run(CoordinatorServer(coordinator, spec.token).serve(listener))
 
 
-def run_trainer(spec: NodeSpec, ready: Event) -> None:
+def run_trainer(spec: NodeSpec, beat: Beat, ready: Event) -> None:
     """Train until there is nothing left to do; a return means that the engine is finished."""
-    _begin(spec, "trainer")
+    _begin(spec, "trainer", beat)
     torch.set_num_threads(spec.engine.runtime.trainer_threads or os.cpu_count() or 1)
     folder, clock = Path(spec.folder), spec.clock.clock()
     place = Place(
@@ -78,9 +90,9 @@ def run_trainer(spec: NodeSpec, ready: Event) -> None:
     print(loop.run(), flush=True)
 
 
-def run_worker(spec: NodeSpec, number: int, drain: Event, ready: Event) -> None:
+def run_worker(spec: NodeSpec, beat: Beat, number: int, drain: Event, ready: Event) -> None:
     """Roll out and explore until told to exit."""
-    _begin(spec, f"worker-{number}")
+    _begin(spec, f"worker-{number}", beat)
     torch.set_num_threads(1)
     adapter = load_adapter(spec.engine.model)
     worker = Worker(
@@ -99,21 +111,28 @@ def run_worker(spec: NodeSpec, number: int, drain: Event, ready: Event) -> None:
     print("exit:", worker.serve(), flush=True)
 
 
-def _begin(spec: NodeSpec, name: str) -> None:
+def _begin(spec: NodeSpec, name: str, beat: Beat) -> None:
     log = os.open(Path(spec.folder) / "logs" / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(log, sys.stdout.fileno())
     os.dup2(log, sys.stderr.fileno())
     print(
         f"--- {time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())} {name} of {spec.node}, pid {os.getpid()}", flush=True
     )
+    threading.Thread(target=_beat, args=(beat,), daemon=True).start()
     parent = multiprocessing.parent_process()
     if parent is not None:
+        threading.Thread(target=_follow, args=(parent,), daemon=True).start()
 
-        def follow() -> None:
-            parent.join()
-            os._exit(1)
 
-        threading.Thread(target=follow, daemon=True).start()
+def _beat(beat: Beat) -> None:
+    while True:
+        beat.value = time.monotonic()
+        time.sleep(BEAT_SECONDS)
+
+
+def _follow(parent: multiprocessing.process.BaseProcess) -> None:
+    parent.join()
+    os._exit(1)
 
 
 def _transport(spec: NodeSpec) -> HttpTransport:
@@ -123,7 +142,8 @@ def _transport(spec: NodeSpec) -> HttpTransport:
 def _bind(host: str, port: int) -> socket.socket:
     until = time.monotonic() + BIND_SECONDS
     while True:
-        listener = socket.socket()
+        # With the protocol named asyncio turns Nagle's algorithm off; without it every answer takes 40 ms.
+        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((host, port))

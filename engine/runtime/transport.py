@@ -3,7 +3,6 @@
 A lost answer is repeated: every call is idempotent, or answered with `fenced` the second time.
 """
 
-import time
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -30,9 +29,6 @@ class CallRefused(Exception):
 class Transport(Protocol):
     """Carries calls. Raises CoordinatorLost when nobody answers, CallRefused when the answer is an error."""
 
-    waited_seconds: float
-    """Wall time spent in calls so far: what the transport costs."""
-
     def call(self, head: Mapping[str, Any], blobs: Blobs | None = None, *, wait: bool = False) -> Answer:
         """One call. With `wait`, an answer that says "nothing yet" may take up to WAIT_MS to come."""
 
@@ -42,18 +38,14 @@ class InprocTransport:
 
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
-        self.waited_seconds = 0.0
 
     def call(self, head: Mapping[str, Any], blobs: Blobs | None = None, *, wait: bool = False) -> Answer:
-        begun = time.perf_counter()
         # Through the wire format, so that tests meet what HTTP would carry.
         sent, sent_blobs = unpack(pack(head, blobs))
         answer, answer_blobs = self._coordinator.call(sent, sent_blobs)
         self._coordinator.journal.sync()
         self._coordinator.tick()
-        received = unpack(pack(answer, answer_blobs))
-        self.waited_seconds += time.perf_counter() - begun
-        return received
+        return unpack(pack(answer, answer_blobs))
 
 
 class HttpTransport:
@@ -67,11 +59,9 @@ class HttpTransport:
             timeout=httpx.Timeout(10.0, connect=2.0),
             trust_env=False,
         )
-        self.waited_seconds = 0.0
 
     def call(self, head: Mapping[str, Any], blobs: Blobs | None = None, *, wait: bool = False) -> Answer:
         body = pack({**head, "wait_ms": WAIT_MS} if wait else head, blobs)
-        begun = time.perf_counter()
         try:
             for attempt in stamina.retry_context(
                 on=httpx.TransportError, attempts=None, timeout=self._patience, wait_initial=0.05, wait_max=0.5
@@ -80,8 +70,6 @@ class HttpTransport:
                     response = self._client.post("/call", content=body)
         except httpx.TransportError as error:
             raise CoordinatorLost(f"no answer for {self._patience:.0f} s: {error}") from error
-        finally:
-            self.waited_seconds += time.perf_counter() - begun
         if response.status_code != 200:
             raise CallRefused(f"{head['call']}: {response.status_code} {response.text[:300]}")
         return unpack(response.content)

@@ -9,11 +9,11 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 from rich.console import Console
@@ -21,26 +21,40 @@ from rich.live import Live
 from sqlalchemy import select
 from sqlalchemy.orm import Session, sessionmaker
 
-from engine.clock import ScaledClock
-from launcher.cli.live import ENDED, money_text, panel, plain_line, score_text, still_running
+from launcher.cli.live import ENDED, money_text, panel, plain_line, score_text
 from launcher.cli.plan_text import header, plan_dict, plan_lines
+from launcher.cluster.runs import (
+    RunView,
+    bring_down,
+    create_run,
+    request_stop,
+    run_clock,
+    run_view,
+    running_processes,
+    start_controller,
+    still_running,
+    wait_released,
+)
 from launcher.exit_codes import BudgetError, ExitCode, Failure
 from launcher.job import CheckedJob, JobError, load_job
 from launcher.ledger.models import Run
+from launcher.ledger.store import find_run
 from launcher.market.offers import read_catalog
 from launcher.money import dollars, hourly
 from launcher.placement.plan import Plan, plan_local
 from launcher.preflight import preflight
 from launcher.settings import config_path, home
 
-if TYPE_CHECKING:
-    from launcher.cluster.runs import RunView
-
 LOOK_SECONDS = 0.5
 """How often the ledger is read: one short query, on this machine."""
 
 QUIET_SECONDS = 30.0
 """A log gets a line when something happened, and after this long without."""
+
+ALONE_SECONDS = 10.0
+"""A run without a controller for so long has lost it: its lease has run out, and nobody took it."""
+
+SETTLE_SECONDS = 5.0
 
 RELEASE_SECONDS = 60.0
 """Stopping lets nodes commit what they hold; far longer, and something is wrong."""
@@ -94,7 +108,6 @@ def launch(
         raise click.UsageError("--detach leaves the run alone; it takes neither --on-exit down, --result nor --html")
     out = Console(stderr=as_json)
     checked = load_job(job, overrides(flags, settings), environ=os.environ, user_config=config_path())
-    name = checked.job.name
     _check_name_is_free(sessions, checked)
     plan = plan_local(checked.job, read_catalog())
     check_budget(plan)
@@ -103,12 +116,15 @@ def launch(
     preflight(checked, home())
     out.print("Checked: reward, prompts and disk.", highlight=False)
     if dry_run:
-        _print_json(as_json, {"run": name, "started": False, "plan": plan_dict(plan)})
+        _print_json(as_json, {"name": checked.job.name, "started": False, "plan": plan_dict(plan)})
         out.print("Dry run: nothing was started.", highlight=False)
         return ExitCode.OK
     if not yes:
         _confirm(out)
-    return _start_and_follow(sessions, checked, plan, Follow(name, out, on_exit), detach, as_json, result, html)
+    follow = Follow(name=checked.job.name, out=out, on_exit=on_exit)
+    answer = _start_and_follow(sessions, checked, plan, follow, detach, {"result": result, "html": html})
+    _print_json(as_json, answer)
+    return int(answer["exit_code"])
 
 
 def overrides(flags: Mapping[str, Any], settings: tuple[str, ...]) -> dict[str, Any]:
@@ -133,7 +149,7 @@ def check_budget(plan: Plan) -> None:
         )
 
 
-def exit_code(view: "RunView") -> ExitCode:
+def exit_code(view: RunView) -> ExitCode:
     """How a run that ended counts for a script."""
     match view.status, view.reason.partition(":")[0].strip():
         case "finished", _:
@@ -157,7 +173,7 @@ class Terminated(Exception):
     """Somebody asked this command to end."""
 
 
-@dataclass(kw_only=False)
+@dataclass(kw_only=True)
 class Follow:
     """This command's view of a run that others carry."""
 
@@ -166,34 +182,37 @@ class Follow:
     on_exit: str
     rewards: list[float] = field(default_factory=list)
 
-    def until_it_ends(self, sessions: sessionmaker[Session], header: str) -> "RunView":
-        from launcher.cluster.runs import run_view
-
+    def until_it_ends(self, sessions: sessionmaker[Session], header: str) -> RunView:
         if self.out.is_terminal:
-            with Live(console=self.out, auto_refresh=False, transient=False) as live:
-                for view in self._views(lambda: run_view(sessions, self.name)):
+            with Live(console=self.out, auto_refresh=False) as live:
+                for view in self._views(sessions):
                     live.update(panel(view, self.rewards, header), refresh=True)
-        else:
-            last: tuple[str, int, str] | None = None
-            said = 0.0
-            for view in self._views(lambda: run_view(sessions, self.name)):
-                news = (view.status, view.iteration, view.last_event)
-                if news != last or time.monotonic() - said > QUIET_SECONDS:
-                    self.say(plain_line(view))
-                    last, said = news, time.monotonic()
+            return view
+        last: tuple[str, int, str] | None = None
+        said = 0.0
+        for view in self._views(sessions):
+            news = (view.status, view.iteration, view.last_event)
+            if news != last or time.monotonic() - said > QUIET_SECONDS:
+                self.say(plain_line(view))
+                last, said = news, time.monotonic()
         return view
 
-    def _views(self, look: Any) -> Iterator["RunView"]:
-        """Looks until the run ended and released its nodes. Ends with the last look."""
-        iteration = -1
+    def _views(self, sessions: sessionmaker[Session]) -> Iterator[RunView]:
+        """Looks until the run has ended; the last view is of the end. A controller that died is started again."""
+        iteration, alone_since = -1, None
         while True:
-            view = look()
+            view = run_view(sessions, self.name)
             if view.reward is not None and view.iteration != iteration:
                 self.rewards.append(view.reward)
                 iteration = view.iteration
             yield view
             if view.status in ENDED:
                 return
+            alone_since = None if view.controlled else alone_since or time.monotonic()
+            if alone_since is not None and time.monotonic() - alone_since > ALONE_SECONDS:
+                self.say(f"{self.name} has lost its controller; starting another")
+                start_controller(sessions, self.name)
+                alone_since = None
             time.sleep(LOOK_SECONDS)
 
     def say(self, text: str) -> None:
@@ -210,24 +229,19 @@ def _start_and_follow(
     plan: Plan,
     follow: Follow,
     detach: bool,
-    as_json: bool,
-    result: Path | None,
-    html: Path | None,
-) -> int:
-    from launcher.cluster.runs import create_run, run_view, start_controller
-
+    files: Mapping[str, Path | None],
+) -> dict[str, Any]:
+    """Returns what `--json` prints."""
     name = create_run(sessions, checked, plan, follow.name)
-    view = None
     code = ExitCode.FAILURE
     try:
-        start_controller(sessions, name)
-        if detach:
-            follow.say(f"{name} is starting. Follow it: spotrl status {name} --watch")
-            code = ExitCode.OK
-        else:
-            with _signals():
-                view = follow.until_it_ends(sessions, header(checked.job, plan))
-            code = exit_code(view)
+        with _signals():
+            start_controller(sessions, name)
+            if detach:
+                follow.say(f"{name} has started. See it: spotrl status {name}, spotrl events {name} --follow")
+                code = ExitCode.OK
+            else:
+                code = exit_code(follow.until_it_ends(sessions, header(checked.job, plan)))
     except KeyboardInterrupt:
         code = _interrupted(sessions, follow)
     except Terminated:
@@ -240,14 +254,15 @@ def _start_and_follow(
         raise
     finally:
         view = run_view(sessions, name)
-        say_what_runs(follow, view)
-        if result or html:
-            _write_files(sessions, name, result, html)
-    left = still_running(view)
-    if view.status in ENDED and left and code != ExitCode.INTERRUPTED:
+        if view.status in ENDED:
+            wait_released(sessions, name, SETTLE_SECONDS)  # the last process may take a moment to go
+        left = still_running(sessions, name)
+        for line in last_words(view, left):
+            follow.say(line)
+        _write_files(sessions, name, **files)
+    if view.status in ENDED and left:
         code = ExitCode.TEARDOWN_INCOMPLETE
-    _print_json(as_json, {"run": name, "started": True, "exit_code": int(code), "plan": plan_dict(plan)} | asdict(view))
-    return code
+    return {"started": True, "exit_code": int(code), "still_running": left, "plan": plan_dict(plan), **asdict(view)}
 
 
 def _interrupted(sessions: sessionmaker[Session], follow: Follow, may_ask: bool = True) -> ExitCode:
@@ -255,7 +270,7 @@ def _interrupted(sessions: sessionmaker[Session], follow: Follow, may_ask: bool 
     choice = follow.on_exit
     if choice == "ask":
         choice = "down"
-        if may_ask and sys.stdin.isatty():
+        if may_ask and can_ask():
             try:
                 answer = click.prompt(
                     f"\n{follow.name} is running. Keep it running, or stop it?",
@@ -268,49 +283,48 @@ def _interrupted(sessions: sessionmaker[Session], follow: Follow, may_ask: bool 
                 choice = "down"
     if choice == "keep":
         return ExitCode.OK
-    return ExitCode.INTERRUPTED if _stop(sessions, follow, "stopped by Ctrl-C") else ExitCode.TEARDOWN_INCOMPLETE
+    reason = "stopped by Ctrl-C" if may_ask else "launch was terminated"
+    return ExitCode.INTERRUPTED if _stop(sessions, follow, reason) else ExitCode.TEARDOWN_INCOMPLETE
 
 
 def _stop(sessions: sessionmaker[Session], follow: Follow, reason: str) -> bool:
     """Whether everything was released in time."""
-    from launcher.cluster.runs import request_stop, wait_released
-
     request_stop(sessions, follow.name, reason)
     follow.say(f"Stopping {follow.name} (Ctrl-C again: do not wait) ...")
     try:
-        return bool(wait_released(sessions, follow.name, RELEASE_SECONDS))
+        return not bring_down(sessions, follow.name, RELEASE_SECONDS)
     except KeyboardInterrupt:
         return False
 
 
-def say_what_runs(follow: Follow, view: "RunView") -> None:
-    """The last words of every `launch`."""
+def last_words(view: RunView, left: Sequence[str]) -> Iterator[str]:
+    """What every `launch` ends with: how the run stands, what still runs, and how to stop it."""
     if view.status in ENDED:
         why = f" ({view.reason})" if view.reason else ""
-        follow.say(f"{view.name} {view.status}{why}: {score_text(view)}; {money_text(view)}.")
-    left = still_running(view)
-    if not left and view.status in ENDED:
-        follow.say(f"Nothing of it runs any more. spotrl report {view.name}")
-        return
-    rate = hourly(sum(node.micro_usd_per_hour for node in left))
-    nodes = ", ".join(f"{node.name} ({node.status})" for node in left) or "its controller, and what that starts"
-    follow.say(f"Still running: {nodes}: {rate}, {dollars(view.spent_micro_usd)} so far.")
-    follow.say(f"Stop it: spotrl down {view.name}")
+        yield f"{view.name} {view.status}{why}: {score_text(view)}; {dollars(view.spent_micro_usd)} spent."
+    if left:
+        yield f"Still running: {', '.join(left)}; {money_text(view)}."
+        yield f"Stop it: spotrl down {view.name}"
+    else:
+        yield f"Nothing of it runs any more. See it: spotrl report {view.name}"
 
 
 @contextmanager
 def _signals() -> Iterator[None]:
     """SIGHUP and SIGTERM as exceptions, while following."""
 
-    def raiser(error: type[Exception]) -> Any:
-        def handler(number: int, frame: Any) -> None:
-            raise error
+    def hang_up(number: int, frame: Any) -> None:
+        silence = os.open(os.devnull, os.O_WRONLY)
+        for stream in (1, 2):  # nobody listens; a write to the lost terminal would be an error
+            os.dup2(silence, stream)
+        raise Hangup
 
-        return handler
+    def terminate(number: int, frame: Any) -> None:
+        raise Terminated
 
     before = {
-        signal.SIGHUP: signal.signal(signal.SIGHUP, raiser(Hangup)),
-        signal.SIGTERM: signal.signal(signal.SIGTERM, raiser(Terminated)),
+        signal.SIGHUP: signal.signal(signal.SIGHUP, hang_up),
+        signal.SIGTERM: signal.signal(signal.SIGTERM, terminate),
     }
     try:
         yield
@@ -336,35 +350,32 @@ def _check_name_is_free(sessions: sessionmaker[Session], checked: CheckedJob) ->
         )
 
 
+def can_ask() -> bool:
+    """Whether somebody sits there."""
+    return sys.stdin.isatty()
+
+
 def _confirm(out: Console) -> None:
-    if not sys.stdin.isatty():
+    if not can_ask():
         raise click.UsageError("nobody can be asked here; look at the plan, then add -y")
     click.confirm("Start it?", default=True, abort=True, err=out.stderr)
 
 
-def _write_files(sessions: sessionmaker[Session], name: str, result: Path | None, html: Path | None) -> None:
+def _write_files(sessions: sessionmaker[Session], name: str, *, result: Path | None, html: Path | None) -> None:
     """Also of a run that failed: that is when somebody looks."""
-    from launcher.ledger.store import find_run
-    from launcher.report.build import build_report
+    if not (result or html):
+        return
+    from launcher.report.build import build_report  # draws charts, which takes a second to import
     from launcher.report.html import render_html
     from launcher.report.result import result_dict
 
     with sessions() as session:
         run = find_run(session, name)
         if result:
-            _write(result, json.dumps(result_dict(session, name, leftovers(run)), indent=2) + "\n")
+            _write(result, json.dumps(result_dict(session, name, running_processes(run)), indent=2) + "\n")
         if html:
-            now_ms = ScaledClock(origin_ms=run.clock_origin_ms, factor=run.clock_factor).now_ms()
-            _write(html, render_html(build_report(session, run, now_ms), Path(run.folder) / "store"))
-
-
-def leftovers(run: Run) -> list[int]:
-    """Processes of a local run's nodes that are alive. After the end of the run there should be none."""
-    from launcher.cluster.local import nodes_folder
-    from launcher.cluster.processes import processes_of
-
-    folder = nodes_folder(Path(run.folder))
-    return [pid for node in (sorted(folder.iterdir()) if folder.exists() else []) for pid in processes_of(node)]
+            report = build_report(session, run, run_clock(run).now_ms())
+            _write(html, render_html(report, Path(run.folder) / "store"))
 
 
 def _write(path: Path, text: str) -> None:

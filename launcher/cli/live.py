@@ -1,7 +1,6 @@
 """What a running run looks like: a panel on a terminal, plain lines anywhere else. Views in, text out."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -9,15 +8,13 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from launcher.cluster.runs import NodeView, RunView
 from launcher.money import dollars, duration, hourly
-
-if TYPE_CHECKING:
-    from launcher.cluster.runs import NodeView, RunView
 
 BARS = "▁▂▃▄▅▆▇█"
 
 ENDED = ("finished", "stopped", "failed")
-OVER = ("gone", "released", "denied", "no_capacity", "lost")
+OVER = ("gone", "reclaimed", "released", "denied", "no_capacity")
 """States of a node that costs nothing any more."""
 
 
@@ -32,12 +29,12 @@ def sparkline(values: Sequence[float], width: int = 40) -> str:
     return "".join(BARS[round((value - low) / (high - low) * (len(BARS) - 1))] for value in values)
 
 
-def still_running(view: "RunView") -> list["NodeView"]:
+def still_running(view: RunView) -> list[NodeView]:
     """Nodes that may cost money now."""
     return [node for node in view.nodes if node.status not in OVER]
 
 
-def score_text(view: "RunView") -> str:
+def score_text(view: RunView) -> str:
     """`exact_match 0.71 (best 0.72, target 0.78)`."""
     if view.score is None:
         return "not evaluated yet"
@@ -46,21 +43,23 @@ def score_text(view: "RunView") -> str:
     return f"{view.metric} {view.score:.3f}" + (f" ({', '.join(details)})" if details else "")
 
 
-def money_text(view: "RunView") -> str:
+def money_text(view: RunView) -> str:
     """`$1.20 of at most $10.00, $2.49/h`."""
     limit = f" of at most {dollars(view.max_total_micro_usd)}" if view.max_total_micro_usd is not None else ""
     return f"{dollars(view.spent_micro_usd)}{limit}, {hourly(view.micro_usd_per_hour)}"
 
 
-def time_text(view: "RunView") -> str:
+def time_text(view: RunView) -> str:
     """`1h 5m (1m 5s here, clock x60), about 40s left`. What is left is wall time."""
     here = duration(round(view.wall_seconds) * 1000) if view.wall_seconds >= 1 else "0s"
     clock = f" ({here} here, clock x{view.clock_factor:g})" if view.clock_factor != 1 else ""
-    left = f", about {duration(round(view.eta_seconds) * 1000)} left" if view.eta_seconds is not None else ""
+    left = (
+        f", about {duration(round(view.eta_seconds) * 1000)} left" if view.eta_seconds and view.eta_seconds >= 1 else ""
+    )
     return f"{duration(view.elapsed_ms - view.elapsed_ms % 1000)}{clock}{left}"
 
 
-def plain_line(view: "RunView") -> str:
+def plain_line(view: RunView) -> str:
     """One line for a log."""
     reward = f"reward {view.reward:.3f}" if view.reward is not None else "no reward yet"
     return (
@@ -70,7 +69,7 @@ def plain_line(view: "RunView") -> str:
     )
 
 
-def panel(view: "RunView", rewards: Sequence[float], header: str) -> RenderableType:
+def panel(view: RunView, rewards: Sequence[float], header: str) -> RenderableType:
     """The whole picture, for a terminal."""
     facts = Table.grid(padding=(0, 2))
     facts.add_column(style="bold")

@@ -113,3 +113,7 @@ def run(argv: Sequence[str] | None = None) -> int:
             raise
         click.echo(f"Error: {error.args[0]}", err=True)
         return ExitCode.FAILURE
+
+
+if __name__ == "__main__":
+    main()

@@ -1,6 +1,7 @@
 """`spotrl status`: one run, its nodes and what happened to it last."""
 
 import json
+import time
 from dataclasses import asdict
 from typing import Any
 
@@ -9,24 +10,37 @@ from rich.console import Console
 from rich.table import Table
 from sqlalchemy.orm import Session, sessionmaker
 
-from launcher.cluster.runs import EventLine, RunView, event_lines, run_view
+from launcher.cluster.runs import EventLine, RunView, event_lines, run_view, still_running
 from launcher.ledger.store import find_run
 from launcher.money import dollars, duration, hourly
 
 LAST_EVENTS = 8
+LOOK_SECONDS = 1.0
 
 
 @click.command()
 @click.argument("run_name", metavar="RUN")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--watch", "-w", is_flag=True, help="Show it anew every second until the run is over.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON; with --watch, one object a line.")
 @click.pass_obj
-def status(sessions: sessionmaker[Session], run_name: str, as_json: bool) -> None:
+def status(sessions: sessionmaker[Session], run_name: str, watch: bool, as_json: bool) -> None:
     """Show how RUN stands: progress, money, nodes with their age, and the last events.
 
     \b
     Example:
-      spotrl status digits
+      spotrl status digits --watch
     """
+    while True:
+        is_over = not watch or not still_running(sessions, run_name)
+        if watch and not as_json:
+            click.clear()
+        _show(sessions, run_name, as_json)
+        if is_over:
+            return
+        time.sleep(LOOK_SECONDS)
+
+
+def _show(sessions: sessionmaker[Session], run_name: str, as_json: bool) -> None:
     view = run_view(sessions, run_name)
     with sessions() as session:
         lines = event_lines(session, find_run(session, run_name))[-LAST_EVENTS:]

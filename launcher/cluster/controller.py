@@ -64,7 +64,7 @@ PASS_SECONDS = 0.25
 CAPACITY_SECONDS = 10.0
 """The engine is told what there is on every change, and this often in any case (wall time)."""
 
-SETTLE_SECONDS = 3.0
+SETTLE_SECONDS = 4.0
 """How long an engine that was told to stop may finish what it does, and a finished trainer may exit (wall time)."""
 
 STOP_SECONDS = 6.0

@@ -16,7 +16,7 @@ from launcher.money import duration
 APART_MS = 300_000
 """Lifetimes closer than this (5 minutes) are called alike: two nodes bought together should not end together."""
 
-TRACES = {"bamboo-p3": ("bamboo", "p3-trace.csv")}
+TRACES = {"bamboo-p3": "p3-trace.csv"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,5 +100,5 @@ def distinct_first(lifetimes_ms: Iterable[int]) -> tuple[int, ...]:
 
 
 @cache
-def _recorded(path: tuple[str, ...]) -> tuple[int, ...]:
-    return lifetimes(files("catalogs").joinpath("traces", *path).read_text().splitlines())
+def _recorded(file_name: str) -> tuple[int, ...]:
+    return lifetimes(files("catalogs").joinpath("traces", file_name).read_text().splitlines())

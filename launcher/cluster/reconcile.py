@@ -35,6 +35,9 @@ OVER = frozenset({Stage.FINISHED, Stage.STOPPED, Stage.FAILED})
 ENDS = frozenset({"gone", "released", "denied", "no_capacity"})
 """How a node ends: one of these events, once."""
 
+FAILING = "failed: "
+"""Begins the reason of a run that drains because it cannot go on. It is `failed` once nothing of it is left."""
+
 TRAINER_TRIES = 5
 """Trainers lost in a row without a new iteration: the sixth would fail in the same way."""
 
@@ -228,12 +231,15 @@ def _release(nodes: Sequence[NodeRecord]) -> Release:
 
 def _wind_up(facts: Facts, wanted: Wanted, finished: EngineFinished, live: Sequence[NodeRecord]) -> list[Action]:
     """The engine has no more work. Its trainer may exit by itself; nothing else is waited for."""
-    settling = facts.now_ms < facts.finished_ms + wanted.settle_ms
+    since_ms = facts.stage_ms if facts.stage in (Stage.STOPPING, Stage.DRAINING) else facts.finished_ms
+    settling = facts.now_ms < min(since_ms, facts.finished_ms) + wanted.settle_ms
     surplus = [node for node in live if not (settling and node.role == "trainer")]
     if surplus:
         return [_release(surplus)]
     if live:
         return []
+    if facts.reason.startswith(FAILING):
+        return [Enter(stage=Stage.FAILED, reason=facts.reason.removeprefix(FAILING))]
     match finished.reason:
         case "target" | "iterations":
             return [Enter(stage=Stage.FINISHED, reason=finished.reason)]
@@ -245,6 +251,8 @@ def _wind_up(facts: Facts, wanted: Wanted, finished: EngineFinished, live: Seque
 
 def _stop(facts: Facts, wanted: Wanted, live: Sequence[NodeRecord]) -> list[Action]:
     """Tell the engine, give it a moment, end every node."""
+    if not live and facts.reason.startswith(FAILING):
+        return [Enter(stage=Stage.FAILED, reason=facts.reason.removeprefix(FAILING))]
     if not live:
         return [Enter(stage=Stage.STOPPED, reason=facts.reason)]
     settling = facts.now_ms < facts.stage_ms + wanted.settle_ms
@@ -262,12 +270,12 @@ def _must_stop(facts: Facts, wanted: Wanted, live: Sequence[NodeRecord]) -> Ente
     trainers = [node for node in facts.nodes if node.role == "trainer"]
     denied = next((node for node in trainers if _was_denied(node, facts)), None)
     if denied is not None:
-        return Enter(stage=Stage.FAILED, reason=f"no trainer can be had: {denied.evidence}")
+        return Enter(stage=Stage.DRAINING, reason=f"{FAILING}no trainer can be had: {denied.evidence}")
     since_ms = max(facts.advanced_ms, facts.planned_ms)
     lost = [node for node in trainers if node.ended_ms is not None and node.ended_ms > since_ms and not node.reclaimed]
     if len(lost) >= TRAINER_TRIES:
         reason = f"the trainer was lost {len(lost)} times without a new iteration; the last one: {lost[-1].evidence}"
-        return Enter(stage=Stage.FAILED, reason=reason, log_of=lost[-1].name)
+        return Enter(stage=Stage.DRAINING, reason=FAILING + reason, log_of=lost[-1].name)
     return None
 
 

@@ -49,8 +49,15 @@ DEFAULT_METRIC = "exact_match"
 PORTS = range(20_000, 32_000)
 """Below the ports that systems hand out by themselves: a trainer's successor finds its predecessor's port free."""
 
+CONTROLLER = (sys.executable, "-m", "launcher.cli.main", "controller")
+"""What a controller's process runs; the run's name comes behind it."""
+
 START_SECONDS = 30.0
 """A controller that has not taken its lease by then has failed: it imports a few libraries, and opens the ledger."""
+
+
+class NameTaken(Failure):
+    """A run's name is used once, because its nodes are named after it."""
 
 
 class ControllerFailed(Failure):
@@ -69,7 +76,7 @@ class NodeView:
     market: str
     zone: str
     status: str
-    """asked, starting, ready, draining, stopping; or its end: gone, reclaimed, released, denied, no_capacity."""
+    """asked, starting, ready, draining, stopping; or its end: lost (reclaimed), gone, released, denied, no_capacity."""
     age_ms: int
     micro_usd_per_hour: int
 
@@ -118,13 +125,14 @@ class EventLine:
 
 
 def create_run(sessions: sessionmaker[Session], checked: CheckedJob, plan: Plan, name: str) -> str:
-    """Write the run down, whole or not at all. A name that is taken gets the next free number behind it."""
+    """Write the run down, whole or not at all."""
     job = checked.job
     with writing(sessions) as session:
-        free = _free_name(session, name)
+        if session.scalar(select(Run.id).where(Run.name == name)) is not None:
+            raise NameTaken(f"there is a run called {name}; choose another name, or `spotrl resume {name}`")
         now_ms = time.time_ns() // 1_000_000
         run = Run(
-            name=free,
+            name=name,
             created_ms=now_ms,
             job_yaml=checked.text,
             job=job.model_dump(mode="json"),
@@ -141,7 +149,7 @@ def create_run(sessions: sessionmaker[Session], checked: CheckedJob, plan: Plan,
             max_hourly_micro_usd=plan.max_hourly_micro_usd,
             target_metric=job.target.metric if job.target is not None else None,
             target_value=job.target.value if job.target is not None else None,
-            folder=str(runs_folder() / free),
+            folder=str(runs_folder() / name),
             workdir=str(checked.workdir),
             deadline_ms=now_ms + job.budget.deadline if job.budget.deadline is not None else None,
             coordinator_port=_free_port(set(session.scalars(select(Run.coordinator_port)))),
@@ -151,7 +159,7 @@ def create_run(sessions: sessionmaker[Session], checked: CheckedJob, plan: Plan,
         session.flush()
         append_status(session, run, Stage.PLANNED, "", now_ms)
     Path(run.folder).mkdir(parents=True, exist_ok=True, mode=0o700)
-    return free
+    return name
 
 
 def start_controller(sessions: sessionmaker[Session], run_name: str, timeout_s: float = START_SECONDS) -> int:
@@ -163,7 +171,7 @@ def start_controller(sessions: sessionmaker[Session], run_name: str, timeout_s: 
     log = folder / "controller.log"
     with log.open("ab") as output:
         child = subprocess.Popen(
-            [sys.executable, "-m", "launcher.cli.main", "controller", run_name],
+            [*CONTROLLER, run_name],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -201,14 +209,14 @@ def request_stop(sessions: sessionmaker[Session], run_name: str, reason: str = "
             append_status(session, run, Stage.STOPPING, reason, run_clock(run).now_ms())
 
 
-def wait_released(sessions: sessionmaker[Session], run_name: str, timeout_s: float) -> list[str]:
-    """Wait until nothing of the run is left. Returns what still runs, or may, after `timeout_s`: [] is good."""
+def wait_released(sessions: sessionmaker[Session], run_name: str, timeout_s: float) -> bool:
+    """Wait until nothing of the run is left. False when something still runs, or may, after `timeout_s`."""
     until = time.monotonic() + timeout_s
-    while True:
-        left = still_running(sessions, run_name)
-        if not left or time.monotonic() > until:
-            return left
+    while still_running(sessions, run_name):
+        if time.monotonic() > until:
+            return False
         time.sleep(0.1)
+    return True
 
 
 def still_running(sessions: sessionmaker[Session], run_name: str) -> list[str]:
@@ -393,7 +401,7 @@ def _node_view(record: NodeRecord, zone: str, now_ms: int) -> NodeView:
 
 def _node_status(record: NodeRecord) -> str:
     if record.reclaimed:
-        return "reclaimed"
+        return "lost"
     steps = ("gone", "released", "denied", "no_capacity", "releasing", "notice", "ready", "up", "requested")
     words = {"releasing": "stopping", "notice": "draining", "up": "starting", "requested": "starting"}
     step = next((step for step in steps if step in record.happened), "asked")
@@ -436,15 +444,6 @@ def _start_unless_started(sessions: sessionmaker[Session], run_name: str) -> Non
     except ControllerFailed:
         if not is_controlled(sessions, run_name):  # somebody else may have been quicker
             raise
-
-
-def _free_name(session: Session, name: str) -> str:
-    taken = set(session.scalars(select(Run.name)))
-    number, free = 1, name
-    while free in taken:
-        number += 1
-        free = f"{name}-{number}"
-    return free
 
 
 def _free_port(taken: set[int]) -> int:

@@ -197,30 +197,31 @@ def _summed(items: Iterable[tuple[str, int]]) -> dict[str, int]:
 def phases_of_charge(charge: Charge, seen_ms: int | None, usages: Sequence[Usage]) -> dict[str, int]:
     """Split the time of one charge into phases; the phases sum to the charge's milliseconds exactly.
 
-    Cold start lasts from the start of billing until the node is first seen, or to the end if it never was.
-    After that the engine's windows count, each clipped to the charge. A moment that several windows claim
-    belongs to the newest lineage (and in one lineage to the window that ends last). The rest is idle.
+    Cold start lasts from the start of billing until the node is first seen, or to the end if it never was. After
+    that the engine's windows count. A window says when something was *told*: work is told when it is done, so it
+    may have begun before, and the last window of a node ends after the node did. So windows only settle who speaks
+    for a moment (the newest lineage; in one lineage the window that ends last), and the charge alone is the limit.
+    What nobody speaks for is idle.
     """
     work_from = min(charge.end_ms, max(charge.start_ms, charge.end_ms if seen_ms is None else seen_ms))
-    sums: defaultdict[str, int] = defaultdict(int)
-    sums[Phase.COLD_START.value] += work_from - charge.start_ms
+    told: defaultdict[str, int] = defaultdict(int)
     free = [(work_from, charge.end_ms)]
     for usage in sorted(usages, key=lambda usage: (usage.lineage, usage.to_ms, usage.from_ms), reverse=True):
-        claimed = sum(max(0, min(end, usage.to_ms) - max(start, usage.from_ms)) for start, end in free)
+        start, end = max(work_from, usage.from_ms), min(charge.end_ms, usage.to_ms)
+        claimed = sum(max(0, min(until, end) - max(since, start)) for since, until in free)
         if claimed == 0:
             continue
-        window = usage.to_ms - usage.from_ms
-        share = {phase: ms * claimed // window for phase, ms in usage.phase_ms.items()}
-        for phase, ms in phases_of(claimed, share).items():
-            sums[phase] += ms
+        for phase, ms in usage.phase_ms.items():
+            told[phase] += ms * claimed // (end - start)
         free = [
             piece
-            for start, end in free
-            for piece in ((start, min(end, usage.from_ms)), (max(start, usage.to_ms), end))
+            for since, until in free
+            for piece in ((since, min(until, start)), (max(since, end), until))
             if piece[0] < piece[1]
         ]
-    sums[Phase.IDLE.value] += sum(end - start for start, end in free)
-    return {phase: ms for phase, ms in sums.items() if ms}
+    split = phases_of(charge.end_ms - work_from, told)
+    split[Phase.COLD_START.value] = split.get(Phase.COLD_START.value, 0) + work_from - charge.start_ms
+    return {phase: ms for phase, ms in split.items() if ms}
 
 
 def _cost_of(node: Node, charges: tuple[Charge, ...], seen_ms: int | None, usages: Sequence[Usage]) -> NodeCost:

@@ -53,7 +53,7 @@ def read_catalog() -> tuple[Offer, ...]:
 def parse_offers(lines: Iterable[str], table: str) -> tuple[Offer, ...]:
     """The offers of one CSV table, header first. Raises CatalogError with the line."""
     offers = []
-    for number, row in enumerate(csv.DictReader(lines), start=2):
+    for number, row in enumerate(csv.DictReader(lines, restval=""), start=2):
         try:
             offers.append(_offer(row))
         except (KeyError, TypeError, ValueError) as error:

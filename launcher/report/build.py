@@ -497,7 +497,8 @@ def _preemptions(session: Session, run: Run, costs: RunCosts) -> tuple[Preemptio
             key=lambda cost: cost.generation,
         )
         replaced = next((cost for cost in later if cost.seen_ms is not None), None)
-        after_ms = max(0, replaced.seen_ms - preemption.at_ms) if replaced and replaced.seen_ms else None
+        seen_ms = replaced.seen_ms if replaced is not None else None
+        after_ms = None if seen_ms is None else max(0, seen_ms - preemption.at_ms)
         cold_start = sum(cost.phase_micro_usd.get(Phase.COLD_START.value, 0) for cost in _paid_by(later, taken))
         lost = lost_steps.get(node.name, 0)
         work = min(own.micro_usd, _value(lost, step_ms, steps, node.micro_usd_per_hour))

@@ -59,7 +59,7 @@ def reward_chart(report: Report) -> Drawing:
     x = alt.X(
         "dollars:Q",
         title=f"dollars spent ({report.money_basis})",
-        axis=alt.Axis(format=_money_format(top), grid=False, tickCount=8),
+        axis=alt.Axis(format=_money_format(top), grid=False, tickCount=8, labelFlush=False),
         scale=alt.Scale(domain=[0, top], nice=True),
     )
     scores = alt.Scale(zero=False, nice=True)
@@ -248,7 +248,7 @@ def _time(field: str, report: Report, *, grid: bool) -> Any:
         f"{field}:Q",
         title=title,
         scale=alt.Scale(domain=[0, until], nice=False),
-        axis=alt.Axis(grid=grid, tickCount=9, format="~g"),
+        axis=alt.Axis(grid=grid, tickCount=9, format="~g", labelFlush=False),
     )
 
 

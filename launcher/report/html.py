@@ -15,7 +15,7 @@ from markupsafe import Markup
 from launcher.money import dollars, duration, hourly
 from launcher.report.build import Pictures, Report
 from launcher.report.charts import Drawing, reward_chart, spend_chart, timeline_chart
-from launcher.report.words import age, headline, moment, phase_name, score
+from launcher.report.words import age, headline, moment, phase_name, score, short_node
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -33,6 +33,7 @@ def render_html(report: Report, store: Path) -> str:
     """The page. `store` is the run's checkpoint store, where the pictures of evaluations lie."""
     page = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     page.filters.update(dollars=dollars, duration=duration, hourly=hourly, score=score, age=age, moment=moment)
+    page.filters.update(phase=phase_name, short=lambda node: short_node(node, report.run.name))
     template = page.from_string(files("launcher.report").joinpath("report.html").read_text(encoding="utf-8"))
     costs = report.costs
     return template.render(
@@ -41,12 +42,13 @@ def render_html(report: Report, store: Path) -> str:
         reward=_figure(reward_chart(report)) if report.curve else None,
         spend=_figure(spend_chart(report)) if costs.total else None,
         timeline=_figure(timeline_chart(report)) if costs.total else None,
-        splits={
-            "Role": _shares(costs.by_role, costs.total),
-            "Market": _shares({phase_name(name): paid for name, paid in costs.by_market.items()}, costs.total),
-            "Phase": _shares({phase_name(name): paid for name, paid in costs.by_phase.items()}, costs.total),
-            "Node": _shares(costs.by_node, costs.total),
-        },
+        splits=[
+            {
+                "Role": _shares(costs.by_role, costs.total),
+                "Market": _shares(costs.by_market, costs.total),
+            },
+            {"Phase": _shares(costs.by_phase, costs.total)},
+        ],
         pictures=[
             (word, sheet, picture)
             for word, sheet in (("Before", report.pictures_before), ("After", report.pictures_after))
@@ -81,7 +83,7 @@ def _figure(drawing: Drawing) -> Markup:
 def _shares(split: Mapping[str, int], total: int) -> list[Share]:
     paid = [(name, amount) for name, amount in split.items() if amount]
     return [
-        Share(name=name, micro_usd=amount, percent=100 * amount / total)
+        Share(name=phase_name(name), micro_usd=amount, percent=100 * amount / total)
         for name, amount in sorted(paid, key=lambda item: -item[1])
     ]
 

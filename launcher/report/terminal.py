@@ -8,14 +8,14 @@ from rich.table import Table
 
 from launcher.money import dollars, hourly
 from launcher.report.build import Factors, Report, Saving
-from launcher.report.words import age, headline, moment, phase_name, score, seconds
+from launcher.report.words import age, headline, moment, phase_name, score, seconds, short_node
 
-PIPED_WIDTH = 120
+PIPED_WIDTH = 140
 
 
 def a_console() -> Console:
     """Names come from users and clouds, so nothing in them is markup."""
-    console = Console(markup=False, emoji=False, highlight=False)
+    console = Console(markup=False, emoji=False, highlight=False, soft_wrap=True)
     if not console.is_terminal:
         console.width = PIPED_WIDTH
     return console
@@ -65,7 +65,7 @@ def _splits(report: Report, console: Console) -> None:
         paid = sorted(((key, amount) for key, amount in split.items() if amount), key=lambda item: -item[1])
         for number, (key, amount) in enumerate(paid):
             share = f"{100 * amount / costs.total:.1f} %"
-            shown = key if name == "node" else phase_name(key)
+            shown = short_node(key, report.run.name) if name == "node" else phase_name(key)
             table.add_row(
                 name if number == 0 else "", shown, dollars(amount), share, end_section=number + 1 == len(paid)
             )
@@ -98,16 +98,21 @@ def _preemptions(report: Report, console: Console) -> None:
     )
     for line in lines:
         table.add_row(
-            line.node,
+            short_node(line.node, report.run.name),
             line.zone,
             f"{line.signal or 'reclaim'}, {'notice' if line.notice else 'no notice'}",
             f"{line.hours:.2f}",
             str(line.lost_steps),
-            seconds(line.replaced_after_s),
+            seconds(line.replaced_after_s) + _wall(report, line.replaced_after_wall_s),
             dollars(line.cold_start_micro_usd),
             dollars(line.lost_work_micro_usd),
         )
     console.print(table)
+
+
+def _wall(report: Report, wall_seconds: float | None) -> str:
+    """The same on the wall clock, where the run's own clock runs at another speed."""
+    return "" if wall_seconds is None or report.run.clock_factor == 1 else f" ({seconds(wall_seconds)} wall)"
 
 
 def _compared(report: Report, console: Console) -> None:

@@ -49,5 +49,10 @@ def phase_name(name: str) -> str:
     return name.replace("_", " ")
 
 
+def short_node(node: str, run: str) -> str:
+    """A node's name without its run's, which the whole report is about."""
+    return node.removeprefix(f"{run}-")
+
+
 def seconds(value: float | None) -> str:
     return "never" if value is None else duration(round(value * 1000))

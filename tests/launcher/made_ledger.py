@@ -20,7 +20,8 @@ from engine.events import (
 from launcher.ledger.accounting import interval_micro_usd
 from launcher.ledger.models import Base, BillingInterval, Node, NodeEvent, Preemption, ProgressRow, Run, RunStatus
 
-START_MS = 1_800_000_000_000
+START_MS = 1_736_928_000_000
+"""2025-01-15 08:00 UTC."""
 HOUR_MS = 3_600_000
 MINUTE_MS = 60_000
 
@@ -65,7 +66,7 @@ class MadeLedger:
             micro_usd_per_hour=rate,
             on_demand_micro_usd_per_hour=on_demand,
             price_source=price_source,
-            price_observed_at="2027-01-10T00:00:00+00:00",
+            price_observed_at="2025-01-10T00:00:00+00:00",
             requested_ms=START_MS,
             reserved_micro_usd=0,
         )

@@ -74,6 +74,8 @@ def upgrade() -> None:
         sa.Column("price_observed_at", sa.String(), nullable=False),
         sa.Column("requested_ms", WHOLE, nullable=False),
         sa.Column("reserved_micro_usd", WHOLE, nullable=False),
+        sa.CheckConstraint("micro_usd_per_hour >= 0"),
+        sa.CheckConstraint("on_demand_micro_usd_per_hour >= 0"),
         sa.ForeignKeyConstraint(
             ["run_id"],
             ["run.id"],
@@ -131,6 +133,7 @@ def upgrade() -> None:
         sa.Column("micro_usd", WHOLE, nullable=False),
         sa.Column("basis", sa.String(), nullable=False),
         sa.CheckConstraint("end_ms >= start_ms"),
+        sa.CheckConstraint("micro_usd >= 0"),
         sa.ForeignKeyConstraint(
             ["node_id"],
             ["node.id"],

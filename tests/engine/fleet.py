@@ -1,0 +1,150 @@
+"""A fleet of real nodes for tests: agents as process sessions, without the launcher.
+
+Stands where the launcher would: starts nodes, takes them away, and says what there is.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+from engine.config import ClockConfig, EngineConfig, NodeSpec
+from engine.events import Capacity, Market, NodeCapacity, NodeState, Progress
+
+TOKEN = "test-token"
+
+
+class Fleet:
+    """Nodes of one run under a folder; `close` leaves no process behind."""
+
+    def __init__(self, folder: Path, engine: EngineConfig, *, run: str = "fleet") -> None:
+        self.folder, self.engine, self.run = folder, engine, run
+        self.clock = ClockConfig(origin_ms=time.time_ns() // 1_000_000)
+        self.port = free_port()
+        self.agents: dict[str, subprocess.Popen[bytes]] = {}
+        self._generation = 0
+
+    def start(self, node: str, *, workers: int = 1) -> None:
+        """A node called `trainer...` trains; any other is a spot node."""
+        folder = self.folder / "nodes" / node
+        (folder / "logs").mkdir(parents=True, exist_ok=True)
+        trains = node.startswith("trainer")
+        spec = NodeSpec(
+            run=self.run,
+            node=node,
+            role="trainer" if trains else "rollout",
+            market=Market.ON_DEMAND if trains else Market.SPOT,
+            workers=workers,
+            folder=str(folder),
+            store=f"file://{self.folder}/store",
+            coordinator_port=self.port,
+            token=TOKEN,
+            clock=self.clock,
+            engine=self.engine,
+        )
+        (folder / "node.json").write_text(spec.model_dump_json())
+        with (folder / "logs" / "agent.log").open("ab") as log:
+            self.agents[node] = subprocess.Popen(
+                [sys.executable, "-m", "engine.runtime.agent", str(folder / "node.json")],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def pids(self, node: str) -> list[int]:
+        """Every process of the node's session."""
+        session = self.agents[node].pid
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if os.getsid(process.pid) == session:
+                    found.append(process.pid)
+            except ProcessLookupError:
+                continue
+        return found
+
+    def pid_of(self, node: str, name: str) -> int:
+        """The newest process of this name (coordinator, trainer, worker-0), by its log."""
+        lines = (self.folder / "nodes" / node / "logs" / f"{name}.log").read_text().splitlines()
+        return int(next(line for line in reversed(lines) if line.startswith("---")).rsplit(" ", 1)[1])
+
+    def signal_node(self, node: str, number: signal.Signals) -> None:
+        for pid in self.pids(node):
+            os.kill(pid, number)
+
+    def notice(self, node: str, *, seconds: float) -> None:
+        deadline_ms = self.clock.clock().now_ms() + round(seconds * 1000)
+        (self.folder / "nodes" / node / "notice.json").write_text(json.dumps({"deadline_ms": deadline_ms}))
+
+    def tell_lost(self, node: str) -> None:
+        """What the controller would tell the engine."""
+        self._generation += 1
+        lost = NodeCapacity(node=node, market=Market.SPOT, state=NodeState.LOST, workers=1)
+        httpx.post(
+            f"http://127.0.0.1:{self.port}/capacity",
+            content=Capacity(generation=self._generation, nodes=(lost,)).to_json(),
+            headers={"Authorization": f"Bearer {TOKEN}"},
+            trust_env=False,
+        )
+
+    def progress(self, source: str = "trainer") -> list[Progress]:
+        """Events of every trainer node, in the order they were written; repeated numbers once."""
+        seen: dict[tuple[int, int], Progress] = {}
+        for path in sorted(self.folder.glob(f"nodes/*/progress/{source}.jsonl"), key=lambda p: p.stat().st_ctime):
+            for line in path.read_text().splitlines():
+                try:
+                    event = Progress.from_json(line)
+                except ValueError:
+                    continue
+                seen.setdefault((event.lineage, event.seq), event)
+        return list(seen.values())
+
+    def events(self, kind: str, source: str = "trainer") -> list[Any]:
+        return [progress.event for progress in self.progress(source) if progress.event.KIND == kind]
+
+    def wait_for(self, what: Callable[[], bool], *, seconds: float = 120.0) -> None:
+        until = time.monotonic() + seconds
+        while not what():
+            if time.monotonic() > until:
+                raise TimeoutError(f"waited {seconds} s in vain; logs:\n{self.logs()}")
+            time.sleep(0.02)
+
+    def wait_for_iteration(self, iteration: int) -> None:
+        self.wait_for(lambda: any(e.iteration >= iteration for e in self.events("iteration_done")))
+
+    def wait_until_finished(self, *, seconds: float = 180.0) -> Any:
+        self.wait_for(lambda: bool(self.events("engine_finished")), seconds=seconds)
+        return self.events("engine_finished")[-1]
+
+    def manifests(self) -> dict[int, str]:
+        """What was trained, by batch; the newest lineage counts."""
+        rows = sorted(self.progress(), key=lambda p: (p.lineage, p.seq))
+        return {p.event.iteration: p.event.manifest_digest for p in rows if p.event.KIND == "iteration_done"}
+
+    def logs(self) -> str:
+        texts = [f"{path}:\n{path.read_text()[-1500:]}" for path in sorted(self.folder.glob("nodes/*/logs/*.log"))]
+        return "\n".join(texts)
+
+    def close(self) -> None:
+        for node, agent in self.agents.items():
+            for pid in self.pids(node):
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    continue
+            agent.wait()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,124 @@
+"""Money never runs away (invariant 8): whatever is bought, lost and delayed, in whatever order."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from launcher.cluster.brakes import may_buy, money_deadline_ms, must_drain, overdraft, reserved, worst_case
+from launcher.ledger.accounting import interval_micro_usd
+from launcher.money import HOUR_MS
+
+DOLLAR = 1_000_000
+rates = st.integers(0, 40 * DOLLAR)
+
+
+def buy(**changes):
+    facts = {
+        "metered": 0,
+        "reserved": 0,
+        "worst_case_new": DOLLAR,
+        "max_total": 10 * DOLLAR,
+        "hourly_now": 2 * DOLLAR,
+        "hourly_new": DOLLAR,
+        "max_hourly": 3 * DOLLAR,
+    }
+    return may_buy(**(facts | changes))
+
+
+def test_a_node_within_both_limits_is_bought():
+    assert buy() is None
+    assert buy(metered=8 * DOLLAR, reserved=DOLLAR) is None
+
+
+def test_a_micro_dollar_too_much_is_refused_with_the_numbers():
+    refusal = buy(metered=8 * DOLLAR + 1, reserved=DOLLAR)
+    assert refusal is not None
+    assert "max_total $10.00" in refusal.text
+    assert not refusal.for_good  # what is held for others may come back
+
+
+def test_what_is_spent_stays_spent():
+    refusal = buy(metered=9 * DOLLAR + 1)
+    assert refusal is not None
+    assert refusal.for_good
+
+
+def test_the_hourly_limit_counts_what_runs():
+    refusal = buy(hourly_now=2 * DOLLAR + 1)
+    assert refusal is not None
+    assert "max_hourly $3.00/h" in refusal.text
+    assert buy(max_hourly=None, hourly_now=10**12) is None
+
+
+def test_no_limit_refuses_nothing():
+    assert buy(max_total=None, metered=10**15) is None
+    assert not must_drain(metered=10**15, reserved=0, max_total=None)
+    assert money_deadline_ms(now_ms=5, metered=0, max_total=None, planned_hourly=1) is None
+
+
+def test_worst_case_rounds_against_us():
+    assert worst_case(1, 1) == 1
+    assert worst_case(DOLLAR, HOUR_MS) == DOLLAR
+
+
+def test_pending_launches_are_held():
+    assert reserved(3_600_000, 1000, [5, 7]) == 1000 + 12
+
+
+@given(rate=rates, spent=st.integers(0, 20 * DOLLAR), now_ms=st.integers(0, 10**12))
+def test_a_node_that_ends_itself_at_the_deadline_stays_within_the_money(rate, spent, now_ms):
+    deadline = money_deadline_ms(now_ms=now_ms, metered=spent, max_total=20 * DOLLAR, planned_hourly=rate)
+    if deadline is not None:
+        assert spent + interval_micro_usd(now_ms, deadline, rate) <= 20 * DOLLAR + 1
+
+
+@given(
+    max_total=st.integers(0, 30 * DOLLAR),
+    max_hourly=st.one_of(st.none(), st.integers(0, 60 * DOLLAR)),
+    allowance_ms=st.integers(1, 600_000),
+    history=st.lists(
+        st.tuples(
+            st.floats(0, 1),  # how late the next pass is, as a share of the time a pass and a stop may take together
+            st.lists(rates, max_size=3),  # what somebody wants to buy
+            st.sets(st.integers(0, 20), max_size=2),  # which nodes the cloud takes back
+        ),
+        max_size=60,
+    ),
+)
+def test_spend_stays_within_the_limit_whatever_the_history(max_total, max_hourly, allowance_ms, history):
+    """Each pass buys what the brakes allow. Stopping takes the rest of the allowance that a late pass left."""
+    now_ms, nodes, spent, spent_when_last_seen = 0, {}, 0, 0
+
+    def metered(at_ms):
+        return spent + sum(interval_micro_usd(start, at_ms, rate) for start, rate in nodes.values())
+
+    for number, (lateness, wanted, lost) in enumerate(history):
+        held = reserved(sum(rate for _, rate in nodes.values()), allowance_ms)
+        if must_drain(metered=metered(now_ms), reserved=held, max_total=max_total):
+            break
+        for rate in wanted:
+            hourly = sum(rate for _, rate in nodes.values())
+            refusal = may_buy(
+                metered=metered(now_ms),
+                reserved=reserved(hourly, allowance_ms),
+                worst_case_new=worst_case(rate, allowance_ms),
+                max_total=max_total,
+                hourly_now=hourly,
+                hourly_new=rate,
+                max_hourly=max_hourly,
+            )
+            if refusal is None:
+                nodes[number * 10 + len(nodes)] = (now_ms, rate)
+                assert max_hourly is None or hourly + rate <= max_hourly
+        spent_when_last_seen = metered(now_ms)
+        gap_ms = round(lateness * allowance_ms)
+        now_ms += gap_ms
+        for name in list(nodes)[: len(lost)]:
+            start, rate = nodes.pop(name)
+            spent += interval_micro_usd(start, now_ms, rate)
+    # The worst: the stop takes the whole allowance after a pass that came a whole allowance late.
+    total_rate = sum(rate for _, rate in nodes.values())
+    end = metered(now_ms + allowance_ms)
+    rounding = 2 * len(history) + len(nodes) + 3
+    assert metered(now_ms) <= max_total + rounding
+    assert end <= max_total + overdraft(total_rate, allowance_ms) + rounding
+    assert spent_when_last_seen <= max_total + rounding

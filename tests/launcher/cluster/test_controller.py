@@ -1,0 +1,359 @@
+"""The controller over real processes: what the ledger says after nodes, controllers and money came to an end."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from sqlalchemy import select
+
+from engine.clock import ScaledClock
+from engine.events import Capacity, Market, NodeState
+from launcher.cluster import controller as controller_module
+from launcher.cluster.controller import Controller, node_records
+from launcher.cluster.lease import LEASE_MS, LeaseHeld, LeaseLost, take_lease
+from launcher.cluster.local import LocalProvisioner, node_folder, nodes_folder
+from launcher.cluster.processes import processes_of
+from launcher.cluster.runs import request_stop, run_clock, run_view, still_running
+from launcher.ledger.models import Node, Preemption, ProgressRow, Run, RunStatus
+from launcher.ledger.store import current_status, nodes_of
+from tests.launcher.cluster.stage import (
+    FAKE_AGENT,
+    dead_pid,
+    ledger,
+    made_run,
+    rule,
+    wait_until,
+)
+
+
+@pytest.fixture
+def sessions(home):
+    return ledger(home)
+
+
+def provisioner_of(run: Run, reclaims=None) -> LocalProvisioner:
+    return LocalProvisioner(Path(run.folder), run_clock(run), reclaims, FAKE_AGENT)
+
+
+def controller_of(sessions, run: Run, provisioner=None) -> Controller:
+    """A controller that can be left for dead: its holder's process does not exist."""
+    return Controller(
+        sessions, run, provisioner or provisioner_of(run), run_clock(run), f"test-{time.monotonic_ns()}", dead_pid()
+    )
+
+
+def passes(controller: Controller, until, seconds: float = 20.0) -> None:
+    """Passes until something is true, or the run is over."""
+    ends = time.monotonic() + seconds
+    while not until():
+        assert time.monotonic() < ends, "it did not happen in time"
+        if controller.one_pass():
+            assert until()
+            return
+        time.sleep(0.02)
+
+
+def status_of(sessions, run: Run) -> tuple[str, str]:
+    with sessions() as session:
+        status = current_status(session, run)
+        assert status is not None
+        return status.status, status.reason
+
+
+def names_ready(sessions, run: Run) -> list[str]:
+    with sessions() as session:
+        return [record.name for record in node_records(session, run) if record.is_live and "ready" in record.happened]
+
+
+def run_until_over(sessions, run: Run, controller: Controller) -> None:
+    passes(
+        controller,
+        lambda: not still_running(sessions, run.name) and status_of(sessions, run)[0] in controller_module.OVER,
+    )
+
+
+# --- a whole run --------------------------------------------------------------------------------------
+
+
+def test_a_run_buys_its_nodes_trains_and_ends_with_nothing_left(sessions):
+    run = made_run(sessions, spot=2, iterations=5)
+    run_until_over(sessions, run, controller_of(sessions, run))
+    assert status_of(sessions, run) == ("finished", "iterations")
+    assert_consistent(sessions, run)
+    view = run_view(sessions, run.name)
+    assert (view.iteration, view.iterations, view.reward) == (5, 5, 0.4)
+    assert view.score == pytest.approx(0.04)
+    assert view.micro_usd_per_hour == 0
+    assert view.spent_micro_usd > 0
+    assert {node.status for node in view.nodes} <= {"gone", "released"}
+
+
+def test_the_engine_is_told_what_there_is(sessions, monkeypatch):
+    monkeypatch.setenv("FAKE_SECONDS", "0.2")
+    run = made_run(sessions, spot=1, iterations=1000)
+    controller = controller_of(sessions, run)
+    told = node_folder(Path(run.folder), "demo-trainer-g0") / "told.jsonl"
+
+    def snapshots() -> list[Capacity]:
+        lines = [json.loads(line) for line in told.read_text().splitlines()] if told.exists() else []
+        assert all(line["allowed"] for line in lines)
+        return [Capacity.from_json(json.dumps(line["body"])) for line in lines if line["path"] == "/capacity"]
+
+    passes(controller, lambda: snapshots() and len(snapshots()[-1].nodes) == 2)
+    assert {(node.node, node.market, node.state) for node in snapshots()[-1].nodes} == {
+        ("demo-trainer-g0", Market.ON_DEMAND, NodeState.READY),
+        ("demo-spot-0-g0", Market.SPOT, NodeState.READY),
+    }
+    before = len(snapshots())
+    for _ in range(5):
+        controller.one_pass()
+    assert len(snapshots()) == before  # nothing changed, nothing said
+    provisioner_of(run).release(["demo-spot-0-g0"])
+    passes(controller, lambda: any(node.state is NodeState.LOST for node in snapshots()[-1].nodes))
+    generations = [snapshot.generation for snapshot in snapshots()]
+    assert generations == sorted(set(generations))
+
+
+# --- nodes are lost -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("slot", ["trainer", "spot-0"])
+def test_a_node_that_is_killed_or_frozen_is_replaced(sessions, monkeypatch, slot, signum):
+    monkeypatch.setenv("FAKE_SECONDS", "0.1")
+    monkeypatch.setattr("launcher.cluster.local.STOPPED_SECONDS", 0.5)
+    run = made_run(sessions, spot=1, iterations=1000)
+    controller = controller_of(sessions, run)
+    passes(controller, lambda: len(names_ready(sessions, run)) == 2)
+    for pid in processes_of(node_folder(Path(run.folder), f"demo-{slot}-g0")):
+        os.kill(pid, signum)
+    passes(controller, lambda: f"demo-{slot}-g1" in names_ready(sessions, run))
+    request_stop(sessions, run.name)
+    run_until_over(sessions, run, controller)
+    assert status_of(sessions, run)[0] == "stopped"
+    assert_consistent(sessions, run)
+
+
+@pytest.mark.parametrize("manner", range(4))
+def test_a_reclaimed_node_is_a_preemption_and_has_a_successor(sessions, monkeypatch, manner):
+    """Notice + SIGKILL, silent SIGSTOP, silent SIGKILL, notice + SIGSTOP. 30 s of the run's clock are half a second."""
+    monkeypatch.setenv("FAKE_SECONDS", "0.1")
+    monkeypatch.setattr("launcher.cluster.reconcile.YOUNG_MS", 0)
+    run = made_run(sessions, spot=1, iterations=1000)
+    rules = rule(60_000, 10**9, notice_ms=30_000, first=manner)
+    fate = rules.reclaim(0).manner
+    controller = controller_of(sessions, run, provisioner_of(run, rules))
+    passes(controller, lambda: "demo-spot-0-g1" in names_ready(sessions, run))
+    passes(controller, lambda: "demo-spot-0-g0" not in names_ready(sessions, run))
+    request_stop(sessions, run.name)
+    run_until_over(sessions, run, controller)
+    assert_consistent(sessions, run)
+    with sessions() as session:
+        [preemption] = session.scalars(select(Preemption))
+        node = session.get(Node, preemption.node_id)
+        assert node is not None
+        assert (node.name, preemption.signal) == ("demo-spot-0-g0", fate.signal)
+        assert (preemption.noticed_ms is not None) == fate.with_notice
+        successor = session.scalars(select(Node).where(Node.name == "demo-spot-0-g1")).one()
+        assert (successor.requested_ms < preemption.at_ms) == fate.with_notice  # asked for at the notice already
+
+
+def test_a_trainer_that_cannot_start_fails_the_run_with_its_log(sessions, monkeypatch):
+    monkeypatch.setenv("FAKE_TROUBLE", "crash")
+    run = made_run(sessions, spot=0, factor=3000.0)
+    run_until_over(sessions, run, controller_of(sessions, run))
+    status, reason = status_of(sessions, run)
+    assert status == "failed"
+    assert "lost 5 times without a new iteration" in reason
+    assert "no such model" in reason
+    assert_consistent(sessions, run)
+
+
+# --- money --------------------------------------------------------------------------------------------
+
+
+def test_the_budget_stops_a_run_within_its_limit(sessions, monkeypatch):
+    monkeypatch.setenv("FAKE_SECONDS", "0.1")
+    # 360 s of the run's clock to stop in cost $0.13; $0.15 leave about 55 s, a second of the wall.
+    run = made_run(sessions, spot=1, iterations=1000, max_total=150_000)
+    run_until_over(sessions, run, controller_of(sessions, run))
+    assert status_of(sessions, run) == ("stopped", "budget")
+    assert_consistent(sessions, run)
+    view = run_view(sessions, run.name)
+    assert 0 < view.spent_micro_usd <= 150_000
+    told = (node_folder(Path(run.folder), "demo-trainer-g0") / "told.jsonl").read_text()
+    assert '{"reason": "budget"}' in told
+
+
+def test_nodes_are_told_when_their_money_ends_and_that_it_lasts_longer_when_less_runs(sessions, monkeypatch):
+    monkeypatch.setenv("FAKE_SECONDS", "0.1")
+    run = made_run(sessions, spot=1, iterations=1000, max_total=13_000_000)
+    controller = controller_of(sessions, run)
+    controller.one_pass()
+    folder = node_folder(Path(run.folder), "demo-trainer-g0")
+    deadline_ms = json.loads((folder / "node.json").read_text())["money_deadline_ms"]
+    hours = (deadline_ms - run.created_ms) / 3_600_000
+    assert hours == pytest.approx(10, rel=0.01)  # $13 at $1.30 an hour
+    passes(controller, lambda: (folder / "money.json").exists())
+    assert json.loads((folder / "money.json").read_text())["deadline_ms"] >= deadline_ms - 60_000
+
+
+def test_a_run_that_may_not_buy_its_trainer_stops_without_spending(sessions):
+    run = made_run(sessions, spot=1, max_total=10)
+    run_until_over(sessions, run, controller_of(sessions, run))
+    assert status_of(sessions, run) == ("stopped", "budget")
+    assert run_view(sessions, run.name).spent_micro_usd == 0
+
+
+# --- controllers die ----------------------------------------------------------------------------------
+
+
+def test_a_second_controller_is_refused_until_the_first_is_dead_or_silent(sessions):
+    run = made_run(sessions)
+    now_ms = 1_000_000
+    alive = f"{os.getpid()}@"
+    first = take_lease(sessions, run, alive, os.getpid(), now_ms)
+    with pytest.raises(LeaseHeld, match=f"process {os.getpid()}"):
+        take_lease(sessions, run, "other", os.getpid(), now_ms + LEASE_MS - 1)
+    second = take_lease(sessions, run, "other", dead_pid(), now_ms + LEASE_MS)
+    assert second.epoch == first.epoch + 1
+    third = take_lease(sessions, run, "third", os.getpid(), now_ms + LEASE_MS + 1)  # its holder is dead
+    assert third.epoch == second.epoch + 1
+
+
+def test_a_controller_that_lost_its_lease_does_nothing_more(sessions):
+    run = made_run(sessions)
+    frozen = controller_of(sessions, run)
+    controller_of(sessions, run)
+    with pytest.raises(LeaseLost):
+        frozen.one_pass()
+    assert not nodes_folder(Path(run.folder)).exists()
+
+
+class Killed(BaseException):
+    """As kill -9: no handler of ours runs after it."""
+
+
+class Deadly(LocalProvisioner):
+    """Kills its caller at the n-th call of a method, before or after the call is carried out."""
+
+    def __init__(self, run: Run, method: str, before: bool) -> None:
+        super().__init__(Path(run.folder), run_clock(run), None, FAKE_AGENT)
+        plain = getattr(self, method)
+
+        def deadly(*arguments):
+            if not before:
+                plain(*arguments)
+            raise Killed
+
+        setattr(self, method, deadly)
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
+def test_a_controller_killed_around_a_request_leaves_no_double_and_no_forgotten_node(sessions, before):
+    run = made_run(sessions, spot=1, iterations=3)
+    with pytest.raises(Killed):
+        controller_of(sessions, run, Deadly(run, "request", before)).one_pass()
+    with sessions() as session:
+        assert [node.name for node in nodes_of(session, run)] == ["demo-trainer-g0"]  # the intent came first
+    run_until_over(sessions, run, controller_of(sessions, run))
+    assert_consistent(sessions, run)
+    with sessions() as session:
+        assert [node.name for node in nodes_of(session, run)] == ["demo-trainer-g0", "demo-spot-0-g0"]
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
+def test_a_controller_killed_around_a_release_leaves_nothing_running(sessions, before):
+    run = made_run(sessions, spot=1, iterations=3)
+    with pytest.raises(Killed):
+        run_until_over(sessions, run, controller_of(sessions, run, Deadly(run, "release", before)))
+    run_until_over(sessions, run, controller_of(sessions, run))
+    assert status_of(sessions, run) == ("finished", "iterations")
+    assert_consistent(sessions, run)
+
+
+def test_a_stop_before_the_request_was_made_never_starts_the_node(sessions):
+    run = made_run(sessions, spot=0)
+    with pytest.raises(Killed):
+        controller_of(sessions, run, Deadly(run, "request", True)).one_pass()
+    request_stop(sessions, run.name)
+    run_until_over(sessions, run, controller_of(sessions, run))
+    assert status_of(sessions, run)[0] == "stopped"
+    assert run_view(sessions, run.name).spent_micro_usd == 0
+
+
+def test_a_node_that_nobody_asked_for_is_released(sessions):
+    run = made_run(sessions, spot=0, iterations=1000)
+    controller = controller_of(sessions, run)
+    controller.one_pass()
+    with sessions() as session:
+        trainer = session.scalars(select(Node)).one()
+        stranger = controller._spec(trainer, controller._slots["trainer"], 0).model_copy(
+            update={
+                "node": "demo-spot-7-g0",
+                "role": "rollout",
+                "folder": str(node_folder(Path(run.folder), "demo-spot-7-g0")),
+            }
+        )
+    provisioner_of(run).request(controller._slots["trainer"].placement, stranger)
+    passes(controller, lambda: (node_folder(Path(run.folder), "demo-spot-7-g0") / "ended.json").exists())
+    assert processes_of(node_folder(Path(run.folder), "demo-spot-7-g0")) == []
+
+
+# --- progress -----------------------------------------------------------------------------------------
+
+
+def test_half_written_and_broken_lines_are_no_trouble(sessions, monkeypatch):
+    monkeypatch.setenv("FAKE_TROUBLE", "deaf")
+    run = made_run(sessions, spot=0)
+    controller = controller_of(sessions, run)
+    controller.one_pass()
+    folder = node_folder(Path(run.folder), "demo-trainer-g0") / "progress"
+    folder.mkdir()
+    warned = {"run": "demo", "source": "trainer", "lineage": 0, "at_ms": 1, "kind": "warned", "event": {"text": "ü"}}
+    lines = [json.dumps(warned | {"seq": seq}) for seq in range(3)]
+    file = folder / "trainer.jsonl"
+    half = lines[1].encode()[:-9]
+
+    def kept() -> int:
+        controller.one_pass()
+        with sessions() as session:
+            return len(session.scalars(select(ProgressRow)).all())
+
+    file.write_bytes(lines[0].encode() + b"\n" + half)
+    assert (kept(), kept()) == (1, 1)
+    file.write_bytes(lines[0].encode() + b"\n" + lines[1].encode() + b"\n")
+    assert kept() == 2
+    with file.open("a") as more:
+        more.write('{"run": "demo", "sou\n' + lines[1] + "\n" + lines[2] + "\n")
+    assert kept() == 3
+    controller._progress.forget()
+    assert kept() == 3
+
+
+def test_a_stop_that_a_person_asked_for_is_not_written_over(sessions, monkeypatch):
+    run = made_run(sessions, spot=0, iterations=1000)
+    controller = controller_of(sessions, run)
+
+    def decide_late(facts, wanted):
+        actions = decide(facts, wanted)
+        request_stop(sessions, run.name)  # between the controller's look and its act
+        return actions
+
+    decide = controller_module.decide
+    monkeypatch.setattr(controller_module, "decide", decide_late)
+    controller.one_pass()
+    with sessions() as session:
+        assert [row.status for row in session.scalars(select(RunStatus))] == ["planned", "stopping"]
+
+
+def test_a_clock_of_the_runs_rules_bills_and_views(sessions):
+    run = made_run(sessions, factor=600.0)
+    clock = run_clock(run)
+    assert isinstance(clock, ScaledClock)
+    wait_until(lambda: clock.now_ms() - run.created_ms > 60_000)
+    view = run_view(sessions, run.name)
+    assert view.wall_seconds == pytest.approx(view.elapsed_ms / 1000 / 600)

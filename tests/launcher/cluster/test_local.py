@@ -1,0 +1,259 @@
+"""The local cloud: real processes, a clock moved by hand."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from engine.events import Market
+from launcher.cluster.local import SILENCE_MS, LocalProvisioner, node_folder
+from launcher.cluster.processes import MARK, is_alive, is_stopped, processes_of
+from launcher.cluster.provisioner import NodeStatus
+from launcher.cluster.reclaims import ReclaimRule
+from tests.launcher.cluster.stage import FAKE_AGENT, HandClock, fact_of, placement, rule, spec, wait_until
+
+NODE = "demo-spot-0-g0"
+HOUR_MS = 3_600_000
+
+
+def provisioner_of(tmp_path: Path, clock: HandClock, reclaims: ReclaimRule | None = None) -> LocalProvisioner:
+    return LocalProvisioner(tmp_path, clock, reclaims, FAKE_AGENT)
+
+
+def started(tmp_path: Path, clock: HandClock, reclaims: ReclaimRule | None = None) -> LocalProvisioner:
+    """A provisioner with one node that is up, agent and child."""
+    provisioner = provisioner_of(tmp_path, clock, reclaims)
+    provisioner.request(placement(), spec(tmp_path, clock))
+    wait_until(lambda: status_of(provisioner) is NodeStatus.UP)
+    wait_until(lambda: len(processes_of(node_folder(tmp_path, NODE))) == 2)
+    return provisioner
+
+
+def status_of(provisioner: LocalProvisioner) -> NodeStatus | None:
+    fact = fact_of(provisioner, NODE)
+    return fact.status if fact else None
+
+
+def agent_pid(tmp_path: Path) -> int:
+    return int(json.loads((node_folder(tmp_path, NODE) / "agent.json").read_text())["pid"])
+
+
+def test_a_node_is_a_session_of_its_own_and_is_paid_for_from_its_request(tmp_path):
+    clock = HandClock()
+    provisioner = started(tmp_path, clock)
+    assert os.getsid(agent_pid(tmp_path)) == agent_pid(tmp_path)
+    fact = fact_of(provisioner, NODE)
+    assert fact is not None
+    assert (fact.started_ms, fact.ended_ms) == (clock.at_ms, None)
+
+
+def test_the_same_name_twice_is_one_node(tmp_path):
+    clock = HandClock()
+    provisioner = started(tmp_path, clock)
+    before = processes_of(node_folder(tmp_path, NODE))
+    provisioner.request(placement(), spec(tmp_path, clock))
+    provisioner_of(tmp_path, clock).request(placement(), spec(tmp_path, clock))
+    assert processes_of(node_folder(tmp_path, NODE)) == before
+
+
+def test_a_second_agent_finds_the_lock_taken_and_leaves(tmp_path):
+    clock = HandClock()
+    provisioner = started(tmp_path, clock)
+    pid = agent_pid(tmp_path)
+    provisioner._spawn(node_folder(tmp_path, NODE))  # as after a crash between spawn and record
+    child = provisioner._children[NODE]
+    assert child.wait(timeout=15) == 0
+    assert status_of(provisioner) is NodeStatus.UP
+    assert agent_pid(tmp_path) == pid
+
+
+def test_a_request_cut_short_is_completed_by_asking_again(tmp_path):
+    clock = HandClock()
+    folder = node_folder(tmp_path, NODE)
+    folder.mkdir(parents=True)
+    (folder / "node.json").write_text(spec(tmp_path, clock).model_dump_json())
+    provisioner = provisioner_of(tmp_path, clock)
+    assert fact_of(provisioner, NODE) is None
+    provisioner.request(placement(), spec(tmp_path, clock))
+    wait_until(lambda: status_of(provisioner) is NodeStatus.UP)
+
+
+def test_files_with_the_token_are_for_the_owner_only(tmp_path):
+    started(tmp_path, HandClock())
+    assert (node_folder(tmp_path, NODE) / "node.json").stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["running", "SIGSTOP"])
+def test_release_ends_every_process_and_may_be_repeated(tmp_path, frozen):
+    clock = HandClock()
+    provisioner = started(tmp_path, clock)
+    pids = processes_of(node_folder(tmp_path, NODE))
+    if frozen:
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+    provisioner.release([NODE])
+    provisioner.release([NODE])
+    assert processes_of(node_folder(tmp_path, NODE)) == []
+    assert not any(is_alive(pid, None) for pid in pids)
+    fact = fact_of(provisioner, NODE)
+    assert fact is not None
+    assert (fact.status, fact.evidence, fact.ended_ms) == (NodeStatus.GONE, "released", clock.at_ms)
+
+
+def test_release_reaches_a_process_that_left_the_session(tmp_path):
+    clock = HandClock()
+    provisioner = started(tmp_path, clock)
+    folder = node_folder(tmp_path, NODE)
+    stray = subprocess.Popen(
+        [sys.executable, "-c", "import time; time.sleep(300)"],
+        start_new_session=True,
+        env={**os.environ, MARK: str(folder)},
+    )
+    provisioner.release([NODE])
+    assert stray.wait(timeout=5) == -signal.SIGKILL
+
+
+def test_a_node_released_before_its_request_is_never_started(tmp_path):
+    clock = HandClock()
+    provisioner = provisioner_of(tmp_path, clock)
+    provisioner.release([NODE])
+    provisioner.request(placement(), spec(tmp_path, clock))
+    fact = fact_of(provisioner, NODE)
+    assert fact is not None
+    assert (fact.status, fact.started_ms) == (NodeStatus.GONE, None)
+    assert processes_of(node_folder(tmp_path, NODE)) == []
+
+
+def test_an_agent_killed_alone_takes_its_children_with_it(tmp_path):
+    clock = HandClock()
+    provisioner = started(tmp_path, clock)
+    os.kill(agent_pid(tmp_path), signal.SIGKILL)
+    wait_until(lambda: status_of(provisioner) is NodeStatus.GONE)
+    fact = fact_of(provisioner, NODE)
+    assert fact is not None
+    assert "SIGKILL" in fact.evidence
+    assert not fact.reclaimed
+    assert processes_of(node_folder(tmp_path, NODE)) == []
+
+
+def test_a_node_frozen_by_somebody_else_is_lost_after_a_while(tmp_path):
+    clock = HandClock(factor=1.0)
+    provisioner = started(tmp_path, clock)
+    for pid in processes_of(node_folder(tmp_path, NODE)):
+        os.kill(pid, signal.SIGSTOP)
+    wait_until(lambda: is_stopped(agent_pid(tmp_path)))
+    assert status_of(provisioner) is NodeStatus.UP
+    clock.pass_ms(4_000)
+    assert status_of(provisioner) is NodeStatus.UP
+    clock.pass_ms(2_000)
+    assert status_of(provisioner) is NodeStatus.GONE
+    assert processes_of(node_folder(tmp_path, NODE)) == []
+
+
+def test_an_agent_that_never_appears_is_evidence(tmp_path, monkeypatch):
+    monkeypatch.setenv("FAKE_TROUBLE", "crash")
+    clock = HandClock()
+    provisioner = provisioner_of(tmp_path, clock)
+    provisioner.request(placement(), spec(tmp_path, clock))
+    wait_until(lambda: status_of(provisioner) is NodeStatus.GONE)
+    fact = fact_of(provisioner, NODE)
+    assert fact is not None
+    assert fact.evidence == "its agent exited with code 1 before it was an agent"
+    assert fact.started_ms is None
+    assert "no such model" in (node_folder(tmp_path, NODE) / "logs" / "agent.log").read_text()
+
+
+def test_workers_that_never_call_in_are_not_waited_for_forever(tmp_path, monkeypatch):
+    monkeypatch.setenv("FAKE_TROUBLE", "deaf")
+    clock = HandClock(factor=1.0)
+    provisioner = provisioner_of(tmp_path, clock)
+    provisioner.request(placement(), spec(tmp_path, clock))
+    wait_until(lambda: (node_folder(tmp_path, NODE) / "agent.json").exists())
+    assert status_of(provisioner) is NodeStatus.PENDING
+    clock.pass_ms(601_000)
+    assert status_of(provisioner) is NodeStatus.GONE
+    assert processes_of(node_folder(tmp_path, NODE)) == []
+
+
+@pytest.mark.parametrize("manner", range(4))
+def test_the_cloud_takes_a_node_back_as_the_rule_says(tmp_path, manner):
+    """Notice + SIGKILL, silent SIGSTOP, silent SIGKILL, notice + SIGSTOP; each by a provisioner that knows nothing."""
+    clock = HandClock()
+    rules = rule(1_800_000, first=manner)
+    fate = rules.reclaim(0).manner
+    started(tmp_path, clock, rules)
+    fresh = lambda: provisioner_of(tmp_path, clock, rules)  # noqa: E731
+    born = clock.at_ms
+    clock.pass_ms(1_800_000 - 120_000 - 1)
+    fact = fact_of(fresh(), NODE)
+    assert fact is not None
+    assert (fact.status, fact.notice_deadline_ms) == (NodeStatus.UP, None)
+    clock.pass_ms(1)
+    fact = fact_of(fresh(), NODE)
+    assert fact is not None
+    assert fact.notice_deadline_ms == (born + 1_800_000 if fate.with_notice else None)
+    assert (node_folder(tmp_path, NODE) / "notice.json").exists() == fate.with_notice
+    clock.pass_ms(120_000)
+    fact = fact_of(fresh(), NODE)
+    assert fact is not None
+    if fate.signal == "SIGSTOP":
+        assert fact.status is NodeStatus.UP  # the cloud has not said so yet
+        wait_until(lambda: all(is_stopped(pid) for pid in processes_of(node_folder(tmp_path, NODE))))
+        clock.pass_ms(SILENCE_MS)
+        fact = fact_of(fresh(), NODE)
+        assert fact is not None
+    assert fact.status is NodeStatus.GONE
+    assert (fact.reclaimed, fact.signal, fact.with_notice) == (True, fate.signal, fate.with_notice)
+    assert fact.ended_ms == born + 1_800_000
+    assert processes_of(node_folder(tmp_path, NODE)) == []
+
+
+def test_a_cloud_that_slept_still_gives_the_whole_notice(tmp_path):
+    clock = HandClock()
+    rules = rule(1_800_000, first=0)
+    provisioner = started(tmp_path, clock, rules)
+    clock.pass_ms(HOUR_MS)
+    fact = fact_of(provisioner, NODE)
+    assert fact is not None
+    assert (fact.status, fact.notice_deadline_ms) == (NodeStatus.UP, clock.at_ms + 120_000)
+
+
+def test_a_reclaim_cut_short_is_completed(tmp_path):
+    clock = HandClock()
+    rules = rule(1_800_000, first=2)
+    started(tmp_path, clock, rules)
+    born = clock.at_ms
+    clock.pass_ms(1_800_000)
+    folder = node_folder(tmp_path, NODE)
+    (folder / "reclaim.json").write_text(f'{{"at_ms": {clock.at_ms}}}')  # as after a crash before the kill
+    clock.pass_ms(1000)
+    fact = fact_of(provisioner_of(tmp_path, clock, rules), NODE)
+    assert fact is not None
+    assert (fact.status, fact.reclaimed, fact.ended_ms) == (NodeStatus.GONE, True, born + 1_800_000)
+
+
+def test_only_spot_nodes_are_taken_back_and_each_has_its_own_turn(tmp_path):
+    clock = HandClock()
+    provisioner = provisioner_of(tmp_path, clock, rule(1000, 2000))
+    ordinals = []
+    for name, market in [("a", Market.SPOT), ("t", Market.ON_DEMAND), ("b", Market.SPOT)]:
+        provisioner.request(placement(market), spec(tmp_path, clock, name))
+        ordinals.append(provisioner._ordinal(Market.SPOT))
+        provisioner.request(placement(market), spec(tmp_path, clock, name))
+    assert ordinals == [1, 1, 2]
+
+
+def test_an_agent_found_dead_is_not_paid_for_past_its_money_deadline(tmp_path):
+    clock = HandClock()
+    provisioner = started(tmp_path, clock)
+    provisioner.rearm(NODE, clock.at_ms + 5000)
+    provisioner._children[NODE].kill()
+    provisioner._children[NODE].wait()
+    clock.pass_ms(HOUR_MS)
+    fact = fact_of(provisioner, NODE)
+    assert fact is not None
+    assert fact.ended_ms == clock.at_ms - HOUR_MS + 5000

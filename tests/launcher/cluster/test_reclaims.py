@@ -1,0 +1,48 @@
+"""The rule by which the local cloud takes nodes back."""
+
+from itertools import pairwise
+
+from launcher.cluster.reclaims import APART_MS, MANNERS, distinct_first, lifetimes, reclaim_rule
+from launcher.job import ReclaimConfig
+
+MINUTE_MS = 60_000
+
+
+def test_a_lifetime_is_from_add_to_remove_in_the_order_of_removal():
+    trace = ["0,add,node1", "0,add,node2", "5000,remove,node2", "6000,add,node2", "7000,remove,node1"]
+    assert lifetimes([*trace, "9000,remove,node2"]) == (5000, 7000, 3000)
+
+
+def test_a_node_that_was_there_before_the_trace_has_no_lifetime():
+    assert lifetimes(["7000,remove,node9", ""]) == ()
+
+
+def test_like_lifetimes_go_behind_the_others_and_none_is_lost():
+    minutes = [33, 34, 51, 8, 48]
+    assert distinct_first(m * MINUTE_MS for m in minutes) == tuple(m * MINUTE_MS for m in [33, 51, 8, 34, 48])
+
+
+def test_the_bundled_trace_starts_with_these_lifetimes():
+    rule = reclaim_rule(ReclaimConfig())
+    assert rule is not None
+    assert [ms // MINUTE_MS for ms in rule.lifetimes_ms[:6]] == [33, 51, 8, 40, 27, 59]
+    assert all(abs(a - b) >= APART_MS for a, b in pairwise(rule.lifetimes_ms[:6]))
+
+
+def test_the_manners_take_turns_and_the_lifetimes_begin_again():
+    rule = reclaim_rule(ReclaimConfig())
+    assert rule is not None
+    assert [rule.reclaim(n).manner for n in range(8)] == [*MANNERS, *MANNERS]
+    length = len(rule.lifetimes_ms)
+    assert rule.reclaim(length).lifetime_ms == rule.reclaim(0).lifetime_ms
+
+
+def test_the_printed_rule_names_the_trace_and_the_first_lifetimes():
+    rule = reclaim_rule(ReclaimConfig())
+    assert rule is not None
+    assert "bamboo-p3" in rule.describe()
+    assert "33m, 51m, 8m, 40m, 27m, 59m" in rule.describe()
+
+
+def test_no_trace_is_no_rule():
+    assert reclaim_rule(ReclaimConfig(trace="none")) is None

@@ -1,0 +1,234 @@
+"""What the controller decides, from values alone."""
+
+from dataclasses import replace
+
+import pytest
+
+from engine.events import EngineFinished, Market
+from launcher.cluster.brakes import Limits
+from launcher.cluster.provisioner import NodeFact, NodeStatus
+from launcher.cluster.reconcile import (
+    FAILING,
+    TRAINER_TRIES,
+    UNKNOWN_MS,
+    Ask,
+    Buy,
+    Enter,
+    Facts,
+    NodeRecord,
+    Release,
+    Stage,
+    TellStop,
+    Wanted,
+    decide,
+    news,
+    wait_ms,
+)
+from tests.launcher.cluster.stage import SPOT_RATE, TRAINER_RATE, slots
+
+NOW = 10_000_000
+
+
+def node(slot="spot-0", generation=0, **happened) -> NodeRecord:
+    is_trainer = slot == "trainer"
+    return NodeRecord(
+        name=f"demo-{slot}-g{generation}",
+        slot=slot,
+        generation=generation,
+        role="trainer" if is_trainer else "rollout",
+        market=Market.ON_DEMAND if is_trainer else Market.SPOT,
+        micro_usd_per_hour=TRAINER_RATE if is_trainer else SPOT_RATE,
+        requested_ms=happened.get("up", 0),
+        reserved_micro_usd=1000,
+        happened=happened,
+    )
+
+
+def up(slot, generation=0, **more) -> NodeRecord:
+    return node(slot, generation, requested=0, up=0, ready=0, **more)
+
+
+def facts(*nodes, stage=Stage.RUNNING, **more) -> Facts:
+    plain = {"now_ms": NOW, "stage": stage, "reason": "", "stage_ms": NOW, "planned_ms": 0, "metered": 0}
+    return Facts(nodes=nodes, **(plain | more))
+
+
+def wanted(spot=1, max_total=None, max_hourly=None, **more) -> Wanted:
+    limits = Limits(max_total=max_total, max_hourly=max_hourly)
+    plain = {"deadline_ms": None, "allowance_ms": 60_000, "settle_ms": 4000}
+    return Wanted(run="demo", slots=slots(spot), limits=limits, **(plain | more))
+
+
+def bought(actions) -> list[str]:
+    return [action.name for action in actions if isinstance(action, Buy)]
+
+
+def test_an_empty_run_buys_its_plan_and_runs():
+    actions = decide(facts(stage=Stage.PLANNED), wanted(spot=2))
+    assert bought(actions) == ["demo-trainer-g0", "demo-spot-0-g0", "demo-spot-1-g0"]
+    assert actions[-1] == Enter(stage=Stage.RUNNING)
+
+
+def test_nothing_is_missing_nothing_is_done():
+    assert decide(facts(up("trainer"), up("spot-0")), wanted()) == []
+
+
+def test_an_intent_without_a_request_is_asked_for_again():
+    assert decide(facts(up("trainer"), node("spot-0")), wanted()) == [Ask(node="demo-spot-0-g0")]
+
+
+def test_a_notice_brings_the_successor_at_once():
+    noticed = up("spot-0", notice=NOW - 10)
+    assert bought(decide(facts(up("trainer"), noticed), wanted())) == ["demo-spot-0-g1"]
+    assert decide(facts(up("trainer"), noticed, up("spot-0", 1)), wanted()) == []
+
+
+def test_a_lost_node_is_replaced_by_the_next_generation():
+    lost = up("spot-0", gone=NOW - 1)
+    assert bought(decide(facts(up("trainer"), lost), wanted())) == ["demo-spot-0-g1"]
+    lost = up("trainer", gone=NOW - 1)
+    assert bought(decide(facts(lost, up("spot-0")), wanted())) == ["demo-trainer-g1"]
+
+
+def test_nodes_that_die_young_make_the_slot_wait_longer_and_longer():
+    young = [node("spot-0", n, requested=0, gone=100) for n in range(10)]
+    waits = [wait_ms(young[:n], planned_ms=0) for n in (0, 1, 2, 3, 10)]
+    assert waits == [0, 10_000, 20_000, 40_000, 600_000]
+    assert wait_ms([*young, up("spot-0", 10, gone=NOW)], planned_ms=0) == 0
+
+
+def test_a_slot_that_waits_buys_nothing():
+    young = node("spot-0", requested=NOW - 5000, up=NOW - 5000, gone=NOW - 5000)
+    assert decide(facts(up("trainer"), young), wanted()) == []
+    assert bought(decide(facts(up("trainer"), young, now_ms=NOW + 5000), wanted())) == ["demo-spot-0-g1"]
+
+
+def test_a_denied_spot_slot_stays_empty_for_this_run():
+    assert decide(facts(up("trainer"), node("spot-0", requested=0, denied=NOW)), wanted()) == []
+
+
+def test_a_denied_trainer_ends_the_run():
+    [enter] = decide(facts(node("trainer", requested=0, denied=NOW)), wanted())
+    assert isinstance(enter, Enter)
+    assert (enter.stage, enter.reason.startswith(FAILING)) == (Stage.DRAINING, True)
+
+
+def test_the_hourly_limit_keeps_a_successor_waiting_until_its_predecessor_is_gone():
+    limit = wanted(max_hourly=TRAINER_RATE + SPOT_RATE)
+    [enter] = decide(facts(up("trainer"), up("spot-0", notice=NOW)), limit)
+    assert isinstance(enter, Enter)
+    assert "spot-0 is not bought" in enter.reason
+    again = facts(up("trainer"), up("spot-0", notice=NOW), reason=enter.reason)
+    assert decide(again, limit) == []  # said once
+    gone = facts(up("trainer"), up("spot-0", notice=NOW, gone=NOW), reason=enter.reason)
+    assert bought(decide(gone, limit)) == ["demo-spot-0-g1"]
+
+
+def test_zero_spot_is_a_normal_state():
+    actions = decide(facts(up("trainer")), wanted(max_hourly=TRAINER_RATE))
+    assert bought(actions) == []
+    assert actions[0].stage is Stage.RUNNING
+
+
+def test_the_budget_drains_at_the_last_moment_that_keeps_it():
+    held = (TRAINER_RATE + SPOT_RATE) * 60_000 // 3_600_000 + 1
+    limit = wanted(max_total=1_000_000)
+    running = facts(up("trainer"), up("spot-0"))
+    assert decide(replace(running, metered=1_000_000 - held - 1), limit) == []
+    assert decide(replace(running, metered=1_000_000 - held), limit) == [Enter(stage=Stage.DRAINING, reason="budget")]
+
+
+def test_a_trainer_that_cannot_be_paid_for_ends_the_run():
+    assert decide(facts(stage=Stage.PLANNED), wanted(max_total=100)) == [Enter(stage=Stage.DRAINING, reason="budget")]
+
+
+def test_the_deadline_ends_the_run():
+    assert decide(facts(up("trainer"), up("spot-0")), wanted(deadline_ms=NOW)) == [
+        Enter(stage=Stage.DRAINING, reason="deadline")
+    ]
+
+
+@pytest.mark.parametrize("stage", [Stage.STOPPING, Stage.DRAINING])
+def test_a_stop_is_told_then_carried_out_then_final(stage):
+    stopping = facts(up("trainer"), up("spot-0"), stage=stage, reason="budget")
+    assert decide(stopping, wanted()) == [TellStop(reason="budget")]
+    assert decide(replace(stopping, now_ms=NOW + 4000), wanted()) == [
+        Release(nodes=("demo-trainer-g0", "demo-spot-0-g0"))
+    ]
+    ended = facts(up("trainer", released=NOW), up("spot-0", released=NOW), stage=stage, reason="budget")
+    assert decide(ended, wanted()) == [Enter(stage=Stage.STOPPED, reason="budget")]
+
+
+def test_nothing_is_bought_while_stopping():
+    stopping = facts(up("trainer", gone=NOW), up("spot-0", notice=NOW), stage=Stage.STOPPING)
+    assert decide(stopping, wanted()) == [Release(nodes=("demo-spot-0-g0",))]
+
+
+def test_a_finished_engine_releases_the_rest_and_lets_the_trainer_exit():
+    finished = EngineFinished(reason="target", iteration=3)
+    running = facts(up("trainer"), up("spot-0"), finished=finished, finished_ms=NOW)
+    assert decide(running, wanted()) == [Release(nodes=("demo-spot-0-g0",))]
+    exiting = facts(up("trainer"), up("spot-0", released=NOW), finished=finished, finished_ms=NOW)
+    assert decide(exiting, wanted()) == []
+    hanging = replace(exiting, now_ms=NOW + 4000)
+    assert decide(hanging, wanted()) == [Release(nodes=("demo-trainer-g0",))]
+    ended = facts(up("trainer", gone=NOW), finished=finished, finished_ms=NOW)
+    assert decide(ended, wanted()) == [Enter(stage=Stage.FINISHED, reason="target")]
+
+
+def test_an_unhealthy_engine_is_a_failure():
+    ended = facts(finished=EngineFinished(reason="unhealthy", iteration=3, text="NaN"), finished_ms=NOW)
+    assert decide(ended, wanted()) == [Enter(stage=Stage.FAILED, reason="unhealthy: NaN")]
+
+
+def test_a_trainer_lost_again_and_again_without_progress_fails_the_run():
+    lost = [up("trainer", n, gone=1000 + n) for n in range(TRAINER_TRIES)]
+    [enter] = decide(facts(*lost, up("spot-0")), wanted())
+    assert isinstance(enter, Enter)
+    assert enter.log_of == f"demo-trainer-g{TRAINER_TRIES - 1}"
+    assert isinstance(decide(facts(*lost, up("spot-0"), advanced_ms=1002), wanted())[0], Buy)
+    assert isinstance(decide(facts(*lost, up("spot-0"), planned_ms=1002), wanted())[0], Buy)
+    failing = facts(*lost, stage=Stage.DRAINING, reason=enter.reason)
+    assert decide(failing, wanted()) == [Enter(stage=Stage.FAILED, reason=enter.reason.removeprefix(FAILING))]
+
+
+def test_a_run_that_is_over_leaves_nothing_running():
+    assert decide(facts(up("spot-0"), stage=Stage.FAILED), wanted()) == [Release(nodes=("demo-spot-0-g0",))]
+    assert decide(facts(up("spot-0", gone=1), stage=Stage.FAILED), wanted()) == []
+
+
+# --- news ---------------------------------------------------------------------------------------------
+
+
+def fact(status=NodeStatus.UP, **more) -> NodeFact:
+    return NodeFact(name="demo-spot-0-g0", status=status, **more)
+
+
+def kinds(record, seen, now_ms=NOW) -> list[tuple[str, int]]:
+    cloud = {seen.name: seen} if seen else {}
+    return [(note.kind, note.at_ms) for note in news([record], cloud, now_ms)]
+
+
+def test_a_node_that_lived_between_two_passes_is_told_whole():
+    seen = fact(NodeStatus.GONE, started_ms=10, ready_ms=20, ended_ms=50)
+    assert kinds(node(requested=5), seen) == [("up", 10), ("ready", 20), ("gone", 50)]
+
+
+def test_what_is_known_is_not_told_again():
+    assert kinds(up("spot-0"), fact(started_ms=0, ready_ms=0)) == []
+    assert kinds(up("spot-0", gone=5), fact(NodeStatus.GONE, ended_ms=5)) == []
+
+
+def test_an_end_we_asked_for_is_a_release_and_one_we_did_not_is_not():
+    assert kinds(up("spot-0", releasing=5), fact(NodeStatus.GONE, ended_ms=7)) == [("released", 7)]
+    assert kinds(up("spot-0", releasing=5), fact(NodeStatus.GONE, ended_ms=7, reclaimed=True)) == [("gone", 7)]
+
+
+def test_unknown_is_never_gone():
+    assert kinds(up("spot-0"), fact(NodeStatus.UNKNOWN)) == []
+
+
+def test_a_node_that_the_provisioner_does_not_know_is_given_up_late():
+    assert kinds(node(requested=0), None, now_ms=UNKNOWN_MS) == []
+    assert kinds(node(requested=0), None, now_ms=UNKNOWN_MS + 1) == [("gone", UNKNOWN_MS + 1)]
+    assert kinds(node(), None) == []  # not asked for yet: asking comes first

@@ -1,0 +1,239 @@
+"""Runs as commands see them: controllers are processes of their own, killed and started again."""
+
+import contextlib
+import json
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from click.testing import CliRunner
+from sqlalchemy import select
+
+from launcher.cli.down import down
+from launcher.cli.events import events
+from launcher.cli.logs import logs
+from launcher.cli.ls import ls
+from launcher.cli.resume import resume
+from launcher.cli.status import status
+from launcher.cluster import runs
+from launcher.cluster.controller import run_controller
+from launcher.cluster.lease import LeaseHeld
+from launcher.cluster.local import node_folder
+from launcher.cluster.processes import is_alive, processes_of
+from launcher.cluster.runs import (
+    ControllerFailed,
+    NameTaken,
+    NothingToResume,
+    bring_down,
+    is_controlled,
+    request_stop,
+    resume_run,
+    run_view,
+    running_processes,
+    start_controller,
+    wait_released,
+)
+from launcher.ledger.models import ControllerLease, Node, ProgressRow, Run
+from launcher.ledger.store import writing
+from tests.launcher.cluster.stage import assert_consistent, ledger, made_run, wait_until
+
+CONTROLLED = (sys.executable, str(Path(__file__).parent / "controlled.py"))
+
+
+@pytest.fixture
+def sessions(home, monkeypatch):
+    monkeypatch.setattr(runs, "CONTROLLER", CONTROLLED)
+    monkeypatch.setenv("FAKE_SECONDS", "0.1")
+    sessions = ledger(home)
+    yield sessions
+    with sessions() as session:
+        leases = session.scalars(select(ControllerLease)).all()
+    for lease in leases:
+        if is_alive(lease.pid, float(lease.holder.partition("@")[2])):
+            os.kill(lease.pid, signal.SIGKILL)
+
+
+def invoke(command, sessions, *arguments):
+    return CliRunner().invoke(command, list(arguments), obj=sessions, standalone_mode=False)
+
+
+def kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: not is_alive(pid, None))
+
+
+def iterations(sessions, run: Run) -> int:
+    return run_view(sessions, run.name).iteration
+
+
+def test_kill_9_of_anything_at_any_moment_and_the_run_still_ends_well(sessions):
+    """Controllers, agents and workers die at moments that nobody chose; each time `resume` goes on."""
+    chance = random.Random(7)
+    run = made_run(sessions, spot=1, iterations=20, factor=3000.0)
+    pid = start_controller(sessions, run.name)
+    for _ in range(4):
+        time.sleep(chance.uniform(0.0, 0.5))
+        victims = running_processes(run)
+        if victims:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(chance.choice(victims), signal.SIGKILL)
+        if is_alive(pid, None):
+            kill(pid)
+        assert not is_controlled(sessions, run.name)
+        pid = resume_run(sessions, run.name)
+    wait_until(lambda: run_view(sessions, run.name).status in ("finished", "failed"), 30)
+    assert run_view(sessions, run.name).status == "finished"
+    assert wait_released(sessions, run.name, 5)
+    assert iterations(sessions, run) == 20
+    assert_consistent(sessions, run)
+
+
+def test_a_run_goes_on_without_its_controller(sessions):
+    run = made_run(sessions, spot=0, iterations=1000)
+    pid = start_controller(sessions, run.name)
+    wait_until(lambda: iterations(sessions, run) > 0)
+    kill(pid)
+    reached = iterations(sessions, run)
+    before = running_processes(run)
+    trained = node_folder(Path(run.folder), "demo-trainer-g0") / "progress" / "trainer.jsonl"
+    length = len(trained.read_text().splitlines())
+    wait_until(lambda: len(trained.read_text().splitlines()) > length + 6)
+    assert "no controller" in invoke(status, sessions, run.name).output
+    resume_run(sessions, run.name)
+    wait_until(lambda: iterations(sessions, run) > reached + 1)
+    assert running_processes(run) == before  # the same node, not another one
+    assert bring_down(sessions, run.name, 20) == []
+
+
+def test_a_stopped_run_resumes_from_its_checkpoint(sessions):
+    run = made_run(sessions, spot=1, iterations=1000)
+    start_controller(sessions, run.name)
+    wait_until(lambda: iterations(sessions, run) >= 2)
+    result = invoke(down, sessions, run.name, "--json")
+    assert json.loads(result.output) == {"run": "demo", "left": []}
+    assert result.return_value == 0
+    assert run_view(sessions, run.name).status == "stopped"
+    reached = iterations(sessions, run)
+    wait_until(lambda: not is_controlled(sessions, run.name))
+    assert json.loads(invoke(resume, sessions, run.name, "--json").output)["run"] == "demo"
+    wait_until(lambda: iterations(sessions, run) > reached)
+    with sessions() as session:
+        starts = session.scalars(select(ProgressRow).where(ProgressRow.kind == "engine_started")).all()
+    assert [start.lineage for start in starts] == [0, 1]
+    assert starts[1].event["iteration"] == reached
+    assert bring_down(sessions, run.name, 20) == []
+    assert_consistent(sessions, run)
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["dead", "frozen"])
+def test_down_needs_no_living_controller(sessions, frozen):
+    run = made_run(sessions, spot=1, iterations=1000)
+    pid = start_controller(sessions, run.name)
+    wait_until(lambda: iterations(sessions, run) > 0)
+    if frozen:
+        os.kill(pid, signal.SIGSTOP)
+        with writing(sessions) as session:  # its lease runs out
+            lease = session.get(ControllerLease, run.id)
+            assert lease is not None
+            lease.expires_wall_ms = 0
+    else:
+        kill(pid)
+    assert bring_down(sessions, run.name, 20) == []
+    assert_consistent(sessions, run)
+    if frozen:
+        os.kill(pid, signal.SIGCONT)
+        psutil.Process(pid).wait(10)  # it finds its lease gone, and leaves
+        assert_consistent(sessions, run)
+
+
+def test_a_second_controller_is_refused_and_down_names_what_it_could_not_end(sessions):
+    run = made_run(sessions, spot=0, iterations=1000)
+    pid = start_controller(sessions, run.name)
+    wait_until(lambda: iterations(sessions, run) > 0)
+    with pytest.raises(LeaseHeld, match=f"process {pid}"):
+        run_controller(sessions, run.name)
+    with pytest.raises(NothingToResume, match=f"process {pid}"):
+        resume_run(sessions, run.name)
+    result = invoke(down, sessions, run.name, "--timeout", "0")
+    assert result.return_value == 10
+    assert "demo-trainer-g0" in result.output
+    assert wait_released(sessions, run.name, 20)
+
+
+def test_the_real_controller_process_stops_a_run_that_cannot_be_paid_for(sessions, monkeypatch):
+    monkeypatch.setattr(runs, "CONTROLLER", (sys.executable, "-m", "launcher.cli.main", "controller"))
+    run = made_run(sessions, max_total=10)
+    start_controller(sessions, run.name)
+    wait_until(lambda: run_view(sessions, run.name).status == "stopped")
+    assert run_view(sessions, run.name).reason == "budget"
+    assert "at most $" in (Path(run.folder) / "controller.log").read_text()
+
+
+def test_a_controller_that_does_not_start_says_why(sessions, monkeypatch):
+    monkeypatch.setattr(runs, "CONTROLLER", (sys.executable, "-c", "raise SystemExit('no such library')"))
+    run = made_run(sessions)
+    with pytest.raises(ControllerFailed, match="no such library"):
+        start_controller(sessions, run.name)
+
+
+def test_a_finished_run_is_not_resumed_and_its_name_is_taken(sessions):
+    run = made_run(sessions, spot=0, iterations=1)
+    start_controller(sessions, run.name)
+    wait_until(lambda: run_view(sessions, run.name).status == "finished")
+    wait_until(lambda: not is_controlled(sessions, run.name))
+    with pytest.raises(NothingToResume, match="is finished"):
+        resume_run(sessions, run.name)
+    request_stop(sessions, run.name)
+    assert run_view(sessions, run.name).status == "finished"
+    with pytest.raises(NameTaken, match="choose another name"):
+        made_run(sessions)
+
+
+def test_commands_show_a_run_and_its_lost_nodes(sessions):
+    assert "No runs yet" in invoke(ls, sessions).output
+    run = made_run(sessions, spot=1, iterations=1000)
+    start_controller(sessions, run.name)
+    wait_until(lambda: {node.status for node in run_view(sessions, run.name).nodes} == {"ready"})
+    for pid in processes_of(node_folder(Path(run.folder), "demo-spot-0-g0")):
+        os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: any(node.name == "demo-spot-0-g1" for node in run_view(sessions, run.name).nodes))
+    wait_until(lambda: run_view(sessions, run.name).eta_seconds is not None)
+    [listed] = json.loads(invoke(ls, sessions, "--json").output)
+    assert (listed["name"], listed["status"], listed["controlled"]) == ("demo", "running", True)
+    assert "demo" in invoke(ls, sessions).output
+    shown = invoke(status, sessions, run.name).output
+    assert "demo-spot-0-g1" in shown
+    assert json.loads(invoke(status, sessions, run.name, "--json").output)["micro_usd_per_hour"] > 0
+    assert bring_down(sessions, run.name, 20) == []
+    told = [json.loads(line) for line in invoke(events, sessions, run.name, "--json", "--follow").output.splitlines()]
+    assert ("demo-spot-0-g0", "gone") in [(line["source"], line["kind"]) for line in told]
+    assert (told[0]["source"], told[0]["kind"]) == ("run", "planned")
+    (node_folder(Path(run.folder), "demo-spot-0-g0") / "logs" / "worker.log").write_text("last words\n")
+    text = invoke(logs, sessions, run.name, "--node", "spot-0", "--follow").output
+    assert "==> demo-spot-0-g0/worker.log <==\nlast words" in text
+    assert "controller.log" in invoke(logs, sessions, run.name, "--json").output
+    with pytest.raises(LookupError, match="demo-trainer-g0"):
+        runs.node_logs(sessions, run.name, "spot-9")
+
+
+def test_every_command_has_an_example_and_a_run_it_does_not_know_is_named(sessions):
+    for command in (ls, status, events, logs, down, resume):
+        assert "Example:" in invoke(command, sessions, "--help").output
+    result = invoke(status, sessions, "nobody")
+    assert isinstance(result.exception, LookupError)
+
+
+def test_an_intent_is_shown_before_the_cloud_was_asked(sessions):
+    run = made_run(sessions, spot=0)
+    plain = {"slot": "trainer", "role": "trainer", "market": "on_demand", "cloud": "aws", "region": "r", "zone": "z"}
+    more = {"instance_type": "i", "accelerator": "L4", "price_source": "s", "price_observed_at": "d"}
+    numbers = {"generation": 0, "gpus": 1, "micro_usd_per_hour": 5, "on_demand_micro_usd_per_hour": 5}
+    with writing(sessions) as session:
+        session.add(Node(run_id=run.id, name="n", requested_ms=1, reserved_micro_usd=0, **plain, **more, **numbers))
+    [node] = run_view(sessions, run.name).nodes
+    assert (node.status, run_view(sessions, run.name).micro_usd_per_hour) == ("asked", 5)

@@ -1,0 +1,251 @@
+"""The ledger's door."""
+
+import multiprocessing
+import sqlite3
+import stat
+from pathlib import Path
+
+import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.config import Config
+from alembic.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from sqlalchemy.exc import IntegrityError
+
+from engine.events import EngineStarted, Evaluated, IterationDone, NodeSeen, Progress
+from launcher.ledger.models import Base, Node, Run
+from launcher.ledger.store import (
+    REVISION,
+    append_progress,
+    append_status,
+    current_status,
+    find_run,
+    open_ledger,
+    progress_of,
+    writing,
+)
+
+
+@pytest.fixture
+def sessions(tmp_path):
+    return open_ledger(tmp_path / "state" / "ledger.sqlite")
+
+
+def add_run(sessions, name="demo") -> Run:
+    run = Run(
+        name=name,
+        created_ms=0,
+        job_yaml="",
+        job={},
+        plan={},
+        job_digest="",
+        code_version="",
+        lock_digest="",
+        seed=0,
+        infra="local",
+        money_basis="assumed",
+        clock_origin_ms=0,
+        clock_factor=1.0,
+        folder="",
+        coordinator_port=1,
+        token="",
+    )
+    with writing(sessions) as session:
+        session.add(run)
+    return run
+
+
+def line(event, seq=0, lineage=0) -> Progress:
+    return Progress(run="demo", source="trainer", lineage=lineage, seq=seq, at_ms=lineage * 1000 + seq, event=event)
+
+
+def started(iteration) -> EngineStarted:
+    return EngineStarted(iteration=iteration, config_digest="", devices="cpu", versions={})
+
+
+def done(iteration, reward=0.0) -> IterationDone:
+    return IterationDone(
+        iteration=iteration,
+        reward_mean=reward,
+        reward_std=0.0,
+        group_std_mean=0.0,
+        explored=0,
+        manifest_digest="",
+        phase_ms={},
+        wall_seconds=1.0,
+        health={},
+    )
+
+
+def evaluated(iteration, score=0.0) -> Evaluated:
+    return Evaluated(iteration=iteration, metrics={"exact_match": score}, prompts=8)
+
+
+def test_a_new_ledger_is_private_waits_for_other_writers_and_keeps_its_references(sessions, tmp_path):
+    path = tmp_path / "state" / "ledger.sqlite"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    with sessions() as session:
+        ask = session.connection().exec_driver_sql
+        assert ask("PRAGMA journal_mode").scalar() == "wal"
+        assert ask("PRAGMA foreign_keys").scalar() == 1
+        assert ask("PRAGMA busy_timeout").scalar() == 10_000
+    with sessions() as session:
+        append_status(session, Run(id=999), "planned", "", 0)
+        with pytest.raises(IntegrityError):
+            session.commit()
+
+
+def test_migrations_make_exactly_the_tables_of_the_models(sessions):
+    with sessions() as session:
+        context = MigrationContext.configure(session.connection())
+        assert compare_metadata(context, Base.metadata) == []
+
+
+def test_the_newest_migration_is_the_one_that_opening_looks_for():
+    config = Config()
+    config.set_main_option("script_location", "launcher.ledger:migrations")
+    assert ScriptDirectory.from_config(config).get_current_head() == REVISION
+
+
+def test_every_migration_can_be_undone(sessions, tmp_path):
+    from alembic import command
+
+    config = Config()
+    config.set_main_option("script_location", "launcher.ledger:migrations")
+    with sessions() as session:
+        config.attributes["connection"] = session.connection()
+        command.downgrade(config, "base")
+        session.commit()
+    open_ledger(tmp_path / "state" / "ledger.sqlite")
+    with sessions() as session:
+        assert current_status(session, Run(id=1)) is None
+
+
+def open_and_write(path: Path, number: int) -> None:
+    sessions = open_ledger(path)
+    for count in range(20):
+        add_run(sessions, f"run-{number}-{count}")
+
+
+def test_processes_may_open_a_new_ledger_at_the_same_moment(tmp_path):
+    path = tmp_path / "ledger.sqlite"
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=open_and_write, args=(path, number)) for number in range(4)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(30)
+    assert [process.exitcode for process in processes] == [0] * 4
+    assert sqlite3.connect(path).execute("SELECT count(*) FROM run").fetchone() == (80,)
+
+
+def test_a_missing_run_names_the_nearest_ones(sessions):
+    with sessions() as session, pytest.raises(LookupError, match="the ledger is empty"):
+        find_run(session, "demo")
+    add_run(sessions, "digits-ocr")
+    add_run(sessions, "other")
+    with sessions() as session, pytest.raises(LookupError, match="did you mean digits-ocr"):
+        find_run(session, "digts")
+
+
+def test_the_newest_status_counts(sessions):
+    run = add_run(sessions)
+    with writing(sessions) as session:
+        append_status(session, run, "planned", "", 1)
+        append_status(session, run, "running", "", 1)
+    with sessions() as session:
+        status = current_status(session, run)
+        assert status is not None
+        assert status.status == "running"
+
+
+def test_a_progress_line_is_kept_once_however_often_it_is_read(sessions):
+    run = add_run(sessions)
+    lines = [line(started(0)), line(done(0), seq=1)]
+    with writing(sessions) as session:
+        assert append_progress(session, run, lines) == 2
+        assert append_progress(session, run, [*lines, *lines]) == 0
+        assert append_progress(session, run, [line(done(1), seq=2)]) == 1
+    with sessions() as session:
+        assert [row.event["iteration"] for row in progress_of(session, run, "iteration_done")] == [0, 1]
+
+
+def test_a_newer_lineage_replaces_what_it_does_again(sessions):
+    run = add_run(sessions)
+    old = [started(0), done(0, 0.1), done(1, 0.2), done(2, 0.3)]
+    new = [started(1), done(1, 0.9)]
+    with writing(sessions) as session:
+        append_progress(session, run, [line(event, seq) for seq, event in enumerate(old)])
+        append_progress(session, run, [line(event, seq, lineage=1) for seq, event in enumerate(new)])
+    with sessions() as session:
+        kept = [
+            (row.event["iteration"], row.event["reward_mean"]) for row in progress_of(session, run, IterationDone.KIND)
+        ]
+        assert kept == [(0, 0.1), (1, 0.9)]  # iteration 2 was lost, and is not done again yet
+
+
+def test_an_evaluation_of_the_checkpoint_that_a_run_went_back_to_stays(sessions):
+    run = add_run(sessions)
+    old = [started(0), evaluated(0, 0.1), evaluated(3, 0.3), evaluated(6, 0.6)]
+    with writing(sessions) as session:
+        append_progress(session, run, [line(event, seq) for seq, event in enumerate(old)])
+        append_progress(session, run, [line(started(3), lineage=1)])
+    with sessions() as session:
+        assert [row.event["iteration"] for row in progress_of(session, run, Evaluated.KIND)] == [0, 3]
+
+
+def test_late_news_of_an_old_lineage_changes_nothing(sessions):
+    run = add_run(sessions)
+    with writing(sessions) as session:
+        append_progress(session, run, [line(started(1), lineage=1), line(done(1, 0.9), 1, lineage=1)])
+        append_progress(session, run, [line(done(1, 0.2), 7)])
+    with sessions() as session:
+        assert [row.event["reward_mean"] for row in progress_of(session, run, IterationDone.KIND)] == [0.9]
+
+
+def test_events_without_an_iteration_are_all_kept(sessions):
+    run = add_run(sessions)
+    seen = [NodeSeen(node="a", worker="0"), NodeSeen(node="a", worker="1")]
+    with writing(sessions) as session:
+        append_progress(session, run, [line(event, seq) for seq, event in enumerate(seen)])
+    with sessions() as session:
+        assert len(progress_of(session, run, NodeSeen.KIND)) == 2
+
+
+def test_writers_wait_for_one_another_from_their_first_read(sessions):
+    """What a writing transaction reads stays true until it ends."""
+    run = add_run(sessions)
+    with writing(sessions) as session:
+        assert current_status(session, run) is None
+        other = sessions()
+        other.connection().exec_driver_sql("PRAGMA busy_timeout=1")
+        append_status(other, run, "stopping", "", 0)
+        with pytest.raises(Exception, match="locked"):
+            other.commit()
+        other.close()
+        append_status(session, run, "running", "", 0)
+
+
+def test_a_price_below_zero_is_refused(sessions):
+    run = add_run(sessions)
+    words = ("slot", "role", "market", "cloud", "region", "zone", "instance_type", "accelerator")
+    facts = dict.fromkeys(words, "")
+    numbers = {
+        "generation": 0,
+        "gpus": 1,
+        "on_demand_micro_usd_per_hour": 1,
+        "requested_ms": 0,
+        "reserved_micro_usd": 0,
+    }
+    with pytest.raises(IntegrityError), writing(sessions) as session:
+        session.add(
+            Node(
+                run_id=run.id,
+                name="n",
+                micro_usd_per_hour=-1,
+                price_source="",
+                price_observed_at="",
+                **facts,
+                **numbers,
+            )
+        )

@@ -1,0 +1,396 @@
+"""The command line: how commands are found, what they print, how they end. Runs are made up; nothing is started."""
+
+import json
+import signal
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from launcher.cli import launch as launch_module
+from launcher.cli.live import panel, plain_line, sparkline
+from launcher.cli.main import CommandFolder, cli, run, summaries
+from launcher.cluster.runs import NodeView, RunView
+from launcher.exit_codes import ExitCode
+from launcher.job import load_job
+from launcher.ledger.store import open_ledger
+
+
+def node(name: str = "quickstart-spot-0-g1", status: str = "ready") -> NodeView:
+    return NodeView(
+        name=name,
+        slot="spot-0",
+        role="rollout",
+        market="spot",
+        zone="use2-az3",
+        status=status,
+        age_ms=65_000,
+        micro_usd_per_hour=464_300,
+    )
+
+
+VIEW = RunView(
+    name="quickstart",
+    status="running",
+    reason="",
+    iteration=3,
+    iterations=45,
+    reward=0.51,
+    score=0.7,
+    best_score=0.72,
+    metric="exact_match",
+    target=0.78,
+    spent_micro_usd=1_200_000,
+    max_total_micro_usd=10_000_000,
+    micro_usd_per_hour=464_300,
+    nodes=(node(),),
+    last_event="trainer: iteration_done",
+    eta_seconds=40.0,
+    elapsed_ms=3_900_000,
+    wall_seconds=65.0,
+    clock_factor=60.0,
+    controlled=True,
+)
+DONE = replace(VIEW, status="finished", reason="target", nodes=(node(status="released"),), eta_seconds=None)
+
+
+# --- finding commands --------------------------------------------------------------------------------
+
+
+def commands() -> list[tuple[str, click.Command]]:
+    """Every command and subcommand, by the words that call it."""
+    found: list[tuple[str, click.Command]] = [("", cli)]
+    context = click.Context(cli)
+    for name in summaries():
+        command = cli.get_command(context, name)
+        found.append((name, command))
+        if isinstance(command, click.Group):
+            found += [(f"{name} {inner}", each) for inner, each in command.commands.items()]
+    return found
+
+
+@pytest.mark.parametrize(("words", "command"), commands(), ids=lambda value: value if isinstance(value, str) else "")
+def test_every_help_has_an_example_and_leaves_no_trace(words, command, tmp_path, monkeypatch):
+    monkeypatch.setenv("SPOTRL_HOME", str(tmp_path / "home"))
+    result = CliRunner().invoke(cli, [*words.split(), "--help"])
+    assert result.exit_code == 0
+    assert "Example:" in result.output
+    assert f"spotrl {words}".strip() in result.output.split("Example:")[1]
+    assert not (tmp_path / "home").exists()
+
+
+def test_the_list_of_commands_matches_their_own_help():
+    context = click.Context(cli)
+    assert isinstance(cli, CommandFolder)
+    for name, summary in summaries().items():
+        command = cli.get_command(context, name)
+        assert command.help.startswith(summary)
+        assert summary.endswith("."), f"{name}: the first line of a command's help is a whole sentence"
+
+
+def test_a_misspelt_command_names_the_nearest(capsys):
+    assert run(["lanch", "x.yaml"]) == ExitCode.USAGE
+    assert "did you mean launch?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "words"),
+    [
+        ("iteratons: 3", ExitCode.INVALID_JOB, "job.yaml, line 1: iteratons is not a key"),
+        ("budget: {max_total: -3}", ExitCode.INVALID_JOB, "use more than $0"),
+        ("budget: {max_hourly: $1}", ExitCode.REFUSED_BY_BUDGET, "more than budget.max_hourly $1.00/h"),
+        ("resources: {trainer: {accelerators: H10}}", ExitCode.INVALID_JOB, "the price catalog does not have"),
+        ("secrets: [SPOTRL_TEST_UNSET]", ExitCode.INVALID_JOB, "line 1: secrets names SPOTRL_TEST_UNSET"),
+    ],
+)
+def test_a_job_that_cannot_run_ends_with_its_code_before_anything_starts(
+    text, code, words, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setenv("SPOTRL_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("SPOTRL_CONFIG", str(tmp_path / "none.yaml"))
+    (tmp_path / "job.yaml").write_text(text)
+    assert run(["launch", str(tmp_path / "job.yaml"), "-y"]) == code
+    captured = capsys.readouterr()
+    assert words in captured.err
+    assert "Traceback" not in captured.err
+
+
+def test_init_writes_a_job_that_loads_and_replaces_nothing(tmp_path):
+    path = tmp_path / "mine.yaml"
+    assert CliRunner().invoke(cli, ["init", str(path)]).exit_code == 0
+    assert load_job(path).job.infra == "local"
+    path.write_text("precious")
+    assert CliRunner().invoke(cli, ["init", str(path)]).exit_code == 1
+    assert path.read_text() == "precious"
+
+
+def test_config_shows_where_each_value_comes_from(tmp_path, monkeypatch):
+    monkeypatch.setenv("SPOTRL_CONFIG", str(tmp_path / "user.yaml"))
+    monkeypatch.setenv("SPOTRL_SEED", "7")
+    (tmp_path / "user.yaml").write_text("iterations: 9\n")
+    (tmp_path / "job.yaml").write_text("clock_factor: 30\n")
+    result = CliRunner().invoke(cli, ["config", "show", str(tmp_path / "job.yaml"), "--json"])
+    fields = json.loads(result.output)["fields"]
+    assert fields["seed"] == {"value": 7, "origin": "SPOTRL_SEED"}
+    assert fields["iterations"] == {"value": 9, "origin": "user.yaml, line 1"}
+    assert fields["clock_factor"] == {"value": 30.0, "origin": "job.yaml, line 1"}
+    assert fields["sampler.steps"] == {"value": 8, "origin": "default"}
+    without = CliRunner().invoke(cli, ["config", "show", "--origin"])
+    assert "seed: 7" in without.output
+
+
+# --- following a run ---------------------------------------------------------------------------------
+
+
+@dataclass
+class FakeRuns:
+    """Runs as `launch` sees them: a script of views. An exception in it is what interrupts the looking."""
+
+    script: list
+    left_after: list[str] = field(default_factory=list)
+    stops: list[str] = field(default_factory=list)
+    started: list[str] = field(default_factory=list)
+
+    def create_run(self, sessions, checked, plan, name):
+        return name
+
+    def start_controller(self, sessions, name):
+        self.started.append(name)
+
+    def run_view(self, sessions, name):
+        now = self.script[0]
+        if len(self.script) > 1:
+            self.script.pop(0)
+        if isinstance(now, BaseException):
+            raise now
+        return now() if callable(now) else now
+
+    def request_stop(self, sessions, name, reason):
+        self.stops.append(reason)
+        self.script[:] = [replace(DONE, status="stopped", reason=reason)]
+
+    def bring_down(self, sessions, name, timeout_s):
+        return self.left_after
+
+    def wait_released(self, sessions, name, timeout_s):
+        return not self.left_after
+
+    def still_running(self, sessions, name):
+        last = self.script[-1]
+        return self.left_after or (
+            [] if last.status == "finished" or self.stops else [each.name for each in last.nodes]
+        )
+
+
+@dataclass
+class Ended:
+    """How a command ended, with stdout and stderr apart (click 8.1's runner mixes them)."""
+
+    return_value: int | None
+    exception: Exception | None
+    stdout: str
+    stderr: str
+
+    @property
+    def output(self) -> str:
+        return self.stdout + self.stderr
+
+
+@pytest.fixture
+def launch(tmp_path, monkeypatch, capsys):
+    """Calls `spotrl launch` on a job that checks out, with made-up runs behind it."""
+    monkeypatch.setenv("SPOTRL_CONFIG", str(tmp_path / "none.yaml"))
+    monkeypatch.setattr(launch_module, "preflight", lambda checked, folder: {})
+    monkeypatch.setattr(launch_module, "LOOK_SECONDS", 0)
+    job = tmp_path / "job.yaml"
+    job.write_text("name: quickstart\nbudget: {max_total: $10}\n")
+    sessions = open_ledger(tmp_path / "ledger.sqlite")
+
+    def launch(runs: FakeRuns, *arguments: str):
+        for name in ("create_run", "start_controller", "run_view", "request_stop", "bring_down", "wait_released"):
+            monkeypatch.setattr(launch_module, name, getattr(runs, name))
+        monkeypatch.setattr(launch_module, "still_running", runs.still_running)
+        value = error = None
+        try:
+            value = cli.main(["launch", str(job), *arguments], obj=sessions, standalone_mode=False)
+        except Exception as caught:
+            error = caught
+        captured = capsys.readouterr()
+        return Ended(return_value=value, exception=error, stdout=captured.out, stderr=captured.err)
+
+    return launch
+
+
+def test_launch_shows_the_plan_follows_and_says_how_it_ended(launch):
+    runs = FakeRuns([VIEW, VIEW, replace(VIEW, iteration=4), DONE])
+    result = launch(runs, "-y")
+    assert result.return_value == ExitCode.OK
+    assert "priced as aws gr6.4xlarge in us-east-2, nothing was bought" in result.output
+    assert result.output.count("iteration 3/45") == 2, "a line for news: the third iteration, and the end"
+    assert "iteration 4/45" in result.output
+    assert "Nothing of it runs any more. See it: spotrl report quickstart" in result.output
+    assert runs.started == ["quickstart"]
+
+
+@pytest.mark.parametrize(
+    ("status", "reason", "code"),
+    [
+        ("finished", "target", ExitCode.OK),
+        ("finished", "iterations", ExitCode.OK),
+        ("stopped", "budget", ExitCode.STOPPED_BY_BUDGET),
+        ("stopped", "deadline", ExitCode.DEADLINE_MISSED),
+        ("stopped", "asked for by a person", ExitCode.FAILURE),
+        ("failed", "no trainer can be had: quota", ExitCode.FAILURE),
+    ],
+)
+def test_a_script_can_tell_how_a_run_ended(launch, status, reason, code):
+    assert launch(FakeRuns([replace(DONE, status=status, reason=reason)], stops=["x"]), "-y").return_value == code
+
+
+def test_what_is_left_after_the_end_may_cost_money_and_is_named(launch):
+    result = launch(FakeRuns([DONE], left_after=["process 17"]), "-y")
+    assert result.return_value == ExitCode.TEARDOWN_INCOMPLETE
+    assert "Still running: process 17" in result.output
+    assert "spotrl down quickstart" in result.output
+
+
+def test_json_is_one_object_on_stdout_and_the_rest_goes_to_stderr(launch):
+    result = launch(FakeRuns([VIEW, DONE]), "-y", "--json")
+    answer = json.loads(result.stdout)
+    assert (answer["name"], answer["status"], answer["started"], answer["exit_code"]) == (
+        "quickstart",
+        "finished",
+        True,
+        0,
+    )
+    assert "priced as" in result.stderr
+
+
+def test_a_dry_run_starts_nothing(launch):
+    runs = FakeRuns([VIEW])
+    result = launch(runs, "--dry-run", "--json")
+    assert json.loads(result.stdout)["started"] is False
+    assert runs.started == []
+
+
+def test_without_a_terminal_nothing_starts_unasked(launch):
+    runs = FakeRuns([VIEW])
+    result = launch(runs)
+    assert isinstance(result.exception, click.UsageError)
+    assert "-y" in str(result.exception)
+    assert runs.started == []
+
+
+def test_detach_names_what_runs_and_how_to_stop_it(launch):
+    result = launch(FakeRuns([VIEW]), "-y", "--detach")
+    assert result.return_value == ExitCode.OK
+    assert "Still running: quickstart-spot-0-g1" in result.output
+    assert "Stop it: spotrl down quickstart" in result.output
+
+
+@pytest.mark.parametrize(
+    ("on_exit", "stops", "code"),
+    [
+        ("ask", ["stopped by Ctrl-C"], ExitCode.INTERRUPTED),
+        ("down", ["stopped by Ctrl-C"], ExitCode.INTERRUPTED),
+        ("keep", [], ExitCode.OK),
+    ],
+)
+def test_ctrl_c_stops_the_run_unless_told_to_keep_it(launch, on_exit, stops, code):
+    runs = FakeRuns([VIEW, KeyboardInterrupt(), VIEW])
+    result = launch(runs, "-y", "--on-exit", on_exit)
+    assert result.return_value == code
+    assert runs.stops == stops
+    assert ("Still running" in result.output) == (on_exit == "keep")
+
+
+@pytest.mark.parametrize(("answer", "stops"), [("keep", []), ("stop", ["stopped by Ctrl-C"])])
+def test_at_a_terminal_ctrl_c_asks(launch, monkeypatch, answer, stops):
+    monkeypatch.setattr(launch_module, "can_ask", lambda: True)
+    monkeypatch.setattr(click, "prompt", lambda *args, **options: answer)
+    runs = FakeRuns([VIEW, KeyboardInterrupt(), VIEW])
+    launch(runs, "-y")
+    assert runs.stops == stops
+
+
+def test_a_stop_that_leaves_something_behind_says_so(launch):
+    runs = FakeRuns([VIEW, KeyboardInterrupt(), VIEW], left_after=["quickstart-trainer-g1"])
+    result = launch(runs, "-y")
+    assert result.return_value == ExitCode.TEARDOWN_INCOMPLETE
+    assert "Still running: quickstart-trainer-g1" in result.output
+
+
+def test_a_lost_terminal_only_stops_the_following(launch, monkeypatch):
+    monkeypatch.setattr(launch_module.os, "dup2", lambda *streams: None)
+    runs = FakeRuns([VIEW, lambda: signal.raise_signal(signal.SIGHUP), VIEW])
+    assert launch(runs, "-y", "--on-exit", "down").return_value == ExitCode.OK
+    assert runs.stops == []
+
+
+def test_being_terminated_stops_the_run(launch):
+    runs = FakeRuns([VIEW, lambda: signal.raise_signal(signal.SIGTERM), VIEW])
+    assert launch(runs, "-y").return_value == ExitCode.INTERRUPTED
+    assert runs.stops == ["launch was terminated"]
+
+
+def test_an_error_while_following_names_what_still_runs(launch):
+    runs = FakeRuns([VIEW, OSError("the disk is gone"), VIEW])
+    result = launch(runs, "-y", "--on-exit", "down")
+    assert isinstance(result.exception, OSError)
+    assert runs.stops == ["launch failed"]
+    assert "spotrl report quickstart" in result.output
+
+
+def test_a_controller_that_died_is_started_again(launch, monkeypatch):
+    monkeypatch.setattr(launch_module, "ALONE_SECONDS", -1)
+    alone = replace(VIEW, controlled=False)
+    runs = FakeRuns([alone, alone, DONE])
+    assert launch(runs, "-y").return_value == ExitCode.OK
+    assert len(runs.started) >= 2
+
+
+def test_detach_takes_nothing_that_needs_following(launch):
+    result = launch(FakeRuns([VIEW]), "-y", "--detach", "--on-exit", "down")
+    assert isinstance(result.exception, click.UsageError)
+
+
+# --- what it looks like ------------------------------------------------------------------------------
+
+
+def test_a_plain_line_says_what_a_person_asks_first():
+    line = plain_line(VIEW)
+    for words in ("iteration 3/45", "reward 0.510", "$1.20 of at most $10.00", "$0.46/h", "1 nodes", "about 40s left"):
+        assert words in line
+
+
+def test_a_sparkline_goes_from_lowest_to_highest():
+    assert sparkline([0.0, 0.5, 1.0]) == "▁▅█"
+    assert sparkline([0.3, 0.3]) == "▁▁"
+    assert sparkline([]) == ""
+
+
+@pytest.mark.parametrize("no_color", [True, False])
+def test_the_panel_honours_no_color(monkeypatch, no_color):
+    from rich.console import Console
+
+    if no_color:
+        monkeypatch.setenv("NO_COLOR", "1")
+    else:
+        monkeypatch.delenv("NO_COLOR", raising=False)
+    console = Console(force_terminal=True, width=110, color_system="truecolor", legacy_windows=False)
+    with console.capture() as capture:
+        console.print(panel(VIEW, [0.2, 0.5], "local: priced as X, nothing was bought"))
+    text = capture.get()
+    assert "nothing was bought" in text
+    assert "use2-az3" in text
+    assert ("\x1b[32m" in text) == (not no_color)
+
+
+def test_result_and_report_are_written_whatever_happened(launch, tmp_path, monkeypatch):
+    written: list[tuple[str, dict[str, Path | None]]] = []
+    monkeypatch.setattr(launch_module, "_write_files", lambda sessions, name, **files: written.append((name, files)))
+    result_file = tmp_path / "out" / "result.json"
+    launch(FakeRuns([replace(DONE, status="failed", reason="x")], stops=["x"]), "-y", "--result", str(result_file))
+    assert written == [("quickstart", {"result": result_file, "html": None})]

@@ -1,0 +1,220 @@
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+
+from engine.config import CandidateBudget, EngineConfig, SecondsBudget
+from launcher.job import Job, JobError, load_job
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(text: str) -> Path:
+        path = tmp_path / "job.yaml"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def test_the_quickstart_is_what_the_readme_says(tmp_path):
+    job = load_job(Path(str(files("sky_yamls") / "quickstart.yaml"))).job
+    assert (job.name, job.infra, job.iterations, job.clock_factor) == ("quickstart", "local", 45, 60)
+    assert (job.algorithm.prompts_per_batch, job.algorithm.images_per_prompt) == (12, 4)
+    assert (job.sampler.name, job.sampler.steps, job.sampler.noise_level) == ("flow-sde", 8, 0.7)
+    assert job.exploration.budget == CandidateBudget(candidates=144)
+    assert (job.target.metric, job.target.value, job.target.evaluations) == ("exact_match", 0.78, 3)
+    assert (job.evaluation.prompts, job.evaluation.every) == (512, 3)
+    assert (job.resources.trainer.use_spot, job.resources.rollout.use_spot) == (False, True)
+    assert (job.resources.rollout.accelerator, job.resources.rollout.gpus, job.resources.rollout.num_nodes) == (
+        "L4",
+        1,
+        2,
+    )
+    assert job.budget.max_total == job.budget.max_hourly == 10_000_000
+    assert (job.reclaims.trace, job.reclaims.notice) == ("bamboo-p3", 120_000)
+
+
+def test_the_template_is_a_job():
+    assert load_job(Path(str(files("sky_yamls") / "template.yaml"))).job.name == "my-job"
+
+
+def test_the_engine_gets_its_half(write):
+    job = load_job(write("iterations: 7\nreward: ocr\n")).job
+    assert job.engine() == EngineConfig(iterations=7)
+
+
+def test_a_job_survives_the_ledger(write):
+    job = load_job(
+        write("budget: {max_total: $12.345678, deadline: 12h30m}\nsecrets: [A]\nreclaims: {notice: 90s}\n")
+    ).job
+    assert Job.model_validate(job.model_dump(mode="json")) == job
+    assert job.model_dump(mode="json")["budget"]["max_total"] == "$12.345678"
+
+
+def test_equal_meaning_has_an_equal_digest(write):
+    short = load_job(write("reward: ocr\nname: a\n")).digest
+    long = load_job(write("# a comment\nname: a\nreward:\n  name: ocr\n")).digest
+    assert short == long != load_job(write("name: a\nseed: 1\n")).digest
+
+
+def test_a_job_is_named_by_its_file(tmp_path):
+    path = tmp_path / "My job_2.yaml"
+    path.write_text("")
+    assert load_job(path).job.name == "my-job-2"
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "field", "words"),
+    [
+        # unknown keys
+        ("seed: 1\niteratons: 3", 2, "iteratons", "did you mean iterations?"),
+        ("budget:\n  max_total: $4\n  max_hourl: $3", 3, "budget.max_hourl", "did you mean max_hourly?"),
+        ("learning_rate: 3", 1, "learning_rate", "did you mean algorithm.learning_rate?"),
+        ("exploration: {budget: {candidatess: 1}}", 1, "exploration.budget.candidatess", "did you mean candidates?"),
+        ("zzz: 3", 1, "zzz", "known here"),
+        # types
+        ("iterations: true", 1, "iterations", "iterations is true; use a whole number"),
+        ("iterations: '12'", 1, "iterations", "use a whole number"),
+        ("iterations: 1.5", 1, "iterations", "use a whole number"),
+        ("iterations:", 1, "iterations", "is empty"),
+        ("budget: 5", 1, "budget", "use a section"),
+        ("name: 5", 1, "name", "use a word"),
+        ("resources:\n  rollout:\n    num_nodes: [2]", 3, "resources.rollout.num_nodes", "is a list"),
+        # values
+        ("budget:\n  max_total: -$5", 2, "budget.max_total", "use more than"),
+        ("budget:\n  max_total: -5", 2, "budget.max_total", "use more than"),
+        ("budget: {max_total: 0}", 1, "budget.max_total", "in a shell, quote it"),
+        ("budget: {max_total: forty}", 1, "budget.max_total", "write it like"),
+        ("budget: {deadline: 90}", 1, "budget.deadline", "with units"),
+        ("exploration:\n  mode: off", 2, "", "exploration.mode: off"),
+        ("exploration: {mode: 'off'}", 1, "exploration.mode", "use 'none' or 'stale'"),
+        ("exploration: {budget: {candidates: 1, seconds: 3}}", 1, "exploration.budget", "keep one"),
+        ("exploration: {budget: {seconds: autp}}", 1, "exploration.budget.seconds", "use 'auto'"),
+        ("sampler: {name: flow}", 1, "sampler.name", "did you mean flow-sde?"),
+        ("algorithm:\n  images_per_prompt: 1", 2, "algorithm.images_per_prompt", "use 2 or more"),
+        ("algorithm: {updates_per_batch: 5}", 1, "algorithm.prompts_per_batch", "does not divide"),
+        ("name: A B", 1, "name", "use up to 40"),
+        ("infra: aws", 1, "infra", "use local"),
+        ("infra: gcp/us-east4", 1, "infra", "arrives with real clouds"),
+        ("clock_factor: 0", 1, "clock_factor", "use more than"),
+        ("resources: {trainer: {use_spot: true}}", 1, "resources.trainer.use_spot", "use false"),
+        ("resources: {trainer: {num_nodes: 2}}", 1, "resources.trainer.num_nodes", "use 1"),
+        ("resources: {rollout: {accelerators: 'L4:x'}}", 1, "resources.rollout.accelerators", "like L4:1"),
+        ("reward: ocrr", 1, "reward.name", "use ocr"),
+        ("reward: 'my reward:f'", 1, "reward.name", "package.module:function"),
+        ("model: qwen-image", 1, "model.name", "model.path is missing"),
+        # unreachable targets
+        ("target: {value: 1.5}", 1, "target.value", "use more than 0 and at most 1"),
+        ("target: {value: -1}", 1, "target.value", "use more than 0 and at most 1"),
+        ("target: {metric: exactmatch, value: 0.5}", 1, "target.metric", "has exact_match, similarity, reward"),
+        ("target: {value: 0.5, evaluations: 99}", 1, "target.evaluations", "make 14"),
+        ("target:\n  metric: exact_match", 1, "target.value", "is missing"),
+        # files
+        ("prompts: nofile.txt", 1, "prompts", "no such file"),
+        ("prompts: /prompts.txt", 1, "prompts", "in the folder of the job file"),
+        ("prompts: ../prompts.txt", 1, "prompts", "in the folder of the job file"),
+        ("model: {path: nowhere}", 1, "model.path", "no such folder"),
+        # the file itself
+        ("seed: 1\nseed: 2", 2, "", "stands here and on line 1"),
+        ("a: &a [1]\nb: *a", 1, "", "alias or anchor"),
+    ],
+)  # fmt: skip
+def test_a_bad_job_is_refused_with_its_line_and_a_remedy(write, text, line, field, words):
+    path = write(text + "\n")
+    with pytest.raises(JobError) as caught:
+        load_job(path)
+    error = caught.value
+    assert words in str(error)
+    assert (error.line, error.field, error.file) == (line, field, str(path))
+    assert error.exit_code == 3
+    assert error.remedy
+    assert "\n" not in str(error), "one message"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "secrets: [HF_TOKEN=hunter2]",
+        "secrets: {HF_TOKEN: hunter2}",
+        "secrets: hunter2",
+        "secrets: [hunter-2]",
+        "secrets: [[hunter2]]",
+    ],
+)
+def test_a_secret_that_was_written_down_is_not_repeated(write, text):
+    with pytest.raises(JobError) as caught:
+        load_job(write(text))
+    assert "hunter" not in str(caught.value)
+
+
+def test_a_missing_job_file_says_what_to_do(tmp_path):
+    with pytest.raises(JobError, match=r"nope.yaml: there is no such file; .*spotrl init"):
+        load_job(tmp_path / "nope.yaml")
+
+
+def test_prompts_of_the_users_own_are_found_beside_the_job(write, tmp_path):
+    (tmp_path / "mine.txt").write_text("a cat\na dog\n")
+    checked = load_job(write("prompts: mine.txt"))
+    assert (checked.workdir / checked.job.prompts).read_text().startswith("a cat")
+    (tmp_path / "mine.txt").write_text("\n\n")
+    with pytest.raises(JobError, match="has no prompts"):
+        load_job(write("prompts: mine.txt"))
+
+
+def test_flag_beats_environment_beats_file_beats_user_config_beats_default(write, tmp_path):
+    user = tmp_path / "config.yaml"
+    user.write_text("iterations: 4\nseed: 4\nclock_factor: 4\nbudget: {max_total: $4, max_hourly: $4}\n")
+    path = write("iterations: 3\nseed: 3\nclock_factor: 3\n")
+    environ = {"SPOTRL_ITERATIONS": "2", "SPOTRL_SEED": "2", "SPOTRL_HOME": "/nowhere", "PATH": "x"}
+    checked = load_job(path, {"iterations": 1}, environ=environ, user_config=user)
+    job, origins = checked.job, checked.origins
+    assert (job.iterations, job.seed, job.clock_factor, job.budget.max_total, job.name) == (1, 2, 3, 4_000_000, "job")
+    assert origins["iterations"] == "--iterations"
+    assert origins["seed"] == "SPOTRL_SEED"
+    assert origins["clock_factor"] == "job.yaml, line 3"
+    assert origins["budget.max_total"] == "config.yaml, line 4"
+    assert origins["sampler.steps"] == "default"
+
+
+def test_nested_fields_have_environment_variables(write):
+    checked = load_job(write("budget: {max_total: $40}"), environ={"SPOTRL_BUDGET__MAX_TOTAL": "12.5"})
+    assert checked.job.budget.max_total == 12_500_000
+
+
+@pytest.mark.parametrize(
+    ("overrides", "environ", "words"),
+    [
+        ({"budget.max_total": "-3"}, {}, "--max-total: budget.max_total"),
+        ({"sampler.stepz": "3"}, {}, "--set sampler.stepz: sampler.stepz is not a key"),
+        ({}, {"SPOTRL_BUGDET__MAX_TOTAL": "3"}, "SPOTRL_BUGDET__MAX_TOTAL: bugdet is not a key"),
+        ({}, {"SPOTRL_ITERATIONS": "off"}, "SPOTRL_ITERATIONS: `off` is true or false"),
+        ({}, {"SPOTRL_SEED": "nan"}, "SPOTRL_SEED: seed is 'nan'"),
+    ],
+)  # fmt: skip
+def test_a_fault_is_blamed_on_where_it_was_said(write, overrides, environ, words):
+    with pytest.raises(JobError) as caught:
+        load_job(write(""), overrides, environ=environ)
+    assert words in str(caught.value)
+    assert caught.value.line is None
+
+
+def test_a_higher_layer_replaces_the_kind_of_exploration_budget(write):
+    path = write("exploration: {budget: {candidates: 144}}")
+    assert load_job(path, {"exploration.budget.seconds": "auto"}).job.exploration.budget == SecondsBudget()
+    patient = load_job(path, {"exploration.budget.patience_seconds": "5"}).job.exploration.budget
+    assert patient == CandidateBudget(candidates=144, patience_seconds=5)
+
+
+def test_resources_read_like_skypilots(write):
+    rollout = load_job(
+        write("resources: {rollout: {accelerators: {H100: 8}, infra: aws/us-east-2}}")
+    ).job.resources.rollout
+    assert (rollout.accelerators, rollout.accelerator, rollout.gpus) == ("H100:8", "H100", 8)
+    assert (rollout.use_spot, rollout.num_nodes) == (True, 2), "rollout is two spot nodes unless it says otherwise"
+
+
+def test_a_late_fault_is_told_with_the_line_of_its_field(write):
+    checked = load_job(write("seed: 1\nreward: my.module:score\n"))
+    error = checked.error("reward", "it raised ZeroDivisionError", "correct it")
+    assert str(error).endswith("job.yaml, line 2: it raised ZeroDivisionError; correct it")

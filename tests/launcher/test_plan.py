@@ -1,0 +1,102 @@
+import json
+
+import pytest
+
+from engine.events import Market
+from launcher.job import Job
+from launcher.market.offers import Offer, read_catalog
+from launcher.placement.plan import PlacementError, plan_json, plan_local, slots_from
+
+
+def offer(zone: str, usd: float, *, region: str = "east", accelerator: str = "L4") -> Offer:
+    return Offer(
+        cloud="aws",
+        region=region,
+        zone=zone,
+        instance_type=f"{accelerator.lower()}.large",
+        accelerator=accelerator,
+        gpus=1,
+        market=Market.SPOT if zone else Market.ON_DEMAND,
+        micro_usd_per_hour=round(usd * 1_000_000),
+        source="table",
+        observed_at="2026-01-01",
+    )
+
+
+EAST = [offer("", 3), offer("a", 1.5), offer("b", 1), offer("c", 2)]
+
+
+def job(**resources) -> Job:
+    return Job(resources=resources, budget={"max_total": "$10"})
+
+
+def prices(plan) -> list[tuple[str, str, int]]:
+    return [(slot.name, slot.placement.zone, slot.placement.micro_usd_per_hour) for slot in plan.slots]
+
+
+def test_a_trainer_on_demand_and_spot_nodes_in_the_two_cheapest_zones():
+    plan = plan_local(job(rollout={"use_spot": True, "num_nodes": 3}), EAST)
+    assert prices(plan) == [
+        ("trainer", "east, any zone", 3_000_000),
+        ("spot-0", "b", 1_000_000),
+        ("spot-1", "a", 1_500_000),
+        ("spot-2", "b", 1_000_000),
+    ]
+    assert [slot.role for slot in plan.slots] == ["trainer", "rollout", "rollout", "rollout"]
+
+
+def test_rates_and_how_long_the_money_lasts():
+    plan = plan_local(job(), EAST)
+    assert plan.expected_micro_usd_per_hour == 5_500_000
+    assert plan.maximum_micro_usd_per_hour == 9_000_000
+    assert plan.lasts_ms == 10 * 3_600_000 * 10 // 55
+    assert plan.money_basis == "assumed"
+
+
+def test_everything_is_in_the_region_where_the_whole_is_cheapest():
+    west = [offer("", 2, region="west"), offer("w", 1.9, region="west")]
+    assert plan_local(job(), EAST + west).region == "east"
+    assert plan_local(job(rollout={"use_spot": True, "num_nodes": 1}), EAST + west).region == "west"
+
+
+def test_on_demand_rollout_nodes_are_the_baseline():
+    plan = plan_local(job(rollout={"use_spot": False, "num_nodes": 1}), EAST)
+    assert [(slot.name, slot.placement.market) for slot in plan.slots] == [
+        ("trainer", Market.ON_DEMAND),
+        ("on-demand-0", Market.ON_DEMAND),
+    ]
+
+
+def test_zero_spot_is_a_plan():
+    assert [slot.name for slot in plan_local(job(rollout={"num_nodes": 0}), EAST).slots] == ["trainer"]
+
+
+def test_infra_narrows_the_choice():
+    plan = plan_local(job(rollout={"infra": "aws/east/c", "num_nodes": 2}), EAST)
+    assert {slot.placement.zone for slot in plan.slots[1:]} == {"c"}
+
+
+@pytest.mark.parametrize(
+    ("resources", "words"),
+    [
+        ({"trainer": {"accelerators": "L5:1"}}, "did you mean L4:1?"),
+        ({"rollout": {"accelerators": "L4:8"}}, "did you mean L4:1?"),
+        ({"rollout": {"infra": "gcp"}}, "no region of the catalog offers"),
+    ],
+)
+def test_what_nobody_offers_is_refused_by_name(resources, words):
+    with pytest.raises(PlacementError) as caught:
+        plan_local(job(**resources), EAST)
+    assert words in str(caught.value)
+    assert caught.value.exit_code == 3
+
+
+def test_a_plan_survives_the_ledger():
+    plan = plan_local(job(), EAST)
+    assert slots_from(json.loads(json.dumps(plan_json(plan)))) == plan.slots
+
+
+def test_the_shipped_catalog_has_a_plan_for_the_default_job():
+    plan = plan_local(job(), read_catalog())
+    assert plan.region == "us-east-2"
+    assert plan.expected_micro_usd_per_hour < plan.maximum_micro_usd_per_hour

@@ -1,0 +1,68 @@
+from pathlib import Path
+
+import pytest
+
+from launcher import preflight as preflight_module
+from launcher.cli.main import run
+from launcher.exit_codes import ExitCode, Failure
+from launcher.job import JobError, load_job
+from launcher.preflight import check_disk, check_secrets, preflight
+from launcher.settings import config_path, home, ledger_path
+
+ANSWER = '{"field": "reward", "found": "it raised", "remedy": "mend it"}'
+
+
+def test_a_secret_that_is_not_set_here_is_missed_now(tmp_path):
+    path = tmp_path / "job.yaml"
+    path.write_text("seed: 1\nsecrets: [HF_TOKEN]\n")
+    checked = load_job(path)
+    check_secrets(checked, {"HF_TOKEN": "x"})
+    with pytest.raises(JobError, match=r"line 2: secrets names HF_TOKEN, which is not set here; export HF_TOKEN"):
+        check_secrets(checked, {"HF_TOKEN": ""})
+
+
+def test_a_full_disk_is_noticed_before_the_first_checkpoint(tmp_path, monkeypatch):
+    check_disk(tmp_path / "not" / "made" / "yet")
+    monkeypatch.setattr(preflight_module, "FREE_BYTES", 1 << 60)
+    with pytest.raises(Failure, match="SPOTRL_HOME"):
+        check_disk(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        (f"print('noise'); print({ANSWER!r}); exit(3)", "mend it"),
+        ("import sys; print('a last word', file=sys.stderr); exit(1)", "a last word"),
+        ("print('no json')", "could not check the job"),
+    ],
+)
+def test_whatever_the_engine_answers_is_one_clear_error(tmp_path, monkeypatch, script, words):
+    path = tmp_path / "job.yaml"
+    path.write_text("reward: my_reward:score\n")
+    fake = tmp_path / "python"
+    fake.write_text(f"#!/usr/bin/env python3\n{script}\n")
+    fake.chmod(0o755)
+    monkeypatch.setattr(preflight_module.sys, "executable", str(fake))
+    with pytest.raises(Failure) as caught:
+        preflight(load_job(path), tmp_path)
+    assert words in str(caught.value)
+
+
+def test_a_reward_that_raises_ends_with_3_its_line_and_no_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("SPOTRL_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("SPOTRL_CONFIG", str(tmp_path / "none.yaml"))
+    (tmp_path / "my_reward.py").write_text("def score(pictures, prompts):\n    return [1 / 0]\n")
+    (tmp_path / "job.yaml").write_text("name: mine\nreward: my_reward:score\n")
+    assert run(["launch", str(tmp_path / "job.yaml"), "-y"]) == ExitCode.INVALID_JOB
+    error = capsys.readouterr().err
+    assert "job.yaml, line 2:" in error
+    assert "ZeroDivisionError" in error
+    assert not (tmp_path / "home" / "runs").exists()
+
+
+def test_spotrl_home_moves_everything(monkeypatch, tmp_path):
+    monkeypatch.setenv("SPOTRL_HOME", str(tmp_path / "here"))
+    monkeypatch.setenv("SPOTRL_CONFIG", "relative.yaml")
+    assert home() == tmp_path / "here"
+    assert ledger_path().parent == home()
+    assert config_path() == Path.cwd() / "relative.yaml"

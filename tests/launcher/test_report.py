@@ -1,0 +1,248 @@
+"""The report tells what a run reached, what it cost and what reclaims cost, with numbers checked by hand."""
+
+import json
+
+import pytest
+
+from launcher.ledger.models import NodeEvent
+from launcher.report.build import SCHEMA, build_report
+from launcher.report.result import result_dict
+from launcher.report.words import headline
+from tests.launcher.made_ledger import HOUR_MS, JOB, MINUTE_MS, START_MS, a_long_run, a_run, a_session
+
+
+@pytest.fixture
+def session():
+    with a_session() as opened:
+        yield opened
+
+
+def a_climb(made, scores, every=HOUR_MS):
+    for number, score in enumerate(scores):
+        made.evaluated(number, score, number * every)
+
+
+def test_dollars_and_hours_run_to_the_evaluation_that_confirmed_the_target(session):
+    made = a_run(session)
+    made.node("trainer", market="on_demand", rate=1_000_000, on_demand=1_000_000, up=0)
+    a_climb(made, [0.5, 0.8, 0.8, 0.8, 0.8, 0.8, 0.9])
+    report = build_report(session, made.run, START_MS + 8 * HOUR_MS)
+    target = report.target
+    assert (target.reached, target.confirmed.iteration, target.confirmed.hours) == (True, 5, 5.0)
+    assert target.confirmed.micro_usd == 5_000_000
+    assert target.first.iteration == 1
+    assert headline(report) == "exact_match 0.8 was reached at iteration 5 for $5.00 in 5.00 h."
+    assert (target.factors.iterations, target.factors.seconds_per_iteration) == (5, 3600.0)
+    assert target.factors.micro_usd_per_hour == 1_000_000
+
+
+def test_a_target_that_was_not_reached_is_said_plainly_with_the_best_so_far(session):
+    made = a_run(session)
+    made.node("trainer", rate=1_000_000, up=0)
+    a_climb(made, [0.3, 0.6, 0.6, 0.6, 0.5])
+    report = build_report(session, made.run, START_MS + 5 * HOUR_MS)
+    assert not report.target.reached
+    assert headline(report) == "exact_match 0.8: not reached. Best so far 0.600 at iteration 3, after $3.00."
+    lower = build_report(session, made.run, START_MS + 5 * HOUR_MS, target_reward=0.5)
+    assert lower.target.confirmed.iteration == 4  # smoothed: .3 .45 .5 .6 .567; at or above .5 from iteration 2 on
+    assert lower.target.value == 0.5
+
+
+def test_a_run_that_evaluated_nothing_yet_has_a_report(session):
+    report = build_report(session, a_run(session).run, START_MS)
+    assert headline(report) == "exact_match 0.8: not reached; nothing has been evaluated yet."
+    assert report.costs.total == 0
+    json.dumps(report.to_dict(), allow_nan=False)
+
+
+def test_rewards_count_once_and_dollars_always_when_a_step_is_redone(session):
+    made = a_run(session, target=None)
+    made.node("trainer", rate=1_000_000, up=0, end=4 * HOUR_MS)
+    made.started(0, iteration=0, lineage=1)
+    made.evaluated(0, 0.1, HOUR_MS, lineage=1)
+    made.evaluated(3, 0.9, 2 * HOUR_MS, lineage=1)  # its checkpoint was lost with the machine
+    made.started(3 * HOUR_MS, iteration=2, lineage=2)
+    made.evaluated(3, 0.2, 4 * HOUR_MS, lineage=2)
+    report = build_report(session, made.run, START_MS + 4 * HOUR_MS)
+    assert [(point.iteration, point.score, point.micro_usd) for point in report.curve] == [
+        (0, 0.1, 1_000_000),
+        (3, 0.2, 4_000_000),
+    ]
+    assert report.costs.total == 4_000_000
+    assert report.run.lineages == 2
+
+
+# --- preemptions --------------------------------------------------------------------------------------
+
+
+def test_a_reclaim_costs_its_successors_cold_start_and_the_steps_that_were_lost(session):
+    made = a_run(session)
+    taken = made.node("spot-0", rate=3_600_000, up=0, end=HOUR_MS, seen=0)
+    made.node("spot-0", 2, rate=7_200_000, up=HOUR_MS + 5 * MINUTE_MS, seen=HOUR_MS + 15 * MINUTE_MS)
+    made.preempted(taken, HOUR_MS, signal="SIGSTOP", lost_steps=30)
+    # 100 steps of rollouts and 100 of exploration took 1,000,000 ms: 10 s of a node each.
+    made.used(taken, 0, HOUR_MS, rollout=600_000, exploration=400_000)
+    made.trained(0, HOUR_MS, explored=10)
+    line = build_report(session, made.run, START_MS + 2 * HOUR_MS).preemptions[0]
+    assert line.cold_start_micro_usd == 1_200_000  # 10 minutes at $7.20
+    assert line.lost_work_micro_usd == 150_000  # 30 x 5 s at $3.60
+    assert line.micro_usd == 1_350_000
+    assert (line.replaced_after_s, line.replaced_after_wall_s) == (900.0, 15.0)
+    assert (line.notice, line.signal, line.lost_steps) == (False, "SIGSTOP", 30)
+
+
+def test_a_reclaim_that_nothing_replaced_says_so(session):
+    made = a_run(session)
+    taken = made.node("spot-0", up=0, end=HOUR_MS, seen=0)
+    made.preempted(taken, HOUR_MS, noticed=HOUR_MS - 2 * MINUTE_MS)
+    line = build_report(session, made.run, START_MS + 2 * HOUR_MS).preemptions[0]
+    assert line.notice
+    assert (line.replaced_by, line.replaced_after_s, line.micro_usd) == (None, None, 0)
+
+
+def test_a_successor_taken_while_it_starts_is_paid_by_one_reclaim_and_its_own_successor_by_the_other(session):
+    made = a_run(session)
+    first = made.node("spot-0", 1, rate=3_600_000, up=0, end=HOUR_MS, seen=0)
+    second = made.node("spot-0", 2, rate=3_600_000, up=HOUR_MS, end=HOUR_MS + 10 * MINUTE_MS)
+    made.node("spot-0", 3)  # no capacity: never up
+    made.node("spot-0", 4, rate=3_600_000, up=2 * HOUR_MS, seen=2 * HOUR_MS + 20 * MINUTE_MS)
+    made.preempted(first, HOUR_MS)
+    made.preempted(second, HOUR_MS + 10 * MINUTE_MS)
+    report = build_report(session, made.run, START_MS + 3 * HOUR_MS)
+    assert [line.cold_start_micro_usd for line in report.preemptions] == [600_000, 1_200_000]
+    assert [line.replaced_after_s for line in report.preemptions] == [80 * 60.0, 70 * 60.0]
+    assert report.costs.by_phase["cold_start"] == 1_800_000
+
+
+def test_lost_work_is_never_dearer_than_the_node(session):
+    made = a_run(session)
+    taken = made.node("spot-0", rate=3_600_000, up=0, end=MINUTE_MS, seen=0)
+    made.used(taken, 0, MINUTE_MS, rollout=MINUTE_MS)
+    made.trained(0, MINUTE_MS)
+    made.preempted(taken, MINUTE_MS, lost_steps=10**6)
+    assert build_report(session, made.run, START_MS + HOUR_MS).preemptions[0].lost_work_micro_usd == 60_000
+
+
+# --- saved against what -------------------------------------------------------------------------------
+
+
+def test_the_price_effect_is_the_same_node_time_on_demand(session):
+    made = a_run(session)
+    made.node("spot-0", rate=3_000_000, on_demand=9_000_000, up=0, end=2 * HOUR_MS)
+    effect = build_report(session, made.run, START_MS + 2 * HOUR_MS).price_effect
+    assert (effect.paid_micro_usd, effect.on_demand_micro_usd) == (6_000_000, 18_000_000)
+    assert effect.difference_micro_usd == 12_000_000
+
+
+def test_the_counterfactual_is_labelled_and_spares_only_cold_starts_that_reclaims_caused(session):
+    made = a_run(session)
+    taken = made.node("spot-0", rate=3_000_000, on_demand=6_000_000, up=0, end=HOUR_MS, seen=30 * MINUTE_MS)
+    made.node(
+        "spot-0", 2, rate=3_000_000, on_demand=6_000_000, up=HOUR_MS, end=2 * HOUR_MS, seen=HOUR_MS + 10 * MINUTE_MS
+    )
+    made.preempted(taken, HOUR_MS)
+    saving = build_report(session, made.run, START_MS + 2 * HOUR_MS).saved[0]
+    assert saving.kind == "counterfactual"
+    assert "all nodes on demand" in saving.against
+    assert saving.micro_usd == 12_000_000 - 1_000_000  # two hours, less the second node's 10 minutes
+    assert saving.saved_micro_usd == 11_000_000 - 6_000_000
+
+
+def test_saved_against_a_run_compares_the_way_to_the_same_target_in_both(session):
+    ours, theirs = a_run(session, "ours"), a_run(session, "theirs", target=0.99)
+    ours.node("trainer", rate=1_000_000, up=0)
+    theirs.node("trainer", rate=3_000_000, up=0)
+    a_climb(ours, [0.8, 0.8, 0.8])
+    a_climb(theirs, [0.1, 0.8, 0.8, 0.8, 0.8, 0.8])
+    saving = build_report(session, ours.run, START_MS + 9 * HOUR_MS, against=theirs.run).saved[0]
+    assert (saving.kind, saving.against) == ("run", "theirs")
+    assert saving.micro_usd == 15_000_000  # confirmed at iteration 5
+    assert saving.saved_micro_usd == 13_000_000
+    assert (saving.ours.iterations, saving.theirs.iterations) == (2, 5)
+
+
+def test_nothing_is_saved_against_a_run_that_did_not_get_there(session):
+    ours, theirs = a_run(session, "ours"), a_run(session, "theirs")
+    a_climb(ours, [0.8, 0.8, 0.8])
+    saving = build_report(session, ours.run, START_MS + HOUR_MS, against=theirs.run).saved[0]
+    assert saving.saved_micro_usd is None
+    assert saving.why == "exact_match 0.8 was not reached by theirs"
+
+
+# --- where the numbers come from ----------------------------------------------------------------------
+
+
+def test_prices_have_a_source_and_the_age_they_had_when_they_were_used(session):
+    made = a_run(session)
+    made.node("trainer", up=0)
+    made.node("spot-0", up=0, price_source="aws api")
+    assert [
+        (price.source, price.age_days, price.nodes) for price in build_report(session, made.run, START_MS).prices
+    ] == [
+        ("aws api", 5.33, 1),  # observed 2025-01-10 00:00, used 2025-01-15 08:00
+        ("catalogs/aws.csv", 5.33, 1),
+    ]
+
+
+def test_the_report_says_which_run_this_is_and_what_its_money_is_worth(session):
+    report = build_report(session, a_long_run(session), START_MS + 9 * HOUR_MS)
+    assert report.run.seeds == (7,)
+    assert (report.run.hours, report.run.wall_seconds, report.run.clock_factor) == (4.0, 240.0, 60.0)
+    assert report.money_note == "assumed: priced as named offers, nothing was bought"
+    assert report.run.job_digest.startswith("sha256:")
+
+
+def test_the_json_has_a_schema_version_and_only_plain_values(session):
+    report = build_report(session, a_long_run(session), START_MS + 9 * HOUR_MS)
+    read = json.loads(json.dumps(report.to_dict(), allow_nan=False))
+    assert read["schema"] == SCHEMA == 1
+    assert set(read) == {
+        "schema", "run", "money_basis", "money_note", "target", "costs", "curve", "gains", "micro_usd_per_hundredth",
+        "nodes", "preemptions", "price_effect", "saved", "prices", "pictures_before", "pictures_after", "start_ms",
+        "end_ms", "notes",
+    }  # fmt: skip
+    splits = [read["costs"][name] for name in ("by_role", "by_market", "by_node", "by_phase")]
+    assert [sum(split.values()) for split in splits] == [read["costs"]["total"]] * 4
+    assert "secret-token" not in json.dumps(read)
+
+
+def test_the_hold_is_the_jobs(session):
+    made = a_run(session, job={**JOB, "target": {"metric": "exact_match", "value": 0.8, "evaluations": 1}})
+    a_climb(made, [0.1, 0.8, 0.8, 0.8])
+    assert build_report(session, made.run, START_MS + HOUR_MS).target.confirmed.iteration == 3
+
+
+# --- result.json --------------------------------------------------------------------------------------
+
+
+def test_the_result_of_a_finished_run(session):
+    run = a_long_run(session)
+    result = result_dict(session, run.name, [])
+    assert result["target"] == {
+        "metric": "exact_match",
+        "value": 0.8,
+        "reached": True,
+        "iteration": 42,
+        "hours": pytest.approx(3.8333, abs=1e-4),
+        "micro_usd": 5_180_620,
+        "best": result["target"]["best"],
+    }
+    assert result["exact_match"] == {"before": 0.47, "after": 0.833}
+    assert [line["signal"] for line in result["preemptions"]] == ["SIGKILL", "SIGSTOP", "SIGKILL"]
+    money = result["micro_usd"]
+    assert {sum(money[name].values()) for name in ("by_phase", "by_node", "by_market", "by_role")} == {money["total"]}
+    assert result["sums_equal"] is True
+    assert result["money_basis"] == "assumed"
+    assert result["leftovers"] == {"processes": []}
+    assert (result["seed"], result["iterations"], result["clock_factor"]) == (7, 42, 60.0)
+    json.dumps(result, allow_nan=False)
+
+
+def test_a_node_that_is_still_paid_for_is_in_the_result(session):
+    made = a_run(session)
+    node = made.node("spot-0", up=0)
+    session.add(NodeEvent(node_id=node.id, at_ms=START_MS + HOUR_MS, kind="gone"))
+    result = result_dict(session, made.run.name, [17, 4])
+    assert result["micro_usd"]["total"] == 3_600_000
+    assert result["leftovers"] == {"processes": [4, 17]}
+    assert result["exact_match"] == {"before": None, "after": None}

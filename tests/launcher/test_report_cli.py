@@ -1,0 +1,101 @@
+"""`spotrl report` and `spotrl pull`, called as a person does."""
+
+import hashlib
+import json
+
+import pytest
+from click.testing import CliRunner
+from sqlalchemy.orm import sessionmaker
+
+from launcher.cli.pull import pull
+from launcher.cli.report import report
+from launcher.exit_codes import Failure
+from launcher.report.weights import pull_weights
+from tests.launcher.made_ledger import a_long_run, a_session
+
+
+@pytest.fixture
+def sessions(tmp_path):
+    with a_session(tmp_path / "ledger.sqlite") as session:
+        a_long_run(session, folder=str(tmp_path))
+        session.commit()
+        return sessionmaker(session.get_bind())
+
+
+def test_the_terminal_report_answers_first_and_is_plain_when_piped(sessions):
+    told = CliRunner().invoke(report, ["digits-ocr"], obj=sessions)
+    assert told.exit_code == 0, told.output
+    assert told.output.splitlines()[1] == "exact_match 0.8 was reached at iteration 42 for $5.18 in 3.83 h."
+    assert "First touched by a single evaluation at iteration 30" in told.output
+    assert "3 preemptions cost $0.13" in told.output
+    assert "nothing was bought" in told.output
+    assert "\x1b[" not in told.output
+
+
+def test_the_json_is_one_object_and_the_page_is_written_beside_it(sessions, tmp_path):
+    page = tmp_path / "report.html"
+    told = CliRunner().invoke(
+        report, ["digits-ocr", "--target-reward", "0.7", "--json", "--html", str(page)], obj=sessions
+    )
+    assert told.exit_code == 0, told.output
+    assert json.loads(told.output[told.output.index("{") :])["target"]["value"] == 0.7
+    assert page.read_text().startswith("<!doctype html>")
+    assert list(tmp_path.glob("*.part")) == []
+
+
+def test_a_target_out_of_reach_is_said_plainly(sessions):
+    told = CliRunner().invoke(report, ["digits-ocr", "--target-reward", "0.95"], obj=sessions)
+    assert told.exit_code == 0
+    assert "exact_match 0.95: not reached. Best so far 0.833 at iteration 42" in told.output
+
+
+def test_a_run_that_does_not_exist_is_a_lookup_error_with_its_neighbours(sessions):
+    told = CliRunner().invoke(report, ["digits"], obj=sessions)
+    assert isinstance(told.exception, LookupError)
+    assert "digits-ocr" in str(told.exception)
+
+
+@pytest.mark.parametrize("command", [report, pull])
+def test_every_help_has_an_example(command):
+    assert "Example:" in CliRunner().invoke(command, ["--help"]).output
+
+
+# --- pull ---------------------------------------------------------------------------------------------
+
+
+def a_checkpoint(store, name, iteration, *, complete=True):
+    folder = store / "checkpoints" / name
+    folder.mkdir(parents=True)
+    files = {"weights.safetensors": f"weights {name}".encode(), "ema.safetensors": f"ema {name}".encode()}
+    for file, data in files.items():
+        (folder / file).write_bytes(data)
+    digests = {file: hashlib.sha256(data).hexdigest() for file, data in files.items()}
+    if complete:
+        (folder / "manifest.json").write_text(json.dumps({"iteration": iteration, "files": digests}))
+
+
+def test_pull_copies_the_newest_complete_checkpoint(sessions, tmp_path):
+    store = tmp_path / "store"
+    a_checkpoint(store, "l0001-i000012", 12)  # a trainer that was given up wrote on
+    a_checkpoint(store, "l0002-i000009", 9)
+    a_checkpoint(store, "l0002-i000010", 10, complete=False)
+    told = CliRunner().invoke(pull, ["digits-ocr", "--to", str(tmp_path / "out"), "--json"], obj=sessions)
+    assert told.exit_code == 0, told.output
+    answer = json.loads(told.output)
+    assert (answer["checkpoint"], answer["iteration"]) == ("l0002-i000009", 9)
+    assert (tmp_path / "out" / "ema.safetensors").read_bytes() == b"ema l0002-i000009"
+    assert answer["files"][0]["sha256"] == hashlib.sha256(b"weights l0002-i000009").hexdigest()
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["ema.safetensors", "weights.safetensors"]
+
+
+def test_pull_refuses_weights_that_are_not_the_ones_their_manifest_names(tmp_path):
+    a_checkpoint(tmp_path, "l0001-i000001", 1)
+    (tmp_path / "checkpoints/l0001-i000001/weights.safetensors").write_bytes(b"torn")
+    with pytest.raises(Failure, match="damaged"):
+        pull_weights("demo", tmp_path, tmp_path / "out")
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_pull_says_when_there_is_no_checkpoint_yet(tmp_path):
+    with pytest.raises(Failure, match="no complete checkpoint yet"):
+        pull_weights("demo", tmp_path, tmp_path / "out")

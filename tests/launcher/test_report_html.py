@@ -1,0 +1,104 @@
+"""The page is one file: nothing is loaded from elsewhere, and nothing that a run says becomes markup."""
+
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from launcher.report.build import build_report
+from launcher.report.html import PNG, render_html
+from tests.launcher.made_ledger import HOUR_MS, START_MS, a_long_run, a_run, a_session
+
+HOSTILE = '<script>alert("x")</script><img src=https://evil.test/a.png>{{ 7 * 7 }}'
+
+
+class Page(HTMLParser):
+    """Tags, and every attribute that could load something."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.loads: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.loads += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href", "data", "srcset")]
+
+
+@pytest.fixture
+def session():
+    with a_session() as opened:
+        yield opened
+
+
+def a_page(session, run, store, hours=9):
+    return render_html(build_report(session, run, START_MS + hours * HOUR_MS), store)
+
+
+def test_the_page_works_offline(session, tmp_path):
+    (tmp_path / "a.png").write_bytes(PNG + b"before")
+    (tmp_path / "b.png").write_bytes(PNG + b"after")
+    text = a_page(session, a_long_run(session, pictures=["a.png", "b.png"]), tmp_path)
+    page = Page(text)
+    assert len(page.loads) == 2
+    assert all(load.startswith("data:image/png;base64,") for load in page.loads)
+    assert "script" not in page.tags
+    assert not re.search(r"url\(\s*['\"]?(?!#)|@import", text)
+    assert "default-src 'none'" in text
+    assert page.tags.count("figure") == 5
+
+
+def test_every_id_on_the_page_is_there_once_and_every_reference_has_one(session, tmp_path):
+    text = a_page(session, a_long_run(session), tmp_path)
+    ids = re.findall(r'\bid="([^"]+)"', text)
+    assert len(ids) == len(set(ids))
+    assert set(re.findall(r"url\(#([^)]+)\)", text)) <= set(ids)
+
+
+def test_a_hostile_name_stays_text(session, tmp_path):
+    run = a_long_run(session, name=HOSTILE)
+    text = a_page(session, run, tmp_path)
+    page = Page(text)
+    assert "script" not in page.tags
+    assert "img" not in page.tags
+    assert "alert(" in text  # it is shown, as text
+    assert "{{ 7 * 7 }}" in text
+
+
+def test_a_hostile_slot_and_zone_stay_text_in_the_drawings_and_their_keys(session, tmp_path):
+    made = a_run(session)
+    node = made.node(HOSTILE, up=0, end=HOUR_MS, zone=HOSTILE, price_source=HOSTILE)
+    made.preempted(node, HOUR_MS, signal=HOSTILE)
+    page = Page(a_page(session, made.run, tmp_path))
+    assert not {"script", "img"} & set(page.tags)
+
+
+def test_pictures_come_from_inside_the_store_only(session, tmp_path):
+    store = tmp_path / "store"
+    store.mkdir()
+    (tmp_path / "secret.png").write_bytes(PNG)
+    (store / "text.png").write_text("not a picture")
+    made = a_run(session)
+    made.evaluated(0, 0.1, 0, pictures="../secret.png")
+    made.evaluated(1, 0.2, HOUR_MS, pictures="text.png")
+    assert "<img" not in a_page(session, made.run, store)
+
+
+def test_a_run_without_any_fact_has_a_page(session, tmp_path):
+    text = a_page(session, a_run(session).run, tmp_path)
+    assert "Nothing has been evaluated yet" in text
+    assert "No node was taken back" in text
+
+
+def test_one_evaluation_that_cost_nothing_can_be_drawn(session, tmp_path):
+    made = a_run(session)
+    made.evaluated(0, 0.5, 0)
+    assert "<svg" in a_page(session, made.run, tmp_path)
+
+
+def test_the_page_says_what_the_money_is_worth_and_what_a_saving_is_against(session, tmp_path):
+    text = a_page(session, a_long_run(session), tmp_path)
+    assert "nothing was bought" in text
+    assert "a counterfactual: all nodes on demand, no preemption cold starts" in " ".join(text.split())
+    assert "5 days old" in text

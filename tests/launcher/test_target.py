@@ -1,0 +1,86 @@
+"""When a curve counts as having reached a score, and what each bit of the climb cost; curves made by hand."""
+
+import pytest
+
+from launcher.report.target import Evaluation, best, crossing, dollars_per_gain, smoothed
+
+
+def a_curve(*scores: float) -> list[Evaluation]:
+    """One evaluation a dollar and an iteration."""
+    return [
+        Evaluation(iteration=number, at_ms=number, score=score, micro_usd=number * 1_000_000)
+        for number, score in enumerate(scores)
+    ]
+
+
+def test_a_score_is_smoothed_over_its_last_three_evaluations():
+    assert [point.smoothed for point in smoothed(a_curve(0, 2, 4, 6))] == [0, 1, 2, 4]
+
+
+def test_the_target_is_confirmed_when_the_smoothed_score_has_held_for_three_evaluations():
+    curve = a_curve(0.5, 0.8, 0.8, 0.8, 0.8, 0.8)  # smoothed: .5 .65 .7 .8 .8 .8
+    found = crossing(curve, 0.8)
+    assert found.first.iteration == 1
+    assert found.confirmed.iteration == 5
+
+
+def test_one_lucky_evaluation_touches_the_target_but_does_not_reach_it():
+    found = crossing(a_curve(0.5, 0.9, 0.5, 0.5, 0.5), 0.8)
+    assert found.first.iteration == 1
+    assert found.confirmed is None
+
+
+def test_a_dip_starts_the_count_again():
+    curve = a_curve(0.9, 0.9, 0.1, 0.9, 0.9, 0.9, 0.9, 0.9)  # smoothed at .9 for two, then low until iteration 5
+    assert crossing(curve, 0.9).confirmed.iteration == 7
+
+
+def test_a_score_exactly_at_the_target_counts_though_its_sum_is_not_exact():
+    assert sum([0.7] * 3) / 3 < 0.7  # what a plain mean would compare
+    assert crossing(a_curve(0.7, 0.7, 0.7), 0.7).confirmed.iteration == 2
+
+
+def test_a_run_may_hold_for_less_or_more():
+    curve = a_curve(0.9, 0.9, 0.9, 0.9)
+    assert [crossing(curve, 0.9, hold=hold).confirmed.iteration for hold in (1, 2, 4)] == [0, 1, 3]
+    assert crossing(curve, 0.9, hold=5).confirmed is None
+
+
+def test_nothing_evaluated_is_nothing_reached():
+    assert crossing([], 0.1).first is None
+    assert best([]) is None
+    assert dollars_per_gain([]) == ()
+
+
+def test_the_best_is_the_earliest_of_the_highest_smoothed_scores():
+    assert best(a_curve(0.2, 0.5, 0.5, 0.5, 0.5)).iteration == 3
+
+
+def test_a_gain_pays_for_the_time_in_which_the_score_went_sideways():
+    gains = dollars_per_gain(a_curve(0.0, 0.0, 0.0, 0.3))  # smoothed: 0 0 0 .1
+    assert [(gain.from_iteration, gain.to_iteration, gain.micro_usd) for gain in gains] == [(0, 3, 3_000_000)]
+    assert gains[0].micro_usd_per_hundredth == 300_000
+
+
+def test_gains_tell_all_that_was_spent_from_the_first_evaluation_to_the_best():
+    curve = a_curve(0.1, 0.2, 0.3, 0.25, 0.4, 0.405, 0.41, 0.2)
+    for step in (0.001, 0.01, 0.1, 0.9):
+        gains = dollars_per_gain(curve, step)
+        assert sum(gain.micro_usd for gain in gains) == best(curve).micro_usd
+        assert sum(gain.to_score - gain.from_score for gain in gains) == pytest.approx(best(curve).smoothed - 0.1)
+
+
+def test_a_curve_that_only_falls_has_no_gain():
+    assert dollars_per_gain(a_curve(0.5, 0.4, 0.3)) == ()
+
+
+def test_the_engine_stops_where_the_report_says_the_target_was_confirmed():
+    from engine.config import TargetConfig
+
+    held = pytest.importorskip("engine.evaluation").held
+    scores = [number / 512 for number in (240, 300, 420, 380, 410, 415, 409, 420, 430, 300, 440, 440, 440)]
+    for value in (0.5, 0.75, 0.79, 0.8, 409 / 512):
+        target = TargetConfig(value=value)
+        stopped = next((n for n in range(len(scores)) if held(scores[: n + 1], target)), None)
+        confirmed = crossing(a_curve(*scores), value, target.evaluations).confirmed
+        assert stopped == (confirmed.iteration if confirmed else None)
