@@ -143,8 +143,8 @@ class ExplorationConfig(Strict):
 
     mode: Literal["none", "stale"] = "stale"
     budget: CandidateBudget | SecondsBudget = SecondsBudget()
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Of exploration only: training data is always made in the precision of training."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of exploration only: training data is always made in the precision of training. On a GPU bfloat16 is faster."""
     shape: Positive = 48
     """Pictures per forward pass of an exploring worker."""
 
@@ -186,8 +186,8 @@ class RuntimeConfig(Strict):
     """Pictures per forward pass of a training rollout; always this many, padded with copies."""
     lease_seconds: Annotated[float, Field(gt=0.0)] = 4.0
     heartbeat_seconds: Annotated[float, Field(gt=0.0)] = 1.0
-    trainer_threads: Annotated[int, Field(ge=0)] = 0
-    """torch threads of the trainer; 0: one per core."""
+    trainer_threads: Annotated[int, Field(ge=0)] = 1
+    """torch threads of the trainer; 0: one per core. On one machine the cores belong to the spot workers too."""
 
 
 class EngineConfig(Strict):
@@ -207,6 +207,32 @@ class EngineConfig(Strict):
     target: TargetConfig | None = None
     checkpoint: CheckpointConfig = CheckpointConfig()
     runtime: RuntimeConfig = RuntimeConfig()
+
+    @model_validator(mode="after")
+    def _exploration_has_a_choice(self) -> Self:
+        budget, algorithm = self.exploration.budget, self.algorithm
+        if self.exploration.mode == "none" or not isinstance(budget, CandidateBudget):
+            return self
+        trained = algorithm.prompts_per_batch * algorithm.images_per_prompt
+        if budget.candidates // algorithm.prompts_per_batch <= algorithm.images_per_prompt:
+            raise ValueError(
+                f"exploration.budget.candidates is {budget.candidates}, but {trained} pictures are trained each batch, "
+                f"so there is nothing to choose from; use {2 * trained} or more, or exploration.mode: none"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _there_is_something_to_train(self) -> Self:
+        if self.sampler.noise_level == 0:
+            raise ValueError(
+                "sampler.noise_level is 0, which leaves no random step to train; 0.7 is what Flow-GRPO uses"
+            )
+        if self.model.name == "digits-ocr" and self.sampler.guidance != 1.0:
+            raise ValueError(
+                f"sampler.guidance is {self.sampler.guidance}, but digits-ocr was made without an unconditional "
+                "branch; use 1"
+            )
+        return self
 
 
 class ClockConfig(Strict):

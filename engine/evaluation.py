@@ -2,6 +2,7 @@
 
 import io
 import math
+import statistics
 from collections.abc import Sequence
 
 import numpy as np
@@ -34,10 +35,7 @@ def mean_metrics(results: Sequence[Finished]) -> dict[str, float]:
 
 def smoothed(values: Sequence[float]) -> list[float]:
     """Each evaluation averaged with the ones before it, up to SMOOTHED_OVER of them."""
-    return [
-        sum(values[max(0, i + 1 - SMOOTHED_OVER) : i + 1]) / (i + 1 - max(0, i + 1 - SMOOTHED_OVER))
-        for i in range(len(values))
-    ]
+    return [statistics.mean(values[max(0, i + 1 - SMOOTHED_OVER) : i + 1]) for i in range(len(values))]
 
 
 def held(values: Sequence[float], target: TargetConfig) -> bool:

@@ -42,7 +42,7 @@ def check(config: EngineConfig, workdir: str | None) -> dict[str, object]:
     try:
         scores = load_reward(config.reward, workdir)(picture, [prompt])
     except Exception as error:
-        where = "".join(traceback.format_exception(error)[-3:]).strip()
+        where = "; ".join(line.strip() for line in "".join(traceback.format_exception(error)[-2:]).splitlines())
         raise JobUnfit(
             "reward",
             f"{config.reward.name} on one picture {list(picture.shape)} and prompt {prompt!r}: {where}",

@@ -109,7 +109,7 @@ class Fleet:
         return list(seen.values())
 
     def events(self, kind: str, source: str = "trainer") -> list[Any]:
-        return [progress.event for progress in self.progress(source) if progress.event.KIND == kind]
+        return [progress.event for progress in self.progress(source) if kind == progress.event.KIND]
 
     def wait_for(self, what: Callable[[], bool], *, seconds: float = 120.0) -> None:
         until = time.monotonic() + seconds

@@ -19,14 +19,7 @@ from launcher.cluster.processes import processes_of
 from launcher.cluster.runs import request_stop, run_clock, run_view, still_running
 from launcher.ledger.models import Node, Preemption, ProgressRow, Run, RunStatus
 from launcher.ledger.store import current_status, nodes_of
-from tests.launcher.cluster.stage import (
-    FAKE_AGENT,
-    dead_pid,
-    ledger,
-    made_run,
-    rule,
-    wait_until,
-)
+from tests.launcher.cluster.stage import FAKE_AGENT, assert_consistent, dead_pid, ledger, made_run, rule, wait_until
 
 
 @pytest.fixture

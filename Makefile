@@ -1,0 +1,45 @@
+# `make quickstart` and `make test` do all of their own set-up on a machine that has Python 3.11 or newer.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+LOCK := engine/versions.lock
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(LOCK)
+
+.PHONY: env quickstart test format clean
+
+env: $(VENV)/.everything
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "spotrl needs Python 3.11 or newer; name one: make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
+
+# Only what the main job needs: no cloud SDK, no Ray.
+$(VENV)/.engine: pyproject.toml $(LOCK) | $(BIN)/python
+	@echo "installing the engine into $(VENV) (a few minutes the first time)"
+	$(PIP) --editable '.[engine]'
+	@touch $@
+
+$(VENV)/.everything: pyproject.toml $(LOCK) | $(BIN)/python
+	@echo "installing everything into $(VENV) (a few minutes the first time)"
+	$(PIP) --editable '.[all]'
+	@touch $(VENV)/.engine $@
+
+quickstart: $(VENV)/.engine
+	$(BIN)/spotrl launch sky_yamls/quickstart.yaml --yes --name quickstart-$$(date +%m%d-%H%M%S) \
+	  --on-exit down --result result.json --html report.html
+	@echo "The report is in report.html, its figures in result.json."
+
+test: env
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/pytest
+
+format: env
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis result.json report.html
