@@ -462,6 +462,7 @@ class Loop:
             requests=tuple(requests),
             weights=weights or WeightsKey(version=self.iteration),
             sampler=json.dumps(plan_to_dict(plan)),
+            steps=plan.steps,
             shape=self.config.runtime.shape if kind is Kind.TRAIN else self.config.exploration.shape,
             dtype=self.config.exploration.dtype if explores else "float32",
             pictures=pictures,

@@ -45,13 +45,14 @@ MAX_FAULTS = 3
 class Task:
     """A set of requests that belong together and how they are made: what the trainer submits.
 
-    `sampler` is the plan as JSON (engine/rollout/sampler.py), `pictures` how many of the first requests
-    send their picture back.
+    `sampler` is the plan as JSON (engine/rollout/sampler.py) and `steps` its number of denoising steps;
+    `pictures`: how many of the first requests send their picture back.
     """
 
     requests: tuple[RequestId, ...]
     weights: WeightsKey
     sampler: str
+    steps: int
     shape: int
     dtype: str
     pictures: int = 0
@@ -70,8 +71,15 @@ class _Lease:
     worker: str
     node: str
     requests: list[RequestId]
+    granted_ms: int
     expires_ms: int
     step: int
+    """The last step that was heard of."""
+
+    def made_by(self, now_ms: int, pace_ms: float, steps: int) -> int:
+        """The step its pictures stand at, by what was heard and by how long it was held."""
+        guess = int((min(now_ms, self.expires_ms) - self.granted_ms) / pace_ms) if pace_ms else 0
+        return max(self.step, min(steps, guess))
 
 
 @dataclass(slots=True)
@@ -101,6 +109,8 @@ class Queue:
         self._nodes: dict[str, _Node] = {}
         self._capacity_generation = -1
         self._ticked_ms: int | None = None
+        self._pace_ms: dict[Kind, float] = {}
+        """How long a step of a lease takes, from those that were finished."""
 
     # --- the trainer's side ---------------------------------------------------------------------------
 
@@ -175,7 +185,7 @@ class Queue:
         member = self._meet(worker, node, now_ms)
         unknown = {n for n, lease in self._leases.items() if lease.worker == worker and n not in known}
         if unknown:
-            self._give_back(unknown, node, "its worker started anew")
+            self._give_back(unknown, node, "its worker started anew", now_ms)
         if self.stop_reason is not None:
             return Exit(reason=self.stop_reason)
         if member.lost:
@@ -219,6 +229,7 @@ class Queue:
         for result in results:
             if result.request in lease.requests:
                 lease.requests.remove(result.request)
+                self._learn_pace(lease, result.request, now_ms)
                 self._done(result)
         if not lease.requests:
             del self._leases[number]
@@ -241,7 +252,7 @@ class Queue:
         """A draining worker returns what it cannot finish; nothing is lost that was committed."""
         if not self.may_finish(worker, number):
             return Fenced(lease=number)
-        self._requeue(number)
+        self._requeue(number, now_ms)
         return Wait()
 
     def fault(self, worker: str, node: str, number: int, text: str, *, now_ms: int) -> Reply:
@@ -251,7 +262,7 @@ class Queue:
             return Fenced(lease=number)
         for request in list(self._leases[number].requests):
             self._blame(request, text)
-        self._requeue(number)
+        self._requeue(number, now_ms)
         self.events.append(Warned(text=f"{worker} failed: {text}"))
         return Wait()
 
@@ -282,7 +293,7 @@ class Queue:
         if member.lost:
             return
         member.lost = True
-        self._give_back({n for n, lease in self._leases.items() if lease.node == node}, node, reason)
+        self._give_back({n for n, lease in self._leases.items() if lease.node == node}, node, reason, now_ms)
 
     def tick(self, now_ms: int) -> None:
         """Expire leases. After a pause of our own (a frozen coordinator) every lease gets the gap as grace."""
@@ -294,7 +305,7 @@ class Queue:
             return
         for node in {lease.node for lease in self._leases.values() if lease.expires_ms < now_ms}:
             late = {n for n, lease in self._leases.items() if lease.node == node and lease.expires_ms < now_ms}
-            self._give_back(late, node, MISSED)
+            self._give_back(late, node, MISSED, now_ms)
 
     def live_nodes(self, now_ms: int, within_ms: int) -> list[str]:
         """Nodes that called in lately and are neither draining nor lost."""
@@ -371,7 +382,12 @@ class Queue:
         requests = [item.attempt.request for item in taken]
         expires_ms = now_ms + self.lease_ms
         self._leases[number] = _Lease(
-            worker=worker, node=node, requests=requests, expires_ms=expires_ms, step=attempt.step
+            worker=worker,
+            node=node,
+            requests=requests,
+            granted_ms=now_ms,
+            expires_ms=expires_ms,
+            step=attempt.step,
         )
         shown = set(task.requests[: task.pictures])
         return Work(
@@ -383,6 +399,12 @@ class Queue:
             expires_ms=expires_ms,
             pictures=tuple(request in shown for request in requests),
         )
+
+    def _learn_pace(self, lease: _Lease, request: RequestId, now_ms: int) -> None:
+        item = self._items[request]
+        pace = (now_ms - lease.granted_ms) / max(1, item.task.steps - item.attempt.step)
+        known = self._pace_ms.get(request.kind, pace)
+        self._pace_ms[request.kind] = 0.8 * known + 0.2 * pace
 
     def _done(self, result: Finished) -> None:
         request = result.request
@@ -397,8 +419,12 @@ class Queue:
         if item is not None and step > item.attempt.step:
             item.attempt = replace(item.attempt, step=step, state=blob)
 
-    def _requeue(self, number: int) -> int:
-        """Give a lease's requests back to the queue, first in line; returns the steps that are lost."""
+    def _requeue(self, number: int, now_ms: int) -> int:
+        """Give a lease's requests back to the queue, first in line.
+
+        Returns the denoising steps that must be done again: those since the last commit, by what was heard of the
+        lease and by how long it was held (an estimate: the dead do not tell).
+        """
         lease = self._leases.pop(number)
         lost = 0
         for request in reversed(lease.requests):
@@ -406,18 +432,19 @@ class Queue:
             if item is None:
                 continue
             item.lease = None
-            lost += max(0, lease.step - item.attempt.step)
+            pace = self._pace_ms.get(request.kind, 0.0)
+            lost += max(0, lease.made_by(now_ms, pace, item.task.steps) - item.attempt.step)
             if request not in self.poisoned:
                 self._waiting[request.kind][request] = None
                 self._waiting[request.kind].move_to_end(request, last=False)
         return lost
 
-    def _give_back(self, numbers: set[int], node: str, reason: str) -> None:
+    def _give_back(self, numbers: set[int], node: str, reason: str, now_ms: int) -> None:
         requests = sum(len(self._leases[number].requests) for number in numbers)
         for number in sorted(numbers):
             for request in self._leases[number].requests:
                 self._blame(request, reason)
-        lost = sum(self._requeue(number) for number in sorted(numbers, reverse=True))
+        lost = sum(self._requeue(number, now_ms) for number in sorted(numbers, reverse=True))
         if numbers or reason == GIVEN_UP:
             self.events.append(NodeMissed(node=node, reason=reason, lost_steps=lost, fenced_requests=requests))
 

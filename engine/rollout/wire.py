@@ -69,6 +69,7 @@ def task_to_dict(task: Task) -> dict[str, Any]:
         "requests": [request_to_list(request) for request in task.requests],
         "weights": weights_to_list(task.weights),
         "sampler": task.sampler,
+        "steps": task.steps,
         "shape": task.shape,
         "dtype": task.dtype,
         "pictures": task.pictures,

@@ -4,10 +4,10 @@ import json
 from dataclasses import asdict
 
 import click
-from rich.console import Console
 from rich.table import Table
 from sqlalchemy.orm import Session, sessionmaker
 
+from launcher.cli.status import print_table
 from launcher.cluster.runs import RunView, run_views
 from launcher.money import dollars, hourly
 
@@ -34,7 +34,7 @@ def ls(sessions: sessionmaker[Session], as_json: bool) -> None:
         table.add_column(column, no_wrap=True)
     for view in views:
         table.add_row(*_row(view))
-    Console().print(table)
+    print_table(table)
 
 
 def _row(view: RunView) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from launcher.money import dollars, duration, hourly
 
 LAST_EVENTS = 8
 LOOK_SECONDS = 1.0
+PIPE_WIDTH = 200
 
 
 @click.command()
@@ -50,9 +51,15 @@ def _show(sessions: sessionmaker[Session], run_name: str, as_json: bool) -> None
         return
     for text in headline(view):
         click.echo(text)
-    Console().print(node_table(view))
+    print_table(node_table(view))
     for line in lines:
         click.echo(event_text(line))
+
+
+def print_table(table: Table) -> None:
+    """As wide as it needs to be where no terminal limits it: a name that is cut short cannot be copied."""
+    console = Console()
+    (console if console.is_terminal else Console(width=PIPE_WIDTH)).print(table)
 
 
 def headline(view: RunView) -> list[str]:

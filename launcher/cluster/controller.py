@@ -255,21 +255,21 @@ class Controller:
         with self._sessions() as session:
             node = session.scalars(select(Node).where(Node.name == name)).one()
             metered = metered_micro_usd(session, self._run, self._clock.now_ms())
-        slot = self._slots[node.slot]
+        slot, asked_ms = self._slots[node.slot], self._clock.now_ms()
         self._provisioner.request(slot.placement, self._spec(node, slot, metered))
         with self._transaction() as session:
-            self._event(session, node, "requested")
+            self._event(session, node, "requested", asked_ms)
 
     def _release(self, names: Sequence[str]) -> None:
         with self._transaction() as session:
             records = {record.name: record for record in node_records(session, self._run)}
             for node in nodes_of(session, self._run):
                 if node.name in names and "releasing" not in records[node.name].happened:
-                    self._event(session, node, "releasing")
+                    self._event(session, node, "releasing", self._clock.now_ms())
         self._provisioner.release(names)
 
-    def _event(self, session: Session, node: Node, kind: str) -> None:
-        session.add(NodeEvent(node_id=node.id, at_ms=self._clock.now_ms(), kind=kind, evidence=""))
+    def _event(self, session: Session, node: Node, kind: str, at_ms: int) -> None:
+        session.add(NodeEvent(node_id=node.id, at_ms=at_ms, kind=kind, evidence=""))
 
     def _spec(self, node: Node, slot: Slot, metered: int) -> NodeSpec:
         run, folder = self._run, Path(self._run.folder)

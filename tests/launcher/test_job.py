@@ -27,7 +27,7 @@ def test_the_quickstart_is_what_the_readme_says(tmp_path):
     assert (job.evaluation.prompts, job.evaluation.every) == (512, 3)
     assert (job.resources.trainer.use_spot, job.resources.rollout.use_spot) == (False, True)
     assert (job.resources.rollout.accelerator, job.resources.rollout.gpus, job.resources.rollout.num_nodes) == (
-        "L4",
+        "L40S",
         1,
         2,
     )
