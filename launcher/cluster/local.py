@@ -23,9 +23,10 @@ from engine.clock import Clock
 from engine.config import NodeSpec
 from engine.events import Market
 from launcher.cluster import processes
-from launcher.cluster.provisioner import NodeFact, NodeStatus, Placement
+from launcher.cluster.provisioner import NodeFact, NodeStatus
 from launcher.cluster.reclaims import Reclaim, ReclaimRule
 from launcher.money import duration
+from launcher.placement.placement import Placement
 
 AGENT_SECONDS = 60.0
 """A process that has not become an agent by then (wall time) never will: its imports failed or hang."""

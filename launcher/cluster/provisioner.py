@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from engine.config import NodeSpec
-from engine.events import Market
+from launcher.placement.placement import Placement
 
 
 class NodeStatus(StrEnum):
@@ -21,22 +21,6 @@ class NodeStatus(StrEnum):
     DENIED = "denied"
     NO_CAPACITY = "no_capacity"
     UNKNOWN = "unknown"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Placement:
-    """What we decided to buy: one node, from one offer, at a price with a source and a time."""
-
-    cloud: str
-    region: str
-    zone: str
-    instance_type: str
-    gpus: int
-    accelerator: str
-    market: Market
-    micro_usd_per_hour: int
-    price_source: str
-    price_observed_at: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

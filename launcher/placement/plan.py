@@ -11,11 +11,11 @@ from difflib import get_close_matches
 from typing import Any, Literal
 
 from engine.events import Market
-from launcher.cluster.provisioner import Placement
 from launcher.exit_codes import ExitCode, Failure
 from launcher.job import Job, NodeResources
 from launcher.market.offers import Offer
 from launcher.money import HOUR_MS
+from launcher.placement.placement import Placement
 
 
 class PlacementError(Failure):

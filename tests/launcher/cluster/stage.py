@@ -14,7 +14,7 @@ from engine.config import ClockConfig, EngineConfig, NodeSpec
 from engine.events import Market
 from launcher.cluster.controller import metered_micro_usd
 from launcher.cluster.local import LocalProvisioner, node_folder, nodes_folder
-from launcher.cluster.provisioner import NodeFact, Placement
+from launcher.cluster.provisioner import NodeFact
 from launcher.cluster.reclaims import MANNERS, Reclaim, ReclaimRule
 from launcher.cluster.reconcile import ENDS
 from launcher.cluster.runs import create_run, run_clock, running_processes
@@ -22,6 +22,7 @@ from launcher.job import CheckedJob, Job
 from launcher.ledger.accounting import interval_micro_usd, run_costs
 from launcher.ledger.models import BillingInterval, NodeEvent, Run
 from launcher.ledger.store import find_run, nodes_of, open_ledger, progress_of
+from launcher.placement.placement import Placement
 from launcher.placement.plan import Plan, Slot
 
 FAKE_AGENT = (sys.executable, str(Path(__file__).parent.parent / "fake_agent.py"))

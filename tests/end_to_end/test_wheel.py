@@ -1,0 +1,57 @@
+"""The wheel works outside a checkout: what the program reads at run time is in it, the tests are not."""
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the wheel's content, installed as pip does."""
+    folder = tmp_path_factory.mktemp("wheel")
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*pip, "wheel", "--no-deps", "--wheel-dir", str(folder), str(ROOT)], check=True)
+    (wheel,) = folder.glob("spotrl-*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert not [name for name in names if name.startswith("tests/")]
+    target = folder / "site"
+    subprocess.run([*pip, "install", "--no-deps", "--target", str(target), str(wheel)], check=True)
+    return target
+
+
+def run(installed: Path, folder: Path, *arguments: str) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(installed), "SPOTRL_HOME": str(folder / "state")}
+    command = [sys.executable, "-P", *arguments]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_base_model_the_catalog_and_the_trace_come_with_the_wheel(installed: Path, tmp_path: Path) -> None:
+    code = """
+import engine, launcher
+from engine.config import ModelConfig
+from engine.models.load import load_adapter, trainable
+from launcher.market.offers import read_catalog
+from launcher.cluster.reclaims import reclaim_rule
+from launcher.job import Job
+print(launcher.__path__[0], len(trainable(load_adapter(ModelConfig()))) > 0, len(read_catalog()) > 0)
+print(reclaim_rule(Job(name="x").reclaims).describe())
+"""
+    out = run(installed, tmp_path, "-c", code)
+    assert out.startswith(str(installed))
+    assert "True True" in out
+
+
+def test_a_job_is_written_planned_and_kept_in_a_new_ledger_from_the_wheel(installed: Path, tmp_path: Path) -> None:
+    run(installed, tmp_path, "-m", "launcher.cli.main", "init", "job.yaml")
+    plan = run(installed, tmp_path, "-m", "launcher.cli.main", "launch", "job.yaml", "--dry-run")
+    assert "nothing was bought" in plan
+    run(installed, tmp_path, "-m", "launcher.cli.main", "ls")
+    assert list((tmp_path / "state").glob("*.db")) or list((tmp_path / "state").glob("ledger*"))

@@ -1,0 +1,48 @@
+"""The README's commands exist, and its map shows the house as it is."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+COMMANDS = [
+    line.split("#")[0].strip() for block in re.findall(r"```sh\n(.*?)```", README, re.S) for line in block.splitlines()
+]
+TREE = re.search(r"```text\n(launcher/.*?)```", README, re.S)
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c])
+def test_a_command_of_the_readme_exists(command: str) -> None:
+    words = command.replace(".venv/bin/", "").split()
+    match words[0]:
+        case "make":
+            subprocess.run(["make", "--dry-run", words[1]], cwd=ROOT, check=True, capture_output=True)
+        case "spotrl":
+            assert (ROOT / "launcher" / "cli" / f"{words[1]}.py").is_file()
+        case "python":
+            assert (ROOT / f"{words[2].replace('.', '/')}.py").is_file()
+        case "pytest":
+            assert f"{words[2]}:" in (ROOT / "pyproject.toml").read_text()
+        case other:
+            pytest.fail(f"nobody checks {other!r}")
+
+
+def test_the_map_names_every_room_and_no_other() -> None:
+    assert TREE is not None
+    rooms, room = set(), ""
+    for line in TREE.group(1).splitlines():
+        name = line.split()[0]
+        room = name if not line.startswith(" ") else room
+        rooms.add(name if not line.startswith(" ") else room + name)
+    for name in rooms:
+        assert (ROOT / name).exists(), name
+    there = {
+        f"{top}/{folder.name}/"
+        for top in ("launcher", "engine")
+        for folder in (ROOT / top).iterdir()
+        if folder.is_dir() and (folder / "__init__.py").exists()
+    }
+    assert there <= rooms
