@@ -186,8 +186,8 @@ class RuntimeConfig(Strict):
     """Pictures per forward pass of a training rollout; always this many, padded with copies."""
     lease_seconds: Annotated[float, Field(gt=0.0)] = 4.0
     heartbeat_seconds: Annotated[float, Field(gt=0.0)] = 1.0
-    trainer_threads: Annotated[int, Field(ge=0)] = 1
-    """torch threads of the trainer; 0: one per core. On one machine the cores belong to the spot workers too."""
+    trainer_threads: Annotated[int, Field(ge=0)] = 0
+    """torch threads of the trainer on a CPU; 0: one if spot workers explore beside it, else one per core."""
 
 
 class EngineConfig(Strict):

@@ -162,7 +162,8 @@ class Loop:
             versions=installed_versions(),
         )
         self.place.progress.write(self.lineage, started)
-        self._publish_live()
+        self._publish_live(get_weights(self.parameters))
+        self._withdraw_trained()
 
     def _settle_lineage(self, newest: Checkpoint | None) -> int:
         known = self._say({"call": "peek"})
@@ -180,7 +181,8 @@ class Loop:
         self.skipped_in_a_row = checkpoint.skipped_in_a_row
         self.next_batch = checkpoint.next_batch
         set_weights(self.parameters, checkpoint.files["weights"])
-        self.average.tensors = load(checkpoint.files["ema"])
+        average = load(checkpoint.files["ema"])
+        self.average.tensors = {name: average[name].to(value.device) for name, value in self.parameters.items()}
         self.trainer.load_optimizer_state(load(checkpoint.files["optimizer"]))
 
     # --- one iteration ----------------------------------------------------------------------------------
@@ -205,11 +207,12 @@ class Loop:
         saving = time.perf_counter()
         self.iteration += 1
         self.next_batch = self._manifest(self.iteration, explored)
+        weights = get_weights(self.parameters)
         with self.usage.measure(Phase.CHECKPOINT):
-            self._checkpoint()
+            self._checkpoint(weights)
         with self.usage.measure(Phase.SYNC):
-            self._publish_live()
-            self._say({"call": "withdraw", "batches": [["train", batch], ["explore", batch + 1]]})
+            self._publish_live(weights)
+            self._withdraw_trained()
         self._untold_seconds = time.perf_counter() - saving
 
     def _tell(self, manifest: Manifest, rewards: Tensor, explored: int, health: list[Health], seconds: float) -> None:
@@ -260,20 +263,19 @@ class Loop:
         return finished
 
     def _commit(self, manifest: Manifest, minibatch: int, step: Any) -> Health:
+        health: Health = step.commit()
         for number in manifest.minibatches[minibatch]:
-            bad = number in step.health.skipped
+            bad = number in health.skipped
             self.skipped_in_a_row = self.skipped_in_a_row + 1 if bad else 0
             if bad:
                 prompt = manifest.groups[number].prompt
                 text = f"batch {manifest.batch}: skipped {prompt!r}, its reward or loss is not finite"
                 self.place.progress.write(self.lineage, Warned(text=text))
             if self.skipped_in_a_row >= BAD_GROUPS_IN_A_ROW:
-                step.abort()
                 raise Unhealthy(
                     f"{BAD_GROUPS_IN_A_ROW} groups in a row had a reward or loss that is not finite; the last good "
                     f"checkpoint is iteration {self.iteration}: look at the reward, or lower the learning_rate"
                 )
-        health: Health = step.commit()
         return health
 
     # --- exploration ------------------------------------------------------------------------------------
@@ -307,7 +309,8 @@ class Loop:
         while True:
             answer = self._collect(Kind.EXPLORE, batch, len(results), wait=counted)
             results += answer["results"]
-            if not isinstance(budget, CandidateBudget) or len(results) >= len(candidates):
+            settled = len(results) + answer["poisoned"]
+            if not isinstance(budget, CandidateBudget) or settled >= len(candidates):
                 break
             if set(answer["nodes"]) - {self.place.node}:
                 alone_since = None
@@ -422,7 +425,7 @@ class Loop:
 
     # --- durable state and the line to the coordinator ----------------------------------------------------
 
-    def _checkpoint(self) -> None:
+    def _checkpoint(self, weights: bytes) -> None:
         if self.iteration % self.config.checkpoint.every and self.iteration != self.config.iterations:
             return
         checkpoint = Checkpoint(
@@ -430,7 +433,7 @@ class Loop:
             lineage=self.lineage,
             next_batch=self.next_batch,
             files={
-                "weights": get_weights(self.parameters),
+                "weights": weights,
                 "ema": save(self.average.tensors),
                 "optimizer": save({n: t.contiguous() for n, t in self.trainer.optimizer_state().items()}),
             },
@@ -443,10 +446,15 @@ class Loop:
         event = CheckpointSaved(iteration=self.iteration, path=f"checkpoints/{checkpoint.name}", digest=digest)
         self.place.progress.write(self.lineage, event)
 
-    def _publish_live(self) -> None:
-        weights, data = WeightsKey(version=self.iteration), get_weights(self.parameters)
+    def _publish_live(self, data: bytes) -> None:
+        weights = WeightsKey(version=self.iteration)
         self._say({"call": "publish", "weights": weights_to_list(weights)}, {"weights": data})
         self.worker.assume(weights, digest_of(data))
+
+    def _withdraw_trained(self) -> None:
+        """What led to this iteration is in its checkpoint. Also at the start: a trainer may have died in between."""
+        batches = [["train", self.iteration - 1], ["explore", self.iteration]]
+        self._say({"call": "withdraw", "batches": batches})
 
     def _submit(
         self,
@@ -478,7 +486,8 @@ class Loop:
         if answer["poisoned"] and kind is not Kind.EXPLORE:
             raise Unhealthy(f"a picture could not be made or scored on three workers: {answer['poisoned'][0]}")
         results = [finished_from_dict(result) for result in answer["results"]]
-        return {"results": results, "blobs": blobs, "nodes": answer["nodes"]}
+        poisoned = len(answer["poisoned"])
+        return {"results": results, "blobs": blobs, "nodes": answer["nodes"], "poisoned": poisoned}
 
     def _say(self, head: dict[str, Any], blobs: dict[str, bytes] | None = None) -> dict[str, Any]:
         answer, _ = self.place.transport.call(head | self._usage_report(), blobs)

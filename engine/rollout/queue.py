@@ -125,8 +125,8 @@ class Queue:
             item = self._items.get(request)
             if item is not None and item.attempt.weights == task.weights:
                 continue
-            if item is not None and item.lease is not None:
-                self._leases[item.lease].requests.remove(request)
+            self._take_from_lease(item, request)
+            self.poisoned.pop(request, None)
             self._items[request] = _Item(attempt=Attempt(request=request, weights=task.weights), task=task)
             self._waiting[request.kind][request] = None
 
@@ -143,11 +143,7 @@ class Queue:
             self.finished.pop(request, None)
             self.poisoned.pop(request, None)
             self._waiting[request.kind].pop(request, None)
-            if item is not None and item.lease is not None and item.lease in self._leases:
-                lease = self._leases[item.lease]
-                lease.requests.remove(request)
-                if not lease.requests:
-                    del self._leases[item.lease]
+            self._take_from_lease(item, request)
 
     def forget_weights(self, keep: Iterable[WeightsKey]) -> list[WeightsKey]:
         """Drop the weights that nobody will ask for; returns what was dropped."""
@@ -220,6 +216,10 @@ class Queue:
         lease = self._leases.get(number)
         return lease is not None and lease.worker == worker
 
+    def held(self, worker: str, number: int) -> Sequence[RequestId]:
+        """What this worker still speaks for: a request that was withdrawn or begun anew left the lease."""
+        return tuple(self._leases[number].requests) if self.may_finish(worker, number) else ()
+
     def finish(self, worker: str, node: str, number: int, results: Sequence[Finished], *, now_ms: int) -> Reply:
         """These pictures are made. Call only after their bytes are durable."""
         self._meet(worker, node, now_ms)
@@ -243,7 +243,8 @@ class Queue:
         if not self.may_finish(worker, number):
             return Fenced(lease=number)
         for request, (step, blob) in states.items():
-            self._commit_state(request, step, blob)
+            if request in self._leases[number].requests:
+                self._commit_state(request, step, blob)
         if member.deadline_ms is not None:
             return Drain(deadline_ms=member.deadline_ms)
         return Wait()
@@ -399,6 +400,15 @@ class Queue:
             expires_ms=expires_ms,
             pictures=tuple(request in shown for request in requests),
         )
+
+    def _take_from_lease(self, item: _Item | None, request: RequestId) -> None:
+        """Who holds it no longer speaks for it; a lease with nothing left is fenced as a whole."""
+        if item is None or item.lease is None:
+            return
+        lease = self._leases[item.lease]
+        lease.requests.remove(request)
+        if not lease.requests:
+            del self._leases[item.lease]
 
     def _learn_pace(self, lease: _Lease, request: RequestId, now_ms: int) -> None:
         item = self._items[request]

@@ -48,12 +48,16 @@ def unpack(body: bytes) -> tuple[dict[str, Any], dict[str, bytes]]:
     start = _LENGTH.size + length
     raw = json.loads(body[_LENGTH.size : start])
     blobs: dict[str, bytes] = {}
-    for name, size in raw["blobs"]:
-        blobs[name] = body[start : start + size]
-        start += size
+    try:
+        head, sizes = dict(raw["head"]), raw["blobs"]
+        for name, size in sizes:
+            blobs[name] = body[start : start + size]
+            start += size
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"not a message of ours: {error}") from error
     if start != len(body):
         raise ValueError(f"message of {len(body)} bytes should have {start}")
-    return raw["head"], blobs
+    return head, blobs
 
 
 def weights_to_list(key: WeightsKey) -> list[Any]:

@@ -112,8 +112,9 @@ class Coordinator:
             case "hello":
                 self._hello(head["lineage"])
             case "submit":
+                task = task_from_dict(head["task"])
                 self._record({"op": "submit", "task": head["task"]})
-                self._submit(task_from_dict(head["task"]))
+                self._submit(task)
             case "publish":
                 self._publish(weights_from_list(head["weights"]), blobs["weights"])
             case "withdraw":
@@ -166,9 +167,12 @@ class Coordinator:
         )
 
     def _finish(self, head: Mapping[str, Any], blobs: Blobs, now_ms: int) -> Reply:
-        if self.queue.may_finish(head["worker"], head["lease"]):
-            self._record({"op": "finish", "results": head["results"]}, blobs)
-        results = [finished_from_dict(result) for result in head["results"]]
+        # Only what the queue will take is remembered, or a restart would take what was fenced.
+        held = set(self.queue.held(head["worker"], head["lease"]))
+        results = [result for result in map(finished_from_dict, head["results"]) if result.request in held]
+        if results:
+            kept = {name: blobs[name] for name in (r.trajectory for r in results) if name is not None}
+            self._record({"op": "finish", "results": [finished_to_dict(result) for result in results]}, kept)
         reply = self.queue.finish(head["worker"], head["node"], head["lease"], results, now_ms=now_ms)
         if isinstance(reply, Wait):
             self._in_order(results)
@@ -176,9 +180,12 @@ class Coordinator:
         return reply
 
     def _commit(self, head: Mapping[str, Any], blobs: Blobs, now_ms: int) -> Reply:
-        if self.queue.may_finish(head["worker"], head["lease"]):
-            self._record({"op": "commit", "states": head["states"]}, blobs)
-        states = {request_from_list(raw): (step, name) for raw, step, name in head["states"]}
+        held = set(self.queue.held(head["worker"], head["lease"]))
+        named = {request_from_list(raw): (step, name) for raw, step, name in head["states"]}
+        states = {request: state for request, state in named.items() if request in held}
+        if states:
+            kept = [[request_to_list(request), step, name] for request, (step, name) in states.items()]
+            self._record({"op": "commit", "states": kept}, {name: blobs[name] for _, name in states.values()})
         return self.queue.commit(head["worker"], head["node"], head["lease"], states, now_ms=now_ms)
 
     def _reply(self, reply: Reply) -> Head:

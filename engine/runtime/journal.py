@@ -28,6 +28,7 @@ class Journal:
         self._records: list[dict[str, Any]] = []
         self._lock = threading.Lock()
         self._end = 0
+        self._appended = 0
         self._file = self._open()
 
     def replay(self) -> Iterator[dict[str, Any]]:
@@ -40,14 +41,16 @@ class Journal:
         blobs = blobs or {}
         body = pack(record, blobs)
         start = self._end
+        whole = memoryview(_HEAD.pack(_MAGIC, len(body), zlib.crc32(body)) + body)
+        written = 0
         try:
-            self._file.write(_HEAD.pack(_MAGIC, len(body), zlib.crc32(body)))
-            self._file.write(body)
-            self._file.flush()
+            while written < len(whole):
+                written += self._file.write(whole[written:])
         except OSError:
-            self._file = self._reopen(start)
+            self._file.truncate(start)
             raise
-        self._end = start + _HEAD.size + len(body)
+        self._end = start + len(whole)
+        self._appended += len(whole)
         self._index(body, start + _HEAD.size)
 
     def sync(self) -> None:
@@ -56,8 +59,8 @@ class Journal:
             os.fsync(self._file.fileno())
 
     def position(self) -> int:
-        """How much has been appended; grows with every record."""
-        return self._end
+        """How much has been appended since this journal was opened; grows with every record, whatever is rewritten."""
+        return self._appended
 
     def blob(self, name: str) -> bytes:
         """Raises KeyError for a blob that was never written or was compacted away."""
@@ -96,12 +99,9 @@ class Journal:
             self._records.append(unpack(body)[0])
             self._index(body, start)
             self._end = start + size
-        return self._reopen(self._end)
-
-    def _reopen(self, end: int) -> Any:
-        file = self._path.open("a+b")
-        file.truncate(end)
-        file.seek(end)
+        # Unbuffered: what a full disk refused must not be written later, when the file object is closed.
+        file = self._path.open("a+b", buffering=0)
+        file.truncate(self._end)
         return file
 
     def _index(self, body: bytes, start: int) -> None:

@@ -71,7 +71,8 @@ def run_coordinator(spec: NodeSpec, beat: Beat, ready: Event) -> None:
 def run_trainer(spec: NodeSpec, beat: Beat, ready: Event) -> None:
     """Train until there is nothing left to do; a return means that the engine is finished."""
     _begin(spec, "trainer", beat)
-    torch.set_num_threads(spec.engine.runtime.trainer_threads or os.cpu_count() or 1)
+    alone = spec.engine.exploration.mode == "none"
+    torch.set_num_threads(spec.engine.runtime.trainer_threads or (os.cpu_count() or 1 if alone else 1))
     folder, clock = Path(spec.folder), spec.clock.clock()
     place = Place(
         run=spec.run,

@@ -72,7 +72,7 @@ class CoordinatorServer:
     async def _sync(self) -> None:
         wanted = self._coordinator.journal.position()
         async with self._sync_lock:
-            if self._durable != wanted:
+            if self._durable < wanted:
                 reached = self._coordinator.journal.position()
                 await asyncio.to_thread(self._coordinator.journal.sync)
                 self._durable = reached
@@ -120,7 +120,11 @@ class CoordinatorServer:
     async def _stop(self, request: Request) -> Response:
         if refused := self._refuse(request):
             return refused
-        reason = str(json.loads(await request.body() or b"{}").get("reason", "stopped"))
+        try:
+            order = json.loads(await request.body() or b"{}")
+            reason = str(order.get("reason", "stopped"))
+        except (ValueError, AttributeError) as error:
+            return PlainTextResponse(f"not a stop order: {error}", status_code=400)
         self._coordinator.stop(reason)
         self._wake()
         return JSONResponse({"ok": True})

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from engine.clock import Clock
 from engine.events import Phase
-from engine.models.adapter import DiTAdapter
+from engine.models.adapter import DiTAdapter, rows
 from engine.rewards.reward import Reward
 from engine.rollout.request import (
     Drain,
@@ -154,12 +154,14 @@ class Worker:
         """All pictures of a lease, step by step; None when the work was taken away or handed back."""
         plan = plan_from_dict(json.loads(work.sampler))
         attempts = work.attempts
-        rows = [min(i, len(attempts) - 1) for i in range(work.shape)]
-        seeds = [attempts[i].request.seed for i in rows]
-        conditioning = self.adapter.encode([attempts[i].request.prompt for i in rows])
+        filled = [min(i, len(attempts) - 1) for i in range(work.shape)]
+        seeds = [attempts[i].request.seed for i in filled]
+        prompts = list(dict.fromkeys(attempt.request.prompt for attempt in attempts))
+        place = torch.tensor([prompts.index(attempts[i].request.prompt) for i in filled])
         trajectories = self._begin(work, seeds)
         device = next(self.adapter.transformer.parameters()).device
-        x = torch.stack([trajectories[i].x for i in rows]).to(device)
+        conditioning = rows(self.adapter.encode(prompts), place.to(device))
+        x = torch.stack([trajectories[i].x for i in filled]).to(device)
         cast = torch.autocast(device.type, dtype=torch.bfloat16, enabled=work.dtype == "bfloat16")
         for step in range(trajectories[0].step, plan.steps):
             with cast:

@@ -11,7 +11,9 @@ All trained steps of a group go through the network together (time-step parallel
 pass are (picture, step) pairs.
 """
 
+import itertools
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -56,6 +58,15 @@ class Health:
     without_variance: int = 0
     skipped: list[int] = field(default_factory=list)
     """Numbers of the groups that were left out because something in them was not finite."""
+
+    def add(self, more: "Health") -> None:
+        """Count the rows of one more forward pass."""
+        self.rows += more.rows
+        self.ratio_sum += more.ratio_sum
+        self.ratio_max = max(self.ratio_max, more.ratio_max)
+        self.clipped += more.clipped
+        self.kl_sum += more.kl_sum
+        self.dlogp_sum += more.dlogp_sum
 
     def summary(self) -> dict[str, float]:
         rows = max(1, self.rows)
@@ -107,7 +118,10 @@ class Trainer:
         self.optimizer.state.clear()
         for full_name, value in state.items():
             name, key = full_name.rsplit("|", 1)
-            self.optimizer.state[self.parameters[name]][key] = value.clone()
+            parameter = self.parameters[name]
+            # AdamW counts its steps on the CPU, wherever the moments are.
+            device = value.device if key == "step" else parameter.device
+            self.optimizer.state[parameter][key] = value.to(device, copy=True)
 
 
 class Transaction:
@@ -121,8 +135,11 @@ class Transaction:
         self._wanted = manifest.minibatches[minibatch]
         pictures = sum(len(manifest.groups[number].seeds) for number in self._wanted)
         self._planned_rows = pictures * len(plan.trained_steps)
+        largest = max(len(manifest.groups[number].seeds) for number in self._wanted)
+        self._groups_per_forward = max(1, ROWS_PER_FORWARD // (largest * max(1, len(plan.trained_steps))))
         self._held: dict[int, FinishedGroup] = {}
         self._added: set[int] = set()
+        self._taken: set[int] = set()
         self.health = Health()
         trainer.optimizer.zero_grad(set_to_none=True)
 
@@ -136,15 +153,18 @@ class Transaction:
         if number not in self._wanted or number in self._added:
             raise ValueError(f"group {number} of batch {self._manifest.batch} is not wanted: missing {self.missing}")
         self._added.add(number)
-        if self._trainer.config.order == "arrival":
-            self._accumulate(number, group)
-            return
         self._held[number] = group
-        for following in self._wanted:
-            if following not in self._added:
-                return
-            if following in self._held:
-                self._accumulate(following, self._held.pop(following))
+        if self._trainer.config.order == "arrival":
+            ready = list(self._held)
+        else:
+            behind = [n for n in self._wanted if n not in self._taken]
+            ready = list(itertools.takewhile(lambda n: n in self._held, behind))
+        last = not self.missing
+        for first in range(0, len(ready), self._groups_per_forward):
+            bundle = ready[first : first + self._groups_per_forward]
+            if len(bundle) == self._groups_per_forward or last:
+                self._accumulate({number: self._held.pop(number) for number in bundle})
+                self._taken.update(bundle)
 
     def commit(self) -> Health:
         """Take the optimiser step. Raises ValueError while groups are missing.
@@ -174,61 +194,93 @@ class Transaction:
         self._held.clear()
         self._trainer.optimizer.zero_grad(set_to_none=True)
 
-    def _accumulate(self, number: int, group: FinishedGroup) -> None:
+    def _accumulate(self, groups: Mapping[int, FinishedGroup]) -> None:
+        """Add the gradients of some groups: together if all is well, one by one if a loss is not finite."""
+        found = (self._rows_of(number, group) for number, group in groups.items())
+        together = [one for one in found if one is not None]
+        if together and not self._backward(together):
+            for alone in together:
+                if len(together) == 1 or not self._backward([alone]):
+                    self.health.skipped.append(alone.number)
+
+    def _rows_of(self, number: int, group: FinishedGroup) -> "_Rows | None":
+        """A group as training rows; None when it has nothing to add."""
         self.health.groups += 1
         if not all(math.isfinite(reward) for reward in group.rewards):
             self.health.skipped.append(number)
-            return
+            return None
         config = self._trainer.config
         rewards = torch.tensor([group.rewards], dtype=torch.float32)
         advantages = group_advantages(rewards, config.std, scale=self._std, clip=config.advantage_clip)[0]
         if not advantages.any():
             self.health.without_variance += 1
             if config.kl_beta == 0:
-                return
-        parameters = self._trainer.parameters.values()
-        # With one forward pass a bad loss is seen before anything is added; with several it must be taken back.
-        several = sum(len(t.log_probs) for t in group.trajectories) > ROWS_PER_FORWARD
-        before = [p.grad.clone() if several and p.grad is not None else p.grad for p in parameters]
-        if not self._backward(group, advantages):
-            self.health.skipped.append(number)
-            for parameter, gradient in zip(parameters, before, strict=True):
-                parameter.grad = gradient
+                return None
+        steps = torch.tensor(self._plan.trained_steps)
+        return _Rows(
+            number=number,
+            prompt=group.prompt,
+            x=torch.cat([t.latents[:-1] for t in group.trajectories]),
+            next_x=torch.cat([t.latents[1:] for t in group.trajectories]),
+            old=torch.cat([t.log_probs for t in group.trajectories]),
+            step=steps.repeat(len(group.trajectories)),
+            advantage=advantages.repeat_interleave(len(steps)),
+        )
 
-    def _backward(self, group: FinishedGroup, advantages: Tensor) -> bool:
-        """Backpropagate all rows of a group; False (and a gradient to be thrown away) when a loss is not finite."""
+    def _backward(self, groups: Sequence["_Rows"]) -> bool:
+        """Backpropagate the rows of some groups. False, and nothing added, when a loss is not finite."""
         trainer, plan, config = self._trainer, self._plan, self._trainer.config
-        trained = torch.tensor(plan.trained_steps)
-        # [pictures, steps, ...] to rows
-        x = torch.cat([t.latents[:-1] for t in group.trajectories])
-        next_x = torch.cat([t.latents[1:] for t in group.trajectories])
-        old = torch.cat([t.log_probs for t in group.trajectories])
-        step = trained.repeat(len(group.trajectories))
-        advantage = advantages.repeat_interleave(len(trained))
-        conditioning = trainer.adapter.encode([group.prompt])
-        device = next(iter(trainer.parameters.values())).device
+        parameters = trainer.parameters.values()
+        device = next(iter(parameters)).device
+        encoded = trainer.adapter.encode([group.prompt for group in groups])
+        whose = torch.tensor([place for place, group in enumerate(groups) for _ in group.step], device=device)
+        x, next_x, old, step, advantage = (
+            torch.cat([getattr(group, name) for group in groups]).to(device)
+            for name in ("x", "next_x", "old", "step", "advantage")
+        )
+        # With one forward pass a bad loss is seen before anything is added; with several it must be taken back.
+        several = len(x) > ROWS_PER_FORWARD
+        before = [p.grad.clone() if several and p.grad is not None else None for p in parameters]
+        seen = Health()
         for some in torch.arange(len(x)).split(ROWS_PER_FORWARD):
-            same_prompt = rows(conditioning, torch.zeros(len(some), dtype=torch.long, device=device))
-            at, to = x[some].to(device), next_x[some].to(device)
-            mean, std = policy(trainer.adapter, plan, same_prompt, at, step[some].to(device))
-            new = log_prob(to, mean, std)
-            loss, seen = grpo_loss(new, old[some].to(device), advantage[some].to(device), config.clip_range)
+            conditioning = rows(encoded, whose[some])
+            mean, std = policy(trainer.adapter, plan, conditioning, x[some], step[some])
+            new = log_prob(next_x[some], mean, std)
+            loss, ratios = grpo_loss(new, old[some], advantage[some], config.clip_range)
             if config.kl_beta > 0 and trainer.reference is not None:
                 with trainer.reference.active():
-                    reference_mean, _ = policy(trainer.adapter, plan, same_prompt, at, step[some].to(device))
+                    reference_mean, _ = policy(trainer.adapter, plan, conditioning, x[some], step[some])
                 kl = gaussian_kl(mean, reference_mean, std)
                 loss = loss + config.kl_beta * kl
-                self.health.kl_sum += float(kl.detach().sum())
+                seen.kl_sum += float(kl.detach().sum())
             total = loss.sum() / self._planned_rows
-            if not torch.isfinite(total):
+            # Clipping can hide a ratio that is not finite from the loss, but not from its gradient.
+            if not torch.isfinite(total) or not math.isfinite(ratios.ratio_max):
+                if several:
+                    for parameter, gradient in zip(parameters, before, strict=True):
+                        parameter.grad = gradient
                 return False
             total.backward()
-            self.health.rows += len(some)
-            self.health.ratio_sum += seen.ratio_mean * len(some)
-            self.health.ratio_max = max(self.health.ratio_max, seen.ratio_max)
-            self.health.clipped += seen.clip_share * len(some)
-            self.health.dlogp_sum += float((new.detach() - old[some].to(device)).abs().sum())
+            seen.rows += len(some)
+            seen.ratio_sum += ratios.ratio_mean * len(some)
+            seen.ratio_max = max(seen.ratio_max, ratios.ratio_max)
+            seen.clipped += ratios.clip_share * len(some)
+            seen.dlogp_sum += float((new.detach() - old[some]).abs().sum())
+        self.health.add(seen)
         return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Rows:
+    """One group as (picture, step) pairs: x and next_x [R, *S]; old log-probs, step and advantage [R]."""
+
+    number: int
+    prompt: str
+    x: Tensor
+    next_x: Tensor
+    old: Tensor
+    step: Tensor
+    advantage: Tensor
 
 
 class Average:

@@ -31,7 +31,7 @@ def test_the_quickstart_is_what_the_readme_says(tmp_path):
         1,
         2,
     )
-    assert job.budget.max_total == job.budget.max_hourly == 10_000_000
+    assert (job.budget.max_total, job.budget.max_hourly) == (20_000_000, 10_000_000)
     assert (job.reclaims.trace, job.reclaims.notice) == ("bamboo-p3", 120_000)
 
 

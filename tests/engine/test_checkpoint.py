@@ -1,0 +1,115 @@
+"""A checkpoint counts when it is whole, and the newest is the one of the newest lineage."""
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+from obstore.exceptions import GenericError
+
+from engine.rollout.request import Group, Manifest
+from engine.training.checkpoint import Checkpoint, CheckpointDamaged, CheckpointStore
+
+MANIFEST = Manifest(
+    run="run",
+    lineage=1,
+    batch=1,
+    version=1,
+    sampler="plan",
+    groups=(Group(prompt="1234", seeds=(2**64 - 1, 0)),),
+    minibatches=((0,),),
+)
+FIRST = Checkpoint(
+    iteration=1,
+    lineage=1,
+    next_batch=MANIFEST,
+    files={"weights": b"w", "ema": b"e", "optimizer": b"o"},
+    evaluations=((0, {"exact_match": 0.1}),),
+    std=0.1 + 0.2,
+    skipped_in_a_row=2,
+    config_digest="abc",
+)
+
+
+@pytest.fixture
+def store(tmp_path):
+    return CheckpointStore(f"file://{tmp_path}/store")
+
+
+def at(iteration, lineage=1):
+    return replace(FIRST, iteration=iteration, lineage=lineage)
+
+
+def test_without_a_checkpoint_there_is_nothing_to_go_on_from(store):
+    assert store.names() == []
+    assert store.newest() is None
+
+
+def test_everything_in_it_comes_back_on_another_machine(tmp_path, store):
+    store.save(FIRST, keep=3)
+    assert CheckpointStore(f"file://{tmp_path}/store").newest() == FIRST
+
+
+def test_the_last_ones_are_kept(store):
+    for iteration in range(5):
+        store.save(at(iteration), keep=2)
+    assert store.names() == ["l0001-i000003", "l0001-i000004"]
+    assert store.newest() == at(4)
+
+
+def test_of_a_dropped_checkpoint_no_file_is_left(tmp_path, store):
+    for iteration in range(3):
+        store.save(at(iteration), keep=1)
+    left = [path.name for path in (tmp_path / "store" / "checkpoints").rglob("*") if path.is_file()]
+    assert sorted(left) == ["ema.safetensors", "manifest.json", "optimizer.safetensors", "weights.safetensors"]
+
+
+def test_a_save_that_was_interrupted_before_its_manifest_does_not_count(store):
+    store.save(at(1), keep=3)
+    for file in ("weights", "ema", "optimizer"):
+        store.put(f"checkpoints/l0001-i000002/{file}.safetensors", b"new")
+        assert store.newest() == at(1)
+    store.save(at(2), keep=3)
+    assert store.newest() == at(2)
+
+
+def test_an_interrupted_save_keeps_the_good_one_before_it_from_being_dropped(tmp_path, store):
+    """Dropping comes after the manifest, so there is a whole checkpoint at every moment."""
+    store.save(at(1), keep=1)
+    (tmp_path / "store" / "checkpoints" / "l0001-i000002").mkdir()
+    (tmp_path / "store" / "checkpoints" / "l0001-i000002" / "optimizer.safetensors").mkdir()  # cannot be written
+    with pytest.raises(GenericError):
+        store.save(at(2), keep=1)
+    assert store.newest() == at(1)
+
+
+@pytest.mark.parametrize("file", ["weights", "ema", "optimizer"])
+def test_a_damaged_file_is_noticed_and_named(store, file):
+    store.save(FIRST, keep=3)
+    store.put(f"checkpoints/{FIRST.name}/{file}.safetensors", b"other")
+    with pytest.raises(CheckpointDamaged, match=f"{FIRST.name}/{file}"):
+        store.newest()
+
+
+def test_the_newest_is_of_the_highest_lineage_then_of_the_highest_iteration(store):
+    for one in (at(9, lineage=1), at(3, lineage=2), at(4, lineage=2)):
+        store.save(one, keep=9)
+    assert store.newest() == at(4, lineage=2)
+
+
+def test_a_zombie_that_goes_on_under_its_old_lineage_is_not_read_and_drops_nothing_newer(store):
+    store.save(at(3, lineage=2), keep=2)
+    for iteration in range(10, 14):
+        store.save(at(iteration, lineage=1), keep=2)
+        assert store.newest() == at(3, lineage=2)
+
+
+def test_lineages_count_from_one_and_none_is_given_twice(tmp_path, store):
+    assert [store.claim_lineage() for _ in range(3)] == [1, 2, 3]
+    assert CheckpointStore(f"file://{tmp_path}/store").claim_lineage() == 4
+
+
+def test_lineages_claimed_at_the_same_time_are_different(tmp_path, store):
+    stores = [CheckpointStore(f"file://{tmp_path}/store") for _ in range(8)]
+    with ThreadPoolExecutor(len(stores)) as pool:
+        claimed = list(pool.map(lambda one: [one.claim_lineage() for _ in range(4)], stores))
+    assert sorted(lineage for some in claimed for lineage in some) == list(range(1, 33))

@@ -1,0 +1,354 @@
+"""The coordinator forgets nothing that it acknowledged: dropped at any point, it goes on from its folder."""
+
+import json
+
+import pytest
+
+from engine.events import NodeUsage, Progress
+from engine.rollout.queue import Task
+from engine.rollout.request import Finished, Kind, RequestId, Score, WeightsKey, request_to_list
+from engine.rollout.wire import finished_to_dict, reply_from_dict, task_to_dict, weights_to_list
+from engine.runtime.coordinator import Coordinator, digest_of
+from engine.runtime.progress import ProgressLog
+from engine.runtime.transport import InprocTransport
+
+V0, V1 = WeightsKey(version=0), WeightsKey(version=1)
+BYTES = {V0: b"weights zero", V1: b"weights one"}
+
+
+class HandClock:
+    """A clock that tests move by hand."""
+
+    def __init__(self):
+        self.at_ms = 0
+
+    def now_ms(self):
+        return self.at_ms
+
+    def wall_seconds(self, duration_ms):
+        return duration_ms / 1000
+
+
+class Bench:
+    """A coordinator on a folder, spoken to as trainer and worker do; `kill` drops it and opens another."""
+
+    def __init__(self, folder):
+        self.folder, self.clock = folder, HandClock()
+        self.open()
+
+    def open(self):
+        progress = ProgressLog(self.folder / "progress.jsonl", run="run", source="coordinator", clock=self.clock)
+        self.coordinator = Coordinator(self.folder, clock=self.clock, lease_ms=1000, progress=progress)
+        self.transport = InprocTransport(self.coordinator)
+
+    kill = open
+
+    def say(self, call, blobs=None, **more):
+        return self.transport.call({"call": call, **more}, blobs)
+
+    def begin(self, *tasks, lineage=1):
+        self.say("hello", lineage=lineage)
+        self.publish(V0)
+        for task in tasks:
+            self.submit(task)
+
+    def submit(self, task):
+        self.say("submit", task=task_to_dict(task))
+
+    def publish(self, weights):
+        self.say("publish", {"weights": BYTES[weights]}, weights=weights_to_list(weights))
+
+    def pull(self, worker="spot/0", *, weights=V0, known=(), **more):
+        holds = [*weights_to_list(weights), digest_of(BYTES[weights])]
+        answer, _ = self.say("pull", worker=worker, node=worker.split("/")[0], holds=holds, known=list(known), **more)
+        return reply_from_dict(answer)
+
+    def finish(self, work, worker="spot/0", *, only=None, reward=1.0):
+        results, blobs = [], {}
+        for attempt in work.attempts[:only]:
+            name = f"t{attempt.request.batch}-{attempt.request.seed}"
+            blobs[name] = f"trajectory {name} of {attempt.weights}".encode()
+            score = Score(reward=reward, metrics={})
+            results.append(finished_to_dict(Finished(request=attempt.request, score=score, trajectory=name)))
+        answer, _ = self.say(
+            "finish", blobs, worker=worker, node=worker.split("/")[0], lease=work.lease, results=results
+        )
+        return answer["do"]
+
+    def commit(self, work, step, worker="spot/0"):
+        named = {f"s{a.request.seed}-{step}": a.request for a in work.attempts}
+        states = [[request_to_list(request), step, name] for name, request in named.items()]
+        blobs = {name: f"state {name}".encode() for name in named}
+        answer, _ = self.say("commit", blobs, worker=worker, node=worker.split("/")[0], lease=work.lease, states=states)
+        return answer["do"]
+
+    def collect(self, kind=Kind.TRAIN, batch=0, have=0):
+        answer, blobs = self.say("collect", kind=str(kind), batch=batch, have=have)
+        return [result["request"][4] for result in answer["results"]], blobs
+
+    def withdraw(self, *batches):
+        self.say("withdraw", batches=[[str(kind), batch] for kind, batch in batches])
+
+
+@pytest.fixture
+def bench(tmp_path):
+    return Bench(tmp_path)
+
+
+def train(count=4, *, batch=0, weights=V0, shape=2, kind=Kind.TRAIN):
+    requests = tuple(
+        RequestId(run="run", lineage=1, batch=batch, prompt="1234", seed=seed, kind=kind) for seed in range(count)
+    )
+    return Task(requests=requests, weights=weights, sampler="plan", steps=8, shape=shape, dtype="float32")
+
+
+def seeds(work):
+    return [attempt.request.seed for attempt in work.attempts]
+
+
+# --- killed at any point
+
+
+def test_results_come_back_with_their_trajectories_in_the_order_they_came(bench):
+    bench.begin(train())
+    first, second = bench.pull("a/0"), bench.pull("b/0")
+    bench.finish(second, "b/0")
+    bench.finish(first, "a/0")
+    before = bench.collect()
+    assert before[0] == [2, 3, 0, 1]
+    bench.kill()
+    assert bench.collect() == before
+    assert bench.collect(have=3)[0] == [1]
+
+
+def test_what_was_finished_is_not_made_again_and_what_was_not_is(bench):
+    bench.begin(train())
+    bench.finish(bench.pull())
+    bench.kill()
+    assert seeds(bench.pull()) == [2, 3]
+
+
+def test_leases_of_before_are_fenced_and_their_numbers_are_not_given_again(bench):
+    bench.begin(train())
+    numbers = set()
+    for _ in range(3):
+        work = bench.pull()
+        assert work.lease not in numbers
+        numbers.add(work.lease)
+        bench.kill()
+        assert bench.finish(work) == "fenced"
+        assert bench.commit(work, 3) == "fenced"
+    assert bench.collect() == ([], {})
+
+
+def test_committed_states_are_resumed(bench):
+    bench.begin(train(2))
+    bench.commit(bench.pull(), 5)
+    bench.kill()
+    work = bench.pull()
+    assert [(a.step, a.state) for a in work.attempts] == [(5, "s0-5"), (5, "s1-5")]
+    _, blobs = bench.say("states", names=["s0-5", "s1-5"])
+    assert blobs == {"s0-5": b"state s0-5", "s1-5": b"state s1-5"}
+
+
+def test_weights_are_served_again(bench):
+    bench.begin(train())
+    bench.kill()
+    _, blobs = bench.say("weights", weights=weights_to_list(V0))
+    assert blobs == {"weights": BYTES[V0]}
+    assert bench.say("peek")[0] == {"do": "known", "lineage": 1, "version": 0}
+
+
+def test_a_whole_batch_is_finished_exactly_once_with_a_death_after_every_call(bench):
+    bench.begin(train(6))
+    bench.kill()
+    for _ in range(3):
+        work = bench.pull()
+        bench.finish(work)
+        bench.kill()
+        assert bench.finish(work) == "fenced"
+        bench.kill()
+    assert sorted(bench.collect()[0]) == list(range(6))
+    assert bench.coordinator.queue.wanted(Kind.TRAIN) == 0
+
+
+def test_a_journal_whose_last_record_was_cut_forgets_that_record_alone(bench):
+    bench.begin(train(4))
+    bench.finish(bench.pull())
+    bench.finish(bench.pull())
+    path = bench.folder / "journal"
+    path.write_bytes(path.read_bytes()[:-1])
+    bench.kill()
+    assert bench.collect()[0] == [0, 1]
+    assert seeds(bench.pull()) == [2, 3]
+
+
+# --- what was fenced stays fenced after a restart
+
+
+def test_a_result_that_was_begun_anew_at_other_weights_is_not_remembered(bench):
+    """The lease lives on for its other picture; the journal must hold what the queue took, no more."""
+    bench.begin(train(2))
+    old = bench.pull()
+    bench.publish(V1)
+    bench.submit(train(1, weights=V1))
+    assert bench.finish(old) == "wait"
+    assert bench.collect()[0] == [1]
+    bench.kill()
+    assert bench.collect()[0] == [1]
+    again = bench.pull(weights=V1)
+    assert [(a.request.seed, a.weights) for a in again.attempts] == [(0, V1)]
+
+
+def test_a_state_that_was_begun_anew_at_other_weights_is_not_remembered(bench):
+    bench.begin(train(2))
+    old = bench.pull()
+    bench.publish(V1)
+    bench.submit(train(1, weights=V1))
+    bench.commit(old, 5)
+    bench.kill()
+    assert [(a.request.seed, a.step) for a in bench.pull(weights=V1).attempts] == [(0, 0)]
+
+
+# --- what is forgotten
+
+
+def test_withdrawn_batches_leave_the_journal_with_their_blobs(bench):
+    bench.begin(train(2, batch=0), train(2, batch=1))
+    bench.finish(bench.pull())
+    bench.finish(bench.pull())
+    bench.withdraw((Kind.TRAIN, 0))
+    for _ in range(2):
+        assert bench.collect(batch=0) == ([], {})
+        assert bench.collect(batch=1)[0] == [0, 1]
+        with pytest.raises(KeyError):
+            bench.coordinator.journal.blob("t0-0")
+        assert b"trajectory t0-0" not in (bench.folder / "journal").read_bytes()
+        bench.kill()
+
+
+def test_states_and_results_survive_a_compaction_and_a_death(bench):
+    bench.begin(train(2, batch=0), train(4, batch=1))
+    bench.finish(bench.pull())
+    first = bench.pull()
+    second = bench.pull(known=[first.lease])
+    bench.commit(second, 4)
+    bench.finish(first)
+    bench.withdraw((Kind.TRAIN, 0))
+    bench.kill()
+    assert bench.collect(batch=1)[0] == [0, 1]
+    assert [(a.request.seed, a.step, a.state) for a in bench.pull().attempts] == [(2, 4, "s2-4"), (3, 4, "s3-4")]
+
+
+def test_weights_of_two_versions_are_kept_and_older_ones_are_deleted(bench):
+    bench.begin()
+    names = []
+    for version in range(4):
+        weights = WeightsKey(version=version)
+        bench.say("publish", {"weights": b"w"}, weights=weights_to_list(weights))
+        bench.withdraw((Kind.TRAIN, version))
+        names.append(sorted(path.name for path in (bench.folder / "weights").iterdir()))
+    assert names[-1] == ["2.safetensors", "3.safetensors"]
+
+
+def test_a_new_lineage_begins_with_an_empty_queue(bench):
+    bench.begin(train(4))
+    bench.finish(bench.pull())
+    work = bench.pull()
+    bench.say("hello", lineage=2)
+    for _ in range(2):
+        assert bench.finish(work) == "fenced"
+        assert bench.collect() == ([], {})
+        assert bench.pull().__class__.__name__ == "Wait"
+        assert bench.say("peek")[0] == {"do": "known", "lineage": 2, "version": None}
+        bench.kill()
+
+
+def test_the_same_lineage_keeps_its_queue(bench):
+    bench.begin(train(2))
+    bench.finish(bench.pull())
+    bench.say("hello", lineage=1)
+    assert bench.collect()[0] == [0, 1]
+
+
+# --- what it does not understand leaves no trace
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        {"call": "dance"},
+        {"call": "submit", "task": {"requests": []}},
+        {"call": "finish", "worker": "spot/0", "node": "spot", "lease": 0, "results": [{}]},
+        {"call": "commit", "worker": "spot/0", "node": "spot", "lease": 0, "states": [[1]]},
+    ],
+    ids=lambda head: head["call"],
+)
+def test_a_call_that_cannot_be_read_is_refused_and_not_remembered(bench, head):
+    bench.begin(train(2))
+    work = bench.pull()
+    if "lease" in head:
+        head = {**head, "lease": work.lease}
+    with pytest.raises((ValueError, KeyError)):
+        bench.say(**head)
+    bench.kill()
+    assert seeds(bench.pull()) == [0, 1]
+
+
+def test_a_result_without_its_trajectory_is_refused(bench):
+    bench.begin(train(2))
+    work = bench.pull()
+    result = Finished(request=work.attempts[0].request, score=Score(reward=0.0, metrics={}), trajectory="t")
+    with pytest.raises(KeyError):
+        bench.say("finish", worker="spot/0", node="spot", lease=work.lease, results=[finished_to_dict(result)])
+    assert bench.collect() == ([], {})
+    bench.kill()
+    assert seeds(bench.pull()) == [0, 1]
+
+
+def test_a_reward_that_is_not_finite_survives_a_death(bench):
+    bench.begin(train(2))
+    bench.finish(bench.pull(), reward=float("nan"))
+    bench.kill()
+    answer, _ = bench.say("collect", kind="train", batch=0, have=0)
+    assert [result["reward"] for result in answer["results"]] == [None, None]
+
+
+# --- what the launcher hears
+
+
+def usage_events(bench):
+    lines = (bench.folder / "progress.jsonl").read_text().splitlines()
+    return [event for event in (Progress.from_json(line).event for line in lines) if isinstance(event, NodeUsage)]
+
+
+def test_usage_is_counted_once_and_divided_by_the_workers_of_the_node(bench):
+    bench.begin()
+    for worker in ("spot/0", "spot/1"):
+        bench.clock.at_ms += 400
+        bench.pull(worker, of=2, usage={"rollout": 300.0, "sync": 0.5})
+    for _ in range(3):
+        bench.clock.at_ms += 1000
+        bench.coordinator.tick()
+    events = usage_events(bench)
+    assert sum(event.phase_ms.get("rollout", 0) for event in events) == 300
+    assert [event.phase_ms for event in events] == [{"rollout": 300}]
+    assert (events[0].from_ms, events[0].to_ms) == (100, 1800)
+
+
+def test_parts_of_a_millisecond_add_up(bench):
+    bench.begin()
+    for _ in range(10):
+        bench.clock.at_ms += 1000
+        bench.pull(of=1, usage={"sync": 0.5})
+    assert sum(event.phase_ms["sync"] for event in usage_events(bench)) == 5
+
+
+def test_a_silent_worker_is_told_to_the_launcher(bench):
+    bench.begin(train(2))
+    bench.pull()
+    for _ in range(4):
+        bench.clock.at_ms += 400
+        bench.coordinator.tick()
+    kinds = [json.loads(line)["kind"] for line in (bench.folder / "progress.jsonl").read_text().splitlines()]
+    assert kinds == ["node_seen", "node_missed"]

@@ -1,0 +1,142 @@
+"""The contract's lines: whole ones come back as they were written, others are refused."""
+
+import json
+import typing
+
+import pytest
+
+from engine.clock import ScaledClock
+from engine.events import (
+    Capacity,
+    CheckpointSaved,
+    EngineFinished,
+    EngineStarted,
+    Evaluated,
+    IterationDone,
+    Market,
+    NodeCapacity,
+    NodeMissed,
+    NodeSeen,
+    NodeState,
+    NodeUsage,
+    Progress,
+    ProgressEvent,
+    TargetReached,
+    Warned,
+)
+from engine.runtime.progress import ProgressLog
+
+CLOCK = ScaledClock(origin_ms=0)
+EVENTS = [
+    EngineStarted(iteration=3, config_digest="abc", devices="cpu", versions={"torch": "2"}),
+    IterationDone(
+        iteration=3,
+        reward_mean=0.5,
+        reward_std=0.1,
+        group_std_mean=0.05,
+        explored=32,
+        manifest_digest="abc",
+        phase_ms={"training": 120},
+        wall_seconds=1.5,
+        health={"kl": 0.0},
+    ),
+    Evaluated(iteration=3, metrics={"exact_match": 0.25}, prompts=4, pictures="evaluation/l0001-i000003.png"),
+    CheckpointSaved(iteration=3, path="checkpoints/l0001-i000003", digest="abc"),
+    NodeUsage(node="spot-0", from_ms=1, to_ms=2, phase_ms={"rollout": 1}),
+    NodeSeen(node="spot-0", worker="spot-0/0"),
+    NodeMissed(node="spot-0", reason="missed its lease", lost_steps=4, fenced_requests=2),
+    TargetReached(iteration=3, metric="exact_match", value=0.9),
+    Warned(text="zwölf\u2028lines\nin one"),
+    EngineFinished(reason="target", iteration=3),
+]
+
+
+def line_of(event, /, **changes):
+    progress = Progress(run="run", source="trainer", lineage=1, seq=2, at_ms=3, event=event)
+    return json.dumps(json.loads(progress.to_json()) | changes)
+
+
+def test_the_examples_cover_every_event():
+    assert {type(event) for event in EVENTS} == set(typing.get_args(ProgressEvent))
+
+
+@pytest.mark.parametrize("event", EVENTS, ids=lambda event: event.KIND)
+def test_an_event_comes_back_as_it_was_written_on_one_line(event):
+    line = Progress(run="run", source="trainer", lineage=1, seq=2, at_ms=3, event=event).to_json()
+    assert len(line.splitlines()) == 1
+    assert Progress.from_json(line).event == event
+
+
+@pytest.mark.parametrize("event", EVENTS, ids=lambda event: event.KIND)
+def test_a_field_that_a_later_version_added_is_tolerated(event):
+    raw = json.loads(line_of(event))
+    raw["event"]["of_a_later_version"] = 1
+    assert Progress.from_json(json.dumps(raw)).event == event
+
+
+@pytest.mark.parametrize("event", EVENTS, ids=lambda event: event.KIND)
+def test_half_a_line_is_refused_wherever_it_was_cut(event):
+    line = line_of(event)
+    for size in range(len(line)):
+        with pytest.raises(ValueError):
+            Progress.from_json(line[:size])
+
+
+@pytest.mark.parametrize(
+    "line", ["1", "null", "[]", "{}", line_of(EVENTS[0], kind="dance"), line_of(EVENTS[0], event={})]
+)
+def test_what_is_not_a_progress_line_is_refused(line):
+    with pytest.raises(ValueError, match="not a progress line"):
+        Progress.from_json(line)
+
+
+@pytest.mark.parametrize("state", NodeState)
+@pytest.mark.parametrize("market", Market)
+def test_a_capacity_snapshot_comes_back_as_it_was_sent(state, market):
+    node = NodeCapacity(node="spot-0", market=market, state=state, workers=2, deadline_ms=5)
+    snapshot = Capacity(generation=7, nodes=(node,))
+    assert Capacity.from_json(snapshot.to_json()) == snapshot
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"generation":1}', '{"generation":1,"nodes":[{"node":"a"}]}'])
+def test_what_is_not_a_capacity_snapshot_is_refused(text):
+    with pytest.raises(ValueError):
+        Capacity.from_json(text)
+
+
+# --- progress files
+
+
+def log(path):
+    return ProgressLog(path, run="run", source="trainer", clock=CLOCK)
+
+
+def numbers(path):
+    seen = []
+    for line in path.read_text().splitlines():
+        try:
+            progress = Progress.from_json(line)
+        except ValueError:
+            continue
+        seen.append((progress.lineage, progress.seq))
+    return seen
+
+
+def test_numbers_go_on_where_the_file_left_off_each_lineage_by_itself(tmp_path):
+    path = tmp_path / "progress" / "trainer.jsonl"
+    first = log(path)
+    first.write(1, Warned(text="a"))
+    first.write(1, Warned(text="b"))
+    again = log(path)
+    again.write(1, Warned(text="c"))
+    again.write(2, Warned(text="d"))
+    assert numbers(path) == [(1, 0), (1, 1), (1, 2), (2, 0)]
+
+
+def test_a_line_cut_by_a_crash_spoils_neither_the_numbers_nor_the_next_line(tmp_path):
+    path = tmp_path / "trainer.jsonl"
+    log(path).write(1, Warned(text="a"))
+    whole = path.read_text()
+    path.write_text(whole + whole[: len(whole) // 2])
+    log(path).write(1, Warned(text="b"))
+    assert numbers(path) == [(1, 0), (1, 1)]

@@ -1,0 +1,141 @@
+"""What the journal acknowledged is there again, and what it could not write left no trace."""
+
+import resource
+import shutil
+import signal
+
+import pytest
+
+from engine.runtime.journal import Journal
+
+
+def opened(folder):
+    """A journal opened on this folder as after a crash, and the records it found."""
+    journal = Journal(folder)
+    return journal, list(journal.replay())
+
+
+@pytest.fixture
+def small_disk():
+    """Files may grow to so many bytes; the signal that would kill is ignored, as Python does by default."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    assert signal.getsignal(signal.SIGXFSZ) == signal.SIG_IGN
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_records_and_blobs_come_back_in_order(tmp_path):
+    journal = Journal(tmp_path)
+    journal.append({"n": 1}, {"a": b"first", "b": b""})
+    journal.append({"n": 2}, {"c": b"\0second"})
+    assert journal.blob("a") == b"first"
+    again, records = opened(tmp_path)
+    assert records == [{"n": 1}, {"n": 2}]
+    assert [again.blob(name) for name in "abc"] == [b"first", b"", b"\0second"]
+    assert list(again.replay()) == []
+
+
+def test_a_blob_that_was_never_written_is_a_key_error(tmp_path):
+    with pytest.raises(KeyError):
+        Journal(tmp_path).blob("none")
+
+
+def test_a_record_cut_anywhere_is_dropped_and_the_next_one_takes_its_place(tmp_path):
+    journal = Journal(tmp_path / "whole")
+    journal.append({"n": 1}, {"a": b"first"})
+    first = journal.position()
+    journal.append({"n": 2}, {"b": b"second"})
+    whole = (tmp_path / "whole" / "journal").read_bytes()
+    for size in range(first, len(whole)):
+        torn = tmp_path / f"torn-{size}"
+        torn.mkdir()
+        (torn / "journal").write_bytes(whole[:size])
+        again, records = opened(torn)
+        assert records == [{"n": 1}]
+        with pytest.raises(KeyError):
+            again.blob("b")
+        again.append({"n": 3}, {"c": b"third"})
+        last, records = opened(torn)
+        assert records == [{"n": 1}, {"n": 3}]
+        assert (last.blob("a"), last.blob("c")) == (b"first", b"third")
+        shutil.rmtree(torn)
+
+
+def test_a_byte_that_changed_ends_the_journal_there(tmp_path):
+    journal = Journal(tmp_path)
+    for number in range(3):
+        journal.append({"n": number}, {str(number): b"data"})
+    path = tmp_path / "journal"
+    data = bytearray(path.read_bytes())
+    data[2 * len(data) // 3 - 1] ^= 1
+    path.write_bytes(data)
+    assert opened(tmp_path)[1] == [{"n": 0}]
+
+
+@pytest.mark.parametrize("room", [0, 1, 20, 5000])
+def test_a_full_disk_leaves_no_trace_and_the_journal_goes_on(tmp_path, small_disk, room):
+    journal = Journal(tmp_path)
+    journal.append({"n": 1}, {"a": b"first"})
+    end = journal.position()
+    small_disk(end + room)
+    with pytest.raises(OSError):
+        journal.append({"n": 2}, {"b": b"x" * 100_000})
+    assert (tmp_path / "journal").stat().st_size == end
+    assert journal.position() == end
+    with pytest.raises(KeyError):
+        journal.blob("b")
+    small_disk(resource.RLIM_INFINITY)
+    assert (tmp_path / "journal").stat().st_size == end
+    journal.append({"n": 3}, {"c": b"third"})
+    journal.sync()
+    assert journal.blob("c") == b"third"
+    again, records = opened(tmp_path)
+    assert records == [{"n": 1}, {"n": 3}]
+    assert (again.blob("a"), again.blob("c")) == (b"first", b"third")
+
+
+def test_a_rewrite_keeps_what_it_is_given_and_nothing_else(tmp_path):
+    journal = Journal(tmp_path)
+    journal.append({"n": 1}, {"a": b"first"})
+    journal.append({"n": 2}, {"b": b"second"})
+    journal.rewrite([({"n": 2}, {"b": journal.blob("b")})])
+    assert journal.blob("b") == b"second"
+    with pytest.raises(KeyError):
+        journal.blob("a")
+    journal.append({"n": 3}, {"c": b"third"})
+    again, records = opened(tmp_path)
+    assert records == [{"n": 2}, {"n": 3}]
+    assert (again.blob("b"), again.blob("c")) == (b"second", b"third")
+
+
+def test_a_rewrite_for_which_the_disk_is_too_small_changes_nothing(tmp_path, small_disk):
+    journal = Journal(tmp_path)
+    journal.append({"n": 1}, {"a": b"first"})
+    small_disk(journal.position())
+    with pytest.raises(OSError):
+        journal.rewrite([({"n": 2}, {"b": b"x" * 100_000})])
+    small_disk(resource.RLIM_INFINITY)
+    assert journal.blob("a") == b"first"
+    journal.append({"n": 3})
+    assert opened(tmp_path)[1] == [{"n": 1}, {"n": 3}]
+
+
+def test_a_rewrite_that_was_interrupted_did_not_happen(tmp_path):
+    journal = Journal(tmp_path)
+    journal.append({"n": 1}, {"a": b"first"})
+    (tmp_path / "journal.new").write_bytes(b"half of something")
+    again, records = opened(tmp_path)
+    assert records == [{"n": 1}]
+    again.rewrite([({"n": 4}, {})])
+    assert opened(tmp_path)[1] == [{"n": 4}]
+
+
+def test_the_position_grows_with_every_record_even_over_a_rewrite(tmp_path):
+    """The server compares positions to know what is durable already."""
+    journal = Journal(tmp_path)
+    journal.append({"n": 1}, {"a": b"x" * 1000})
+    before = journal.position()
+    journal.rewrite([])
+    assert journal.position() >= before
+    journal.append({"n": 2})
+    assert journal.position() > before

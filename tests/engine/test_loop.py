@@ -1,0 +1,362 @@
+"""A whole run in one process: it goes on exactly where it was, and ends for a reason."""
+
+import math
+import shutil
+import time
+from dataclasses import replace
+from itertools import combinations
+
+import pytest
+import torch
+
+from engine.clock import ScaledClock
+from engine.config import (
+    AlgorithmConfig,
+    CandidateBudget,
+    CheckpointConfig,
+    EngineConfig,
+    EvaluationConfig,
+    ExplorationConfig,
+    ModelConfig,
+    RuntimeConfig,
+    SamplerConfig,
+    TargetConfig,
+    WindowConfig,
+)
+from engine.events import Progress
+from engine.exploration.selection import variance
+from engine.prompts import held_out_digits, prompt_source
+from engine.rollout.request import Kind, Score
+from engine.runtime.inproc import build_inproc
+from engine.training.checkpoint import CheckpointStore
+
+CANDIDATES = 8
+TINY = EngineConfig(
+    iterations=3,
+    sampler=SamplerConfig(steps=3),
+    algorithm=AlgorithmConfig(prompts_per_batch=2, images_per_prompt=2, updates_per_batch=2),
+    exploration=ExplorationConfig(budget=CandidateBudget(candidates=CANDIDATES, patience_seconds=0.05), shape=4),
+    evaluation=EvaluationConfig(prompts=3, every=2, steps=2),
+    runtime=RuntimeConfig(name="inproc", shape=2, lease_seconds=60.0, trainer_threads=1),
+)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def brightness(pictures, prompts):
+    return [Score(reward=float(picture.mean()), metrics={"bright": 1.0}) for picture in pictures]
+
+
+class Killed(BaseException):
+    """Nothing in the engine catches it, as nothing catches SIGKILL."""
+
+
+class Line:
+    """The trainer's line to the coordinator: counts its calls, and is cut at a chosen one."""
+
+    def __init__(self, inner, *, at=None, answered=False):
+        self._inner, self._at, self._answered = inner, at, answered
+        self.calls = []
+        self.answers = []
+
+    def call(self, head, blobs=None, *, wait=False):
+        self.calls.append(head["call"])
+        mine = (head["call"], self.calls.count(head["call"])) == self._at
+        if mine and not self._answered:
+            raise Killed
+        answer = self._inner.call(head, blobs, wait=wait)
+        self.answers.append((head, answer[0]))
+        if mine:
+            raise Killed
+        return answer
+
+
+def build(config, folder, *, reward=brightness, workers=1, run="run", at=None, answered=False):
+    clock = ScaledClock(origin_ms=time.time_ns() // 1_000_000)
+    one = build_inproc(config, folder, run=run, clock=clock, reward=reward, workers=workers)
+    line = Line(one.loop.place.transport, at=at, answered=answered)
+    one.loop.place = replace(one.loop.place, transport=line)
+    one.loop.worker.transport = line
+    return one
+
+
+def finish(config, folder, **more):
+    return build(config, folder, **more).loop.run()
+
+
+def progress(folder, kind):
+    lines = (folder / "progress" / "trainer.jsonl").read_text().splitlines()
+    found = [Progress.from_json(line) for line in lines]
+    return [one.event for one in sorted(found, key=lambda one: (one.lineage, one.seq)) if kind == one.event.KIND]
+
+
+def manifests(folder):
+    return {event.iteration: event.manifest_digest for event in progress(folder, "iteration_done")}
+
+
+def evaluated(folder):
+    return {event.iteration: event.metrics for event in progress(folder, "evaluated")}
+
+
+def newest(folder):
+    return CheckpointStore(f"file://{folder}/store").newest()
+
+
+def outcome(folder):
+    """What a run leaves behind, without its name and lineage."""
+    last = newest(folder)
+    return last.iteration, dict(last.files), last.evaluations, last.std, manifests(folder), evaluated(folder)
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("straight")
+    assert finish(TINY, folder).reason == "iterations"
+    return outcome(folder)
+
+
+# --- exactly where it was
+
+
+@pytest.mark.parametrize(
+    ("at", "answered"),
+    [
+        (("publish", 2), True),  # the average of iteration 0, to be evaluated
+        (("submit", 2), True),
+        (("finish", 2), False),
+        (("finish", 2), True),
+        (("collect", 12), False),
+        (("publish", 3), False),  # the checkpoint is written, nobody knows its weights yet
+        (("publish", 3), True),
+        (("withdraw", 5), False),
+    ],
+    ids=lambda value: "-".join(map(str, value)) if isinstance(value, tuple) else "answered" if value else "unheard",
+)
+def test_killed_at_a_call_and_started_again_it_ends_on_the_same_bits(tmp_path, straight, at, answered):
+    with pytest.raises(Killed):
+        build(TINY, tmp_path, at=at, answered=answered).loop.run()
+    again = build(TINY, tmp_path)
+    assert again.loop.run().reason == "iterations"
+    assert outcome(tmp_path) == straight
+    assert again.loop.lineage == 1
+    assert again.coordinator.queue.finished == {}
+    assert sum(again.coordinator.queue.wanted(kind) for kind in Kind) == 0
+
+
+@pytest.mark.parametrize("pictures", [3, 17])
+def test_killed_while_a_picture_is_scored_it_ends_on_the_same_bits(tmp_path, straight, pictures):
+    scored = 0
+
+    def deadly(made, prompts):
+        nonlocal scored
+        scored += len(prompts)
+        if scored > pictures:
+            raise Killed
+        return brightness(made, prompts)
+
+    with pytest.raises(Killed):
+        finish(TINY, tmp_path, reward=deadly)
+    assert finish(TINY, tmp_path).reason == "iterations"
+    assert outcome(tmp_path) == straight
+
+
+def test_killed_again_and_again_it_still_ends_on_the_same_bits(tmp_path, straight):
+    for number in (9, 7, 5):
+        with pytest.raises(Killed):
+            finish(TINY, tmp_path, at=("collect", number))
+    assert finish(TINY, tmp_path).reason == "iterations"
+    assert outcome(tmp_path) == straight
+
+
+@pytest.mark.parametrize("at", [("publish", 3), ("collect", 12)], ids=lambda at: f"{at[0]}-{at[1]}")
+def test_a_lost_machine_goes_on_from_its_checkpoint_under_the_next_lineage(tmp_path, straight, at):
+    old, new = tmp_path / "old", tmp_path / "new"
+    with pytest.raises(Killed):
+        finish(TINY, old, at=at)
+    shutil.copytree(old / "store", new / "store")
+    again = build(TINY, new)
+    assert again.loop.run().reason == "iterations"
+    assert again.loop.lineage == 2
+    last = newest(new)
+    assert (last.lineage, last.iteration, dict(last.files), last.evaluations) == (2, *straight[:3])
+    assert {**manifests(old), **manifests(new)} == straight[4]
+
+
+def test_with_a_checkpoint_every_other_batch_the_lost_batch_is_trained_again_under_a_new_lineage(tmp_path, straight):
+    config = TINY.model_copy(update={"checkpoint": CheckpointConfig(every=2)})
+    with pytest.raises(Killed):
+        finish(config, tmp_path, at=("collect", 12))
+    again = build(config, tmp_path)
+    again.loop.run()
+    assert dict(newest(tmp_path).files) == straight[1]
+    assert manifests(tmp_path) == straight[4]
+
+
+def test_a_run_that_is_finished_does_nothing_more(tmp_path, straight):
+    finish(TINY, tmp_path)
+    assert finish(TINY, tmp_path).reason == "iterations"
+    assert outcome(tmp_path) == straight
+
+
+def test_name_and_number_of_spot_workers_change_no_bit(tmp_path, straight):
+    assert finish(TINY, tmp_path, workers=3, run="another").reason == "iterations"
+    assert outcome(tmp_path) == straight
+
+
+# --- why it ends
+
+
+def test_three_groups_in_a_row_that_are_not_finite_end_the_run_and_the_last_good_checkpoint_stays(tmp_path):
+    good = {*held_out_digits(), *prompt_source(TINY, None).batch(0)}
+
+    def sick(pictures, prompts):
+        scores = brightness(pictures, prompts)
+        return [s if p in good else Score(reward=math.nan, metrics={}) for s, p in zip(scores, prompts, strict=True)]
+
+    finished = finish(TINY, tmp_path, reward=sick)
+    assert (finished.reason, finished.iteration) == ("unhealthy", 2)
+    assert "checkpoint is iteration 2" in finished.text
+    last = newest(tmp_path)
+    assert (last.iteration, last.skipped_in_a_row) == (2, 2)
+    assert sum("not finite" in event.text for event in progress(tmp_path, "warned")) == 3
+
+
+def test_gradients_that_are_not_finite_end_the_run_too(tmp_path):
+    run = build(TINY, tmp_path)
+    next(iter(run.loop.parameters.values())).register_hook(lambda gradient: gradient * math.inf)
+    finished = run.loop.run()
+    assert (finished.reason, finished.iteration) == ("unhealthy", 1)
+
+
+def test_told_to_stop_it_stops_and_says_why(tmp_path):
+    scored = 0
+
+    def budget(pictures, prompts):
+        nonlocal scored
+        scored += 1
+        if scored == 6:
+            run.coordinator.stop("the budget is used up")
+        return brightness(pictures, prompts)
+
+    run = build(TINY, tmp_path, reward=budget)
+    finished = run.loop.run()
+    assert (finished.reason, finished.text) == ("stopped", "the budget is used up")
+    assert progress(tmp_path, "engine_finished") == [finished]
+
+
+def test_a_target_that_is_held_ends_the_run(tmp_path):
+    target = TargetConfig(metric="bright", value=1.0, evaluations=2)
+    evaluation = TINY.evaluation.model_copy(update={"every": 1})
+    finished = finish(TINY.model_copy(update={"target": target, "evaluation": evaluation}), tmp_path)
+    assert (finished.reason, finished.iteration) == ("target", 1)
+    assert [event.iteration for event in progress(tmp_path, "target_reached")] == [1]
+
+
+def test_a_target_that_no_reward_reports_ends_the_run_at_once(tmp_path):
+    target = TargetConfig(metric="beauty", value=1.0)
+    finished = finish(TINY.model_copy(update={"target": target}), tmp_path)
+    assert (finished.reason, finished.iteration) == ("unhealthy", 0)
+    assert "'beauty'" in finished.text
+    assert "'bright', 'reward'" in finished.text
+
+
+def test_a_reward_that_always_fails_ends_the_run(tmp_path):
+    def broken(pictures, prompts):
+        raise TypeError("no such thing")
+
+    finished = finish(TINY, tmp_path, reward=broken)
+    assert finished.reason == "unhealthy"
+    assert "TypeError: no such thing" in finished.text
+
+
+# --- exploration
+
+
+def test_the_seeds_that_are_trained_are_those_of_largest_variance(tmp_path):
+    run = build(TINY, tmp_path)
+    run.loop.run()
+    line = run.loop.place.transport
+    explored = [r for head, a in line.answers if head.get("kind") == "explore" for r in a["results"]]
+    assert len(explored) == CANDIDATES * (TINY.iterations - 1)
+    trained = {}
+    for head, _ in line.answers:
+        if head["call"] == "submit":
+            for _run, _lineage, batch, prompt, seed, kind in head["task"]["requests"]:
+                if kind == "train" and batch > 0:
+                    trained.setdefault((batch, prompt), []).append(seed)
+    assert len(trained) == 2 * (TINY.iterations - 1)
+    for (batch, prompt), seeds in trained.items():
+        rewards = {r["request"][4]: r["reward"] for r in explored if r["request"][2:4] == [batch, prompt]}
+        assert len(rewards) == CANDIDATES // 2
+        best = max(variance(pair) for pair in combinations(rewards.values(), 2))
+        assert variance([rewards[seed] for seed in seeds]) == best
+
+
+def test_without_a_spot_node_a_counted_budget_is_not_waited_for_longer_than_its_patience(tmp_path):
+    assert finish(TINY, tmp_path, workers=0).reason == "iterations"
+    assert {event.explored for event in progress(tmp_path, "iteration_done")} == {0}
+    assert any("no spot node to explore" in event.text for event in progress(tmp_path, "warned"))
+
+
+def test_candidates_that_cannot_be_scored_are_given_up_and_the_run_goes_on(tmp_path):
+    trained_first = {*held_out_digits(), *prompt_source(TINY, None).batch(0)}
+
+    def fails_to_explore(pictures, prompts):
+        if len(prompts) == TINY.exploration.shape and not trained_first.issuperset(prompts):
+            raise TypeError("too many")
+        return brightness(pictures, prompts)
+
+    config = TINY.model_copy(update={"iterations": 2})
+    assert finish(config, tmp_path, reward=fails_to_explore).reason == "iterations"
+    assert {event.explored for event in progress(tmp_path, "iteration_done")} == {0}
+
+
+# --- every way to train
+
+
+WAYS = {
+    "std-batch": {"algorithm": {"std": "batch"}},
+    "std-ema": {"algorithm": {"std": "ema"}},
+    "kl": {"algorithm": {"kl_beta": 0.1}},
+    "lora": {"model": ModelConfig(weights="lora", lora_rank=2, lora_alpha=4)},
+    "lora-kl": {"model": ModelConfig(weights="lora", lora_rank=2, lora_alpha=4), "algorithm": {"kl_beta": 0.1}},
+    "cps": {"sampler": SamplerConfig(steps=3, name="cps")},
+    "window": {"sampler": SamplerConfig(steps=4, window=WindowConfig(size=1))},
+    "arrival": {"algorithm": {"order": "arrival"}},
+    "idle-seconds": {"exploration": ExplorationConfig(shape=4)},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_to_train_moves_the_weights_and_stays_sound(tmp_path, way):
+    changes = {**WAYS[way], "iterations": 2}
+    if "algorithm" in changes:
+        changes["algorithm"] = TINY.algorithm.model_copy(update=changes["algorithm"])
+    run = build(TINY.model_copy(update=changes), tmp_path)
+    before = {name: value.detach().clone() for name, value in run.loop.parameters.items()}
+    assert run.loop.run().reason == "iterations"
+    assert any(not torch.equal(value, before[name]) for name, value in run.loop.parameters.items())
+    for event in progress(tmp_path, "iteration_done"):
+        assert all(math.isfinite(value) for value in event.health.values())
+        assert event.health["skipped_groups"] == 0
+        assert event.health["gradient_norm"] > 0
+        assert event.health["dlogp_before_update"] == pytest.approx(0.0, abs=1e-4)
+
+
+@pytest.mark.parametrize("way", ["std-ema", "lora-kl", "window"])
+def test_every_way_to_train_goes_on_exactly_where_it_was(tmp_path, way):
+    changes = {**WAYS[way], "iterations": 2}
+    if "algorithm" in changes:
+        changes["algorithm"] = TINY.algorithm.model_copy(update=changes["algorithm"])
+    config = TINY.model_copy(update=changes)
+    finish(config, tmp_path / "straight")
+    with pytest.raises(Killed):
+        finish(config, tmp_path / "killed", at=("publish", 3))
+    finish(config, tmp_path / "killed")
+    assert outcome(tmp_path / "killed") == outcome(tmp_path / "straight")

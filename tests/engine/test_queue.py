@@ -1,0 +1,697 @@
+"""The pull queue keeps its promises: exactly once, one lease a request, one weight version an attempt."""
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from engine.events import Capacity, Market, NodeCapacity, NodeMissed, NodeSeen, NodeState, Warned
+from engine.rollout.queue import Queue, Task
+from engine.rollout.request import (
+    Drain,
+    Exit,
+    Fenced,
+    Finished,
+    Kind,
+    LoadWeights,
+    RequestId,
+    Score,
+    Wait,
+    WeightsKey,
+    Work,
+)
+
+LEASE_MS = 1000
+STEPS = 8
+V0, V1 = WeightsKey(version=0), WeightsKey(version=1)
+DIGEST = {V0: "zero", V1: "one"}
+
+
+def requests(count, kind=Kind.TRAIN, batch=0):
+    return tuple(
+        RequestId(run="run", lineage=1, batch=batch, prompt="1234", seed=seed, kind=kind) for seed in range(count)
+    )
+
+
+def task(count=2, kind=Kind.TRAIN, *, batch=0, weights=V0, shape=2, pictures=0):
+    wanted = requests(count, kind, batch)
+    return Task(
+        requests=wanted, weights=weights, sampler="plan", steps=STEPS, shape=shape, dtype="float32", pictures=pictures
+    )
+
+
+def queue_with(*tasks):
+    queue = Queue(lease_ms=LEASE_MS)
+    queue.publish(V0, DIGEST[V0])
+    for one in tasks:
+        queue.submit(one)
+    return queue
+
+
+def pull(queue, worker="a/0", *, now_ms=0, known=(), holds=V0, **more):
+    held = None if holds is None else (holds, DIGEST[holds])
+    return queue.pull(worker, worker.split("/")[0], now_ms=now_ms, holds=held, known=known, **more)
+
+
+def done(request, trajectory=None):
+    return Finished(request=request, score=Score(reward=float(request.seed), metrics={}), trajectory=trajectory)
+
+
+def finish(queue, work, worker="a/0", *, now_ms=0):
+    results = [done(attempt.request) for attempt in work.attempts]
+    return queue.finish(worker, worker.split("/")[0], work.lease, results, now_ms=now_ms)
+
+
+def commit(queue, work, step, worker="a/0"):
+    states = {attempt.request: (step, f"state-{attempt.request.seed}") for attempt in work.attempts}
+    return queue.commit(worker, worker.split("/")[0], work.lease, states, now_ms=0)
+
+
+def seeds(work):
+    return [attempt.request.seed for attempt in work.attempts]
+
+
+def capacity(generation, state, *, node="a", deadline_ms=None):
+    fact = NodeCapacity(node=node, market=Market.SPOT, state=state, workers=1, deadline_ms=deadline_ms)
+    return Capacity(generation=generation, nodes=(fact,))
+
+
+# --- what is given out
+
+
+def test_training_comes_before_evaluation_and_evaluation_before_exploration():
+    queue = queue_with(task(1, Kind.EXPLORE), task(1, Kind.EVALUATE), task(1, Kind.TRAIN))
+    kinds, known = [], []
+    for _ in range(3):
+        work = pull(queue, known=known)
+        known.append(work.lease)
+        kinds.append(work.attempts[0].request.kind)
+    assert kinds == [Kind.TRAIN, Kind.EVALUATE, Kind.EXPLORE]
+    assert pull(queue, known=known) == Wait()
+
+
+def test_a_worker_gets_only_the_kinds_that_it_asks_for():
+    queue = queue_with(task(1, Kind.TRAIN), task(1, Kind.EXPLORE))
+    assert pull(queue, kinds=[Kind.EXPLORE]).attempts[0].request.kind is Kind.EXPLORE
+
+
+def test_a_lease_is_as_full_as_its_shape_and_of_one_task():
+    queue = queue_with(task(3, batch=0), task(3, batch=1))
+    known, leases = [], []
+    for _ in range(4):
+        work = pull(queue, known=known)
+        known.append(work.lease)
+        leases.append([(attempt.request.batch, attempt.request.seed) for attempt in work.attempts])
+    assert leases == [[(0, 0), (0, 1)], [(0, 2)], [(1, 0), (1, 1)], [(1, 2)]]
+
+
+def test_a_lease_holds_pictures_of_one_step():
+    queue = queue_with(task(4))
+    work = pull(queue)
+    first = work.attempts[0].request
+    queue.commit("a/0", "a", work.lease, {first: (3, "state")}, now_ms=0)
+    queue.give_back("a/0", work.lease, now_ms=0)
+    again = pull(queue)
+    assert [(a.request.seed, a.step, a.state) for a in again.attempts] == [(0, 3, "state")]
+    assert [(a.request.seed, a.step) for a in pull(queue, known=[again.lease]).attempts] == [(1, 0), (2, 0)]
+
+
+def test_only_the_first_pictures_of_a_task_are_wanted_back():
+    queue = queue_with(task(4, Kind.EVALUATE, pictures=1))
+    first = pull(queue)
+    assert first.pictures == (True, False)
+    assert pull(queue, known=[first.lease]).pictures == (False, False)
+
+
+def test_weights_are_loaded_before_work_that_needs_them():
+    queue = queue_with(task(1))
+    assert pull(queue, holds=None) == LoadWeights(weights=V0, digest="zero")
+    assert isinstance(pull(queue, holds=V0), Work)
+
+
+def test_the_same_version_with_other_bytes_is_loaded_again():
+    queue = queue_with(task(1))
+    queue.publish(V0, "other")
+    assert pull(queue, holds=V0) == LoadWeights(weights=V0, digest="other")
+
+
+def test_an_idle_worker_is_told_to_load_the_live_weights_early():
+    queue = queue_with()
+    queue.publish(V1, DIGEST[V1])
+    assert pull(queue, holds=V0) == LoadWeights(weights=V1, digest="one")
+    assert pull(queue, holds=V1) == Wait()
+
+
+def test_work_whose_weights_were_never_published_is_not_given_out():
+    assert pull(queue_with(task(1, weights=V1))) == Wait()
+
+
+def test_weights_that_an_attempt_needs_are_not_forgotten():
+    queue = queue_with(task(1, Kind.EXPLORE))
+    queue.publish(V1, DIGEST[V1])
+    assert queue.forget_weights([]) == []
+    queue.withdraw(requests(1, Kind.EXPLORE))
+    assert queue.forget_weights([]) == [V0]
+
+
+# --- who still may speak for it
+
+
+def test_the_second_finish_of_a_lease_is_fenced_and_counts_nothing():
+    queue = queue_with(task(2))
+    work = pull(queue)
+    assert finish(queue, work) == Wait()
+    assert finish(queue, work) == Fenced(lease=work.lease)
+    assert len(queue.finished) == 2
+    assert queue.wanted(Kind.TRAIN) == 0
+
+
+def test_a_lease_may_be_finished_in_parts():
+    queue = queue_with(task(2))
+    work = pull(queue)
+    for attempt in work.attempts:
+        assert queue.finish("a/0", "a", work.lease, [done(attempt.request)], now_ms=0) == Wait()
+    assert len(queue.finished) == 2
+
+
+def test_an_expired_lease_is_fenced_and_its_work_is_given_to_another_worker():
+    queue = queue_with(task(2))
+    queue.tick(0)
+    work = pull(queue)
+    for now_ms in (400, 800, LEASE_MS):
+        queue.tick(now_ms)
+    assert isinstance(queue.heartbeat("a/0", "a", {work.lease: 1}, now_ms=LEASE_MS), Wait)
+    for now_ms in range(LEASE_MS, 2 * LEASE_MS + 2, 400):
+        queue.tick(now_ms)
+    assert pull(queue, "b/0", now_ms=2 * LEASE_MS) == Wait()
+    queue.tick(2 * LEASE_MS + 1)
+    other = pull(queue, "b/0", now_ms=2 * LEASE_MS + 1)
+    assert seeds(other) == [0, 1]
+    assert finish(queue, work) == Fenced(lease=work.lease)
+    assert queue.heartbeat("a/0", "a", {work.lease: 2}, now_ms=2 * LEASE_MS + 1) == Fenced(lease=work.lease)
+    assert commit(queue, work, 3) == Fenced(lease=work.lease)
+    assert queue.give_back("a/0", work.lease, now_ms=0) == Fenced(lease=work.lease)
+    assert queue.finished == {}
+
+
+def test_a_lease_number_speaks_for_its_own_worker_only():
+    queue = queue_with(task(2))
+    work = pull(queue, "a/0")
+    assert finish(queue, work, "b/0") == Fenced(lease=work.lease)
+    assert finish(queue, work, "a/0") == Wait()
+
+
+def test_a_lease_that_its_worker_does_not_know_goes_back_at_once():
+    """The reply got lost, or the worker died and its successor has the same name."""
+    queue = queue_with(task(2))
+    lost = pull(queue)
+    again = pull(queue)
+    assert seeds(again) == seeds(lost)
+    assert again.lease > lost.lease
+    assert finish(queue, lost) == Fenced(lease=lost.lease)
+    assert [e.fenced_requests for e in queue.events if isinstance(e, NodeMissed)] == [2]
+
+
+def test_a_lease_that_its_worker_knows_stays_while_it_pulls_the_next():
+    queue = queue_with(task(4))
+    first = pull(queue)
+    assert seeds(pull(queue, known=[first.lease])) == [2, 3]
+    assert finish(queue, first) == Wait()
+
+
+def test_withdrawn_work_is_fenced_and_forgotten():
+    queue = queue_with(task(2))
+    work = pull(queue)
+    queue.withdraw(requests(2))
+    assert queue.heartbeat("a/0", "a", {work.lease: 1}, now_ms=0) == Fenced(lease=work.lease)
+    assert finish(queue, work) == Fenced(lease=work.lease)
+    assert queue.finished == {}
+    assert pull(queue) == Wait()
+
+
+def test_half_a_lease_withdrawn_leaves_the_other_half():
+    queue = queue_with(task(2))
+    work = pull(queue)
+    queue.withdraw(requests(1))
+    assert finish(queue, work) == Wait()
+    assert list(queue.finished) == list(requests(2)[1:])
+
+
+def test_resubmitting_the_same_work_changes_nothing():
+    queue = queue_with(task(2))
+    work = pull(queue)
+    queue.submit(task(2))
+    assert pull(queue, "b/0") == Wait()
+    finish(queue, work)
+    queue.submit(task(2))
+    assert pull(queue) == Wait()
+
+
+def test_at_another_version_the_same_request_is_a_new_attempt_from_the_start():
+    queue = queue_with(task(2))
+    old = pull(queue)
+    commit(queue, old, 5)
+    queue.publish(V1, DIGEST[V1])
+    queue.submit(task(2, weights=V1))
+    assert queue.heartbeat("a/0", "a", {old.lease: 6}, now_ms=0) == Fenced(lease=old.lease)
+    assert commit(queue, old, 7) == Fenced(lease=old.lease)
+    assert finish(queue, old) == Fenced(lease=old.lease)
+    new = pull(queue, "b/0", holds=V1)
+    assert [(a.weights, a.step, a.state) for a in new.attempts] == [(V1, 0, None)] * 2
+
+
+def test_of_a_lease_that_lost_one_request_to_a_new_attempt_the_state_of_that_one_is_not_taken():
+    queue = queue_with(task(2))
+    old = pull(queue)
+    queue.publish(V1, DIGEST[V1])
+    queue.submit(task(1, weights=V1))
+    assert queue.held("a/0", old.lease) == requests(2)[1:]
+    assert commit(queue, old, 5) == Wait()
+    assert [(a.request.seed, a.step) for a in pull(queue, "b/0", holds=V1).attempts] == [(0, 0)]
+    assert [(r.seed, step) for r, step, _ in queue.committed(requests(2))] == [(1, 5)]
+
+
+# --- nodes that go
+
+
+def test_after_a_notice_the_workers_of_the_node_drain():
+    queue = queue_with(task(4))
+    work = pull(queue)
+    queue.notice("a", 30_000, now_ms=0)
+    drain = Drain(deadline_ms=30_000)
+    assert queue.heartbeat("a/0", "a", {work.lease: 1}, now_ms=0) == drain
+    assert commit(queue, work, 1) == drain
+    assert pull(queue, known=[work.lease]) == drain
+    assert pull(queue, "a/1") == drain
+    assert isinstance(pull(queue, "b/0"), Work)
+
+
+def test_what_a_drained_worker_committed_is_resumed_there_before_anything_else():
+    queue = queue_with(task(4))
+    work = pull(queue)
+    commit(queue, work, 5)
+    assert queue.give_back("a/0", work.lease, now_ms=0) == Wait()
+    resumed = pull(queue, "b/0")
+    assert [(a.request.seed, a.step, a.state) for a in resumed.attempts] == [(0, 5, "state-0"), (1, 5, "state-1")]
+
+
+def test_a_commit_never_goes_backwards():
+    queue = queue_with(task(1))
+    work = pull(queue)
+    commit(queue, work, 5)
+    commit(queue, work, 3)
+    assert [step for _, step, _ in queue.committed(requests(1))] == [5]
+
+
+def test_a_lost_node_is_fenced_at_once_and_its_workers_are_sent_home():
+    queue = queue_with(task(2))
+    work = pull(queue)
+    queue.capacity(capacity(1, NodeState.LOST), now_ms=0)
+    assert seeds(pull(queue, "b/0")) == [0, 1]
+    assert finish(queue, work) == Fenced(lease=work.lease)
+    assert pull(queue, "a/0") == Exit(reason="this node was given up")
+    missed = [event for event in queue.events if isinstance(event, NodeMissed)]
+    assert [(event.node, event.fenced_requests) for event in missed] == [("a", 2)]
+
+
+def test_a_lost_node_is_reported_once_however_often_the_snapshot_comes():
+    queue = queue_with()
+    for _ in range(3):
+        queue.capacity(capacity(1, NodeState.LOST), now_ms=0)
+    assert sum(isinstance(event, NodeMissed) for event in queue.events) == 1
+
+
+def test_a_snapshot_of_an_older_generation_is_ignored():
+    queue = queue_with(task(1))
+    queue.capacity(capacity(2, NodeState.READY), now_ms=0)
+    queue.capacity(capacity(1, NodeState.LOST), now_ms=0)
+    assert isinstance(pull(queue), Work)
+
+
+def test_a_snapshot_says_when_a_node_drains():
+    queue = queue_with(task(1))
+    queue.capacity(capacity(1, NodeState.DRAINING, deadline_ms=9000), now_ms=0)
+    assert pull(queue) == Drain(deadline_ms=9000)
+
+
+def test_live_nodes_called_in_lately_and_stay():
+    queue = queue_with()
+    for node, now_ms in (("a", 0), ("b", 500), ("c", 900), ("d", 900)):
+        pull(queue, f"{node}/0", now_ms=now_ms)
+    queue.notice("c", 5000, now_ms=900)
+    queue.lost("d", "gone", now_ms=900)
+    assert queue.live_nodes(1000, 600) == ["b"]
+
+
+def test_a_node_is_seen_when_its_first_worker_calls():
+    queue = queue_with()
+    pull(queue, "a/0")
+    pull(queue, "a/1")
+    assert queue.events == [NodeSeen(node="a", worker="a/0")]
+
+
+def test_a_coordinator_that_was_frozen_gives_every_lease_the_gap():
+    queue = queue_with(task(2))
+    queue.tick(0)
+    work = pull(queue, now_ms=0)
+    queue.tick(10 * LEASE_MS)
+    assert finish(queue, work, now_ms=10 * LEASE_MS) == Wait()
+
+
+def test_the_gap_is_given_once():
+    queue = queue_with(task(2))
+    queue.tick(0)
+    work = pull(queue, now_ms=0)
+    for now_ms in range(10 * LEASE_MS, 11 * LEASE_MS + 501, 500):
+        queue.tick(now_ms)
+    assert finish(queue, work) == Fenced(lease=work.lease)
+
+
+def test_zero_spot_the_trainers_worker_alone_finishes_everything():
+    queue = queue_with(task(5), task(3, Kind.EVALUATE))
+    known = []
+    while not isinstance(work := pull(queue, "trainer/trainer", known=known), Wait):
+        finish(queue, work, "trainer/trainer")
+    assert len(queue.finished) == 8
+
+
+def test_told_to_stop_everyone_exits_for_the_first_reason():
+    queue = queue_with(task(2))
+    work = pull(queue)
+    queue.stop("budget")
+    queue.stop("later")
+    assert queue.heartbeat("a/0", "a", {work.lease: 1}, now_ms=0) == Exit(reason="budget")
+    assert pull(queue, "b/0") == Exit(reason="budget")
+
+
+# --- what cannot be made
+
+
+def test_three_faults_and_a_request_is_reported_instead_of_tried_again():
+    queue = queue_with(task(1))
+    for number in range(3):
+        work = pull(queue, f"{number}/0")
+        assert queue.fault(f"{number}/0", str(number), work.lease, "boom", now_ms=0) == Wait()
+    assert queue.poisoned == {requests(1)[0]: "boom"}
+    assert pull(queue) == Wait()
+    assert sum(isinstance(event, Warned) for event in queue.events) == 3
+
+
+def test_three_workers_that_died_of_a_request_count_as_three_faults():
+    queue = queue_with(task(1))
+    for _ in range(4):
+        reply = pull(queue)
+    assert reply == Wait()
+    assert list(queue.poisoned) == list(requests(1))
+
+
+@pytest.mark.parametrize("times", [10])
+def test_a_request_is_not_blamed_for_nodes_that_the_cloud_takes_back(times):
+    queue = queue_with(task(1))
+    for number in range(times):
+        assert isinstance(pull(queue, f"{number}/0"), Work)
+        queue.capacity(capacity(number, NodeState.LOST, node=str(number)), now_ms=0)
+    assert queue.poisoned == {}
+
+
+def test_withdrawing_a_poisoned_request_clears_it():
+    queue = queue_with(task(1))
+    for _ in range(4):
+        pull(queue)
+    queue.withdraw(requests(1))
+    assert queue.poisoned == {}
+
+
+# --- what a loss costs
+
+
+def lost_steps(queue):
+    return [event.lost_steps for event in queue.events if isinstance(event, NodeMissed)]
+
+
+def test_lost_steps_are_those_since_the_last_commit_for_each_picture():
+    queue = queue_with(task(2))
+    work = pull(queue)
+    commit(queue, work, 2)
+    queue.heartbeat("a/0", "a", {work.lease: 5}, now_ms=100)
+    queue.lost("a", "gone", now_ms=100)
+    assert lost_steps(queue) == [2 * (5 - 2)]
+
+
+def test_of_a_silent_node_the_steps_are_guessed_from_the_pace_of_finished_leases():
+    queue = queue_with(task(4, shape=2))
+    work = pull(queue, now_ms=0)
+    finish(queue, work, now_ms=800)  # 8 steps in 800 ms: 100 ms a step
+    pull(queue, now_ms=800)
+    queue.lost("a", "gone", now_ms=800 + 350)
+    assert lost_steps(queue) == [2 * 3]
+
+
+def test_no_more_steps_are_lost_than_there_are():
+    queue = queue_with(task(4, shape=2))
+    finish(queue, pull(queue, now_ms=0), now_ms=8)
+    pull(queue, now_ms=8)
+    queue.lost("a", "gone", now_ms=100_000)
+    assert lost_steps(queue) == [2 * STEPS]
+
+
+# --- after a crash
+
+
+def test_lease_numbers_go_on_above_those_of_an_earlier_coordinator():
+    queue = queue_with(task(2))
+    queue.begin_leases(1000)
+    assert pull(queue).lease == 1000
+
+
+def test_restored_results_are_not_made_again_and_restored_states_go_on():
+    queue = queue_with(task(3, shape=3))
+    first, second, _ = requests(3)
+    queue.restore_finished(done(first))
+    queue.restore_state(second, 4, "state")
+    one = pull(queue)
+    other = pull(queue, known=[one.lease])
+    assert [(a.request.seed, a.step) for a in (*one.attempts, *other.attempts)] == [(1, 4), (2, 0)]
+
+
+# --- all of it at once, at random
+
+
+@dataclass
+class Hand:
+    """A worker as the machine plays it: what it believes it holds, and the leases it ever had."""
+
+    node: str
+    holds: WeightsKey | None = None
+    leases: dict[int, Work] = field(default_factory=dict)
+
+
+class Fates(RuleBasedStateMachine):
+    """Workers that pull, die, freeze, repeat themselves and come late, while the trainer submits and publishes."""
+
+    def __init__(self):
+        super().__init__()
+        self.queue = Queue(lease_ms=LEASE_MS)
+        self.now_ms = 0
+        self.version = 0
+        self.batch = 0
+        self.born = 0
+        self.hands = {}
+        self.given = {}  # lease number -> the work it was given for
+        self.accepted = {}  # request -> times its result was taken
+        self.attempts = {}  # request -> weights of its attempt now
+        self.old = []  # (worker, work) that may come late
+        self.queue.tick(0)
+
+    @initialize()
+    def begin(self):
+        self._publish()
+        self._join()
+        self._submit(Kind.TRAIN, 5)
+
+    def _publish(self):
+        self.queue.publish(WeightsKey(version=self.version), f"d{self.version}")
+
+    def _join(self):
+        node = f"n{self.born}"
+        self.born += 1
+        self.hands[f"{node}/0"] = Hand(node=node)
+
+    def _submit(self, kind, count):
+        weights = WeightsKey(version=self.version)
+        wanted = requests(count, kind, self.batch)
+        for request in wanted:
+            if request not in self.queue.finished:
+                self.attempts[request] = weights
+        self.queue.submit(
+            Task(requests=wanted, weights=weights, sampler="p", steps=STEPS, shape=2, dtype="float32", pictures=0)
+        )
+
+    def _worker(self, data):
+        return data.draw(st.sampled_from(sorted(self.hands)))
+
+    def _pull(self, name):
+        hand = self.hands[name]
+        holds = None if hand.holds is None else (hand.holds, f"d{hand.holds.version}")
+        reply = self.queue.pull(name, hand.node, now_ms=self.now_ms, holds=holds, known=list(hand.leases))
+        match reply:
+            case LoadWeights():
+                hand.holds = reply.weights
+            case Work():
+                assert reply.lease not in self.given, "a lease number was given twice"
+                assert reply.attempts
+                assert all(a.weights == hand.holds == self.attempts[a.request] for a in reply.attempts)
+                assert not any(a.request in self.queue.finished for a in reply.attempts)
+                self.given[reply.lease] = reply
+                hand.leases[reply.lease] = reply
+            case Exit():
+                self.old += [(name, work) for work in hand.leases.values()]
+                del self.hands[name]
+        return reply
+
+    def _finish(self, name, node, work):
+        before = set(self.queue.finished)
+        mine = set(self.queue.held(name, work.lease))
+        results = [done(attempt.request) for attempt in work.attempts]
+        reply = self.queue.finish(name, node, work.lease, results, now_ms=self.now_ms)
+        taken = set(self.queue.finished) - before
+        assert taken == mine, "a result was taken of a lease that was stale"
+        assert isinstance(reply, Wait) == bool(mine)
+        for attempt in work.attempts:
+            if attempt.request in taken:
+                assert attempt.weights == self.attempts[attempt.request]
+                self.accepted[attempt.request] = self.accepted.get(attempt.request, 0) + 1
+
+    @rule(kind=st.sampled_from(list(Kind)), count=st.integers(1, 6))
+    def submit(self, kind, count):
+        self._submit(kind, count)
+
+    @rule()
+    def publish(self):
+        self.version += 1
+        self._publish()
+        self.queue.forget_weights([WeightsKey(version=self.version - 1)])
+
+    @rule()
+    def next_batch(self):
+        gone = [request for request in self.attempts if request.batch == self.batch]
+        self.queue.withdraw(gone)
+        for request in gone:
+            del self.attempts[request]
+            self.accepted.pop(request, None)
+        self.batch += 1
+
+    @rule()
+    def join(self):
+        self._join()
+
+    @precondition(lambda self: self.hands)
+    @rule(data=st.data())
+    def pull(self, data):
+        self._pull(self._worker(data))
+
+    @precondition(lambda self: self.hands)
+    @rule(data=st.data())
+    def finish(self, data):
+        name = self._worker(data)
+        hand = self.hands[name]
+        for number, work in list(hand.leases.items()):
+            self._finish(name, hand.node, work)
+            del hand.leases[number]
+            self.old.append((name, work))
+
+    @precondition(lambda self: self.old)
+    @rule(data=st.data())
+    def finish_late_or_twice(self, data):
+        name, work = data.draw(st.sampled_from(self.old))
+        self._finish(name, name.split("/")[0], work)
+
+    @precondition(lambda self: self.hands)
+    @rule(data=st.data(), step=st.integers(1, STEPS - 1), give_back=st.booleans())
+    def commit(self, data, step, give_back):
+        name = self._worker(data)
+        hand = self.hands[name]
+        for number, work in list(hand.leases.items()):
+            states = {attempt.request: (step, f"s{step}-{number}") for attempt in work.attempts}
+            self.queue.commit(name, hand.node, number, states, now_ms=self.now_ms)
+            if give_back:
+                self.queue.give_back(name, number, now_ms=self.now_ms)
+                self.old.append((name, hand.leases.pop(number)))
+
+    @precondition(lambda self: self.hands)
+    @rule(data=st.data())
+    def heartbeat(self, data):
+        name = self._worker(data)
+        hand = self.hands[name]
+        reply = self.queue.heartbeat(name, hand.node, dict.fromkeys(hand.leases, 1), now_ms=self.now_ms)
+        if isinstance(reply, Fenced):
+            self.old.append((name, hand.leases.pop(reply.lease)))
+
+    @precondition(lambda self: self.hands)
+    @rule(data=st.data(), told=st.booleans())
+    def kill(self, data, told):
+        """The launcher hears of it, or nobody does; a killed worker's last call may still arrive."""
+        name = self._worker(data)
+        hand = self.hands.pop(name)
+        self.old += [(name, work) for work in hand.leases.values()]
+        if told:
+            self.queue.lost(hand.node, "gone", now_ms=self.now_ms)
+
+    @precondition(lambda self: self.hands)
+    @rule(data=st.data())
+    def lose_the_reply(self, data):
+        name = self._worker(data)
+        reply = self._pull(name)
+        if isinstance(reply, Work):
+            self.old.append((name, self.hands[name].leases.pop(reply.lease)))
+
+    @rule(milliseconds=st.integers(1, 2 * LEASE_MS))
+    def time_passes(self, milliseconds):
+        """Long gaps are a frozen coordinator; short ones expire the leases of the silent."""
+        self.now_ms += milliseconds
+        self.queue.tick(self.now_ms)
+
+    @invariant()
+    def no_two_live_leases_hold_one_request(self):
+        live = [r for number, lease in self.queue._leases.items() for r in self.queue.held(lease.worker, number)]
+        assert len(live) == len(set(live))
+        assert not set(live) & set(self.queue.finished)
+        assert all(self.queue.held(lease.worker, number) for number, lease in self.queue._leases.items())
+
+    @invariant()
+    def every_result_was_taken_exactly_once(self):
+        assert dict.fromkeys(self.queue.finished, 1) == self.accepted
+
+    @invariant()
+    def what_is_wanted_is_finished_waiting_leased_or_reported(self):
+        waiting = {request for kind in Kind for request in self.queue._waiting[kind]}
+        leased = {request for lease in self.queue._leases.values() for request in lease.requests}
+        unfinished = set(self.attempts) - set(self.queue.finished)
+        assert unfinished == waiting | leased | (set(self.queue.poisoned) - leased)
+        assert not waiting & leased
+
+    def teardown(self):
+        """While one worker lives there is progress: it alone finishes all that is left."""
+        self._join()
+        name = f"n{self.born - 1}/0"
+        for lease in list(self.queue._leases.values()):
+            self.queue.lost(lease.node, "gone", now_ms=self.now_ms)
+        for _ in range(4 * len(self.attempts) + 4):
+            reply = self._pull(name)
+            if isinstance(reply, Work):
+                self._finish(name, self.hands[name].node, self.hands[name].leases.pop(reply.lease))
+            elif isinstance(reply, Wait):
+                break
+        assert set(self.queue.finished) | set(self.queue.poisoned) == set(self.attempts)
+
+
+Fates.TestCase.settings = settings(
+    max_examples=400,
+    stateful_step_count=40,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+TestFates = Fates.TestCase

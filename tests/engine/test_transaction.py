@@ -1,0 +1,334 @@
+"""The streamed update is the one-shot update: in any order, over any abort, through any checkpoint."""
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from engine.config import AlgorithmConfig, ModelConfig, SamplerConfig
+from engine.models.load import ReferencePolicy, load_adapter, trainable
+from engine.rollout.request import Group, Manifest
+from engine.rollout.sampler import advance, initial, log_prob, policy, rollout_plan
+from engine.rollout.trajectory import Trajectory
+from engine.runtime.worker import get_weights, set_weights
+from engine.training import transaction
+from engine.training.advantages import group_advantages
+from engine.training.loss import gaussian_kl, grpo_loss
+from engine.training.transaction import Average, FinishedGroup, Trainer
+
+PLAN = rollout_plan(SamplerConfig(steps=3), run_seed=0, batch=0)
+PROMPTS = ("1234", "5678", "9012")
+REWARDS = ((0.0, 1.0, 0.5), (0.25, 0.75, 1.0), (1.0, 0.0, 0.0))
+MANIFEST = Manifest(
+    run="run",
+    lineage=1,
+    batch=0,
+    version=0,
+    sampler=PLAN.signature,
+    groups=tuple(Group(prompt=prompt, seeds=(10 * i, 10 * i + 1, 10 * i + 2)) for i, prompt in enumerate(PROMPTS)),
+    minibatches=((0, 1, 2),),
+)
+MODELS = {"full": ModelConfig(), "lora": ModelConfig(weights="lora", lora_rank=2, lora_alpha=4)}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request):
+    """An adapter, its trained parameters, and their bytes as they were at first."""
+    adapter = load_adapter(MODELS[request.param])
+    parameters = trainable(adapter)
+    return adapter, parameters, get_weights(parameters)
+
+
+@pytest.fixture(scope="module")
+def groups(model):
+    """Rollouts of every group, made by the model itself."""
+    adapter, parameters, first = model
+    set_weights(parameters, first)
+    made = []
+    for group, rewards in zip(MANIFEST.groups, REWARDS, strict=True):
+        trajectories = [Trajectory.begin(x) for x in initial(group.seeds, adapter.latent_shape())]
+        conditioning = adapter.encode([group.prompt] * len(group.seeds))
+        x = torch.stack([trajectory.x for trajectory in trajectories])
+        for step in range(PLAN.steps):
+            x, log_probs = advance(adapter, PLAN, conditioning, group.seeds, x, step)
+            trajectories = [t.then(PLAN, row, p) for t, row, p in zip(trajectories, x, log_probs, strict=True)]
+        made.append(FinishedGroup(prompt=group.prompt, trajectories=tuple(trajectories), rewards=rewards))
+    return made
+
+
+def trainer_of(model, *, reference=None, **config):
+    """A trainer with a fresh optimiser on the model as it was at first."""
+    adapter, parameters, first = model
+    set_weights(parameters, first)
+    return Trainer(adapter, parameters, AlgorithmConfig(**config), reference)
+
+
+def gradients(trainer):
+    found = {name: p.grad for name, p in trainer.parameters.items()}
+    return {name: torch.zeros_like(trainer.parameters[name]) if g is None else g for name, g in found.items()}
+
+
+def added(trainer, groups, order=(0, 1, 2), *, manifest=MANIFEST, std=None):
+    step = trainer.begin(manifest, 0, PLAN, std=std)
+    for number in order:
+        step.add(number, groups[number])
+    return step
+
+
+def one_shot_gradients(trainer, groups, *, kl_beta=0.0, reference=None, shares=None):
+    """All rows of the batch in one forward pass and one mean, written down plainly."""
+    trainer.optimizer.zero_grad(set_to_none=True)
+    config = trainer.config
+    flat = [(g.prompt, t) for g in groups for t in g.trajectories]
+    advantages = torch.cat(
+        [group_advantages(torch.tensor([g.rewards]), config.std, clip=config.advantage_clip)[0] for g in groups]
+    )
+    n = len(PLAN.trained_steps)
+    conditioning = trainer.adapter.encode([prompt for prompt, _ in flat for _ in range(n)])
+    x = torch.cat([t.latents[:-1] for _, t in flat])
+    to = torch.cat([t.latents[1:] for _, t in flat])
+    old = torch.cat([t.log_probs for _, t in flat])
+    steps = torch.tensor(PLAN.trained_steps).repeat(len(flat))
+    mean, std = policy(trainer.adapter, PLAN, conditioning, x, steps)
+    loss, _ = grpo_loss(log_prob(to, mean, std), old, advantages.repeat_interleave(n), config.clip_range)
+    if kl_beta:
+        with reference.active():
+            base, _ = policy(trainer.adapter, PLAN, conditioning, x, steps)
+        loss = loss + kl_beta * gaussian_kl(mean, base, std)
+    loss.mean().backward()
+    return {name: gradient.clone() for name, gradient in gradients(trainer).items()}
+
+
+def assert_close(these, those):
+    largest = max(float(value.abs().max()) for value in those.values())
+    assert largest > 0
+    for name, value in those.items():
+        assert float((these[name] - value).abs().max()) <= 1e-6 * max(1.0, largest), name
+
+
+# --- streamed is one-shot
+
+
+def test_the_streamed_gradient_is_the_one_shot_gradient(model, groups):
+    expected = one_shot_gradients(trainer_of(model), groups)
+    trainer = trainer_of(model)
+    added(trainer, groups)
+    assert_close(gradients(trainer), expected)
+
+
+def test_a_group_cut_into_several_forward_passes_gives_the_same_gradient(model, groups, monkeypatch):
+    expected = one_shot_gradients(trainer_of(model), groups)
+    monkeypatch.setattr(transaction, "ROWS_PER_FORWARD", 4)
+    trainer = trainer_of(model)
+    added(trainer, groups)
+    assert_close(gradients(trainer), expected)
+
+
+def test_in_fixed_order_every_order_of_arrival_gives_the_same_bits(model, groups):
+    weights = set()
+    for order in itertools.permutations(range(3)):
+        trainer = trainer_of(model, order="fixed")
+        added(trainer, groups, order).commit()
+        weights.add(get_weights(trainer.parameters))
+    assert len(weights) == 1
+
+
+def test_in_order_of_arrival_the_gradient_is_equal_but_for_rounding(model, groups):
+    expected = one_shot_gradients(trainer_of(model), groups)
+    trainer = trainer_of(model, order="arrival")
+    added(trainer, groups, (2, 0, 1))
+    assert_close(gradients(trainer), expected)
+
+
+def test_with_a_kl_penalty_the_gradient_pulls_towards_the_reference(model, groups):
+    reference = ReferencePolicy.of(trainer_of(model).adapter)
+    trainer = trainer_of(model, kl_beta=0.5, reference=reference)
+    _nudge(trainer.parameters)
+    health = added(trainer, groups).health
+    mine = {name: gradient.clone() for name, gradient in gradients(trainer).items()}
+    assert health.kl_sum > 0
+    assert_close(mine, one_shot_gradients(trainer, groups, kl_beta=0.5, reference=reference))
+    without = one_shot_gradients(trainer, groups)
+    assert max(float((mine[name] - without[name]).abs().max()) for name in mine) > 1e-3
+
+
+def _nudge(parameters):
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for value in parameters.values():
+            value.add_(torch.randn(value.shape, generator=generator), alpha=3e-3)
+
+
+def test_before_the_first_update_every_ratio_is_one(model, groups):
+    summary = added(trainer_of(model), groups).commit().summary()
+    assert summary["ratio_mean"] == pytest.approx(1.0, abs=1e-5)
+    assert summary["clip_share"] == 0.0
+    assert summary["dlogp_abs_mean"] == pytest.approx(0.0, abs=1e-5)
+    assert summary["gradient_norm"] > 0
+
+
+# --- what a group contributes
+
+
+def flat(group):
+    return replace(group, rewards=(0.5, 0.5, 0.5))
+
+
+def test_a_group_without_variance_adds_nothing_but_stays_in_the_denominator(model, groups):
+    one = replace(MANIFEST, groups=MANIFEST.groups[:1], minibatches=((0,),))
+    alone = trainer_of(model)
+    added(alone, groups, (0,), manifest=one)
+    diluted = trainer_of(model)
+    expected = {name: gradient / 3 for name, gradient in gradients(alone).items()}
+    step = added(diluted, [groups[0], flat(groups[1]), flat(groups[2])])
+    assert_close(gradients(diluted), expected)
+    assert step.commit().summary()["zero_variance_share"] == pytest.approx(2 / 3)
+
+
+@pytest.mark.parametrize("reward", [math.nan, math.inf])
+def test_a_group_with_a_reward_that_is_not_finite_is_skipped_and_counted(model, groups, reward):
+    expected = trainer_of(model)
+    added(expected, [groups[0], flat(groups[1]), groups[2]])
+    wanted = {name: gradient.clone() for name, gradient in gradients(expected).items()}
+    trainer = trainer_of(model)
+    step = added(trainer, [groups[0], replace(groups[1], rewards=(1.0, reward, 0.0)), groups[2]])
+    assert all(torch.equal(gradient, wanted[name]) for name, gradient in gradients(trainer).items())
+    assert step.commit().skipped == [1]
+
+
+@pytest.mark.parametrize("rows", [64, 4])
+@pytest.mark.parametrize("kl_beta", [0.0, 0.1])
+def test_a_group_whose_loss_is_not_finite_leaves_neither_gradient_nor_numbers(
+    model, groups, monkeypatch, rows, kl_beta
+):
+    """Also when the bad row comes after others of its group were backpropagated; health must stay writable as JSON."""
+    monkeypatch.setattr(transaction, "ROWS_PER_FORWARD", rows)
+    reference = ReferencePolicy.of(trainer_of(model).adapter)
+    expected = trainer_of(model, kl_beta=kl_beta, reference=reference)
+    one = replace(MANIFEST, minibatches=((0, 2),))
+    step = added(expected, groups, (0, 2), manifest=one)
+    wanted = {name: gradient * (2 / 3) for name, gradient in gradients(expected).items()}
+    step.abort()
+    last = groups[1].trajectories[-1]
+    broken = replace(last, latents=last.latents * math.nan)
+    bad = replace(groups[1], trajectories=(*groups[1].trajectories[:-1], broken))
+    trainer = trainer_of(model, kl_beta=kl_beta, reference=reference)
+    step = added(trainer, [groups[0], bad, groups[2]])
+    assert_close(gradients(trainer), wanted)
+    health = step.commit()
+    assert health.skipped == [1]
+    assert all(math.isfinite(value) for value in health.summary().values())
+
+
+def test_a_ratio_that_overflows_is_skipped_though_clipping_hides_it_from_the_loss(model, groups):
+    far = replace(groups[0].trajectories[1], log_probs=groups[0].trajectories[1].log_probs - 1000.0)
+    bad = replace(groups[0], trajectories=(groups[0].trajectories[0], far, groups[0].trajectories[2]))
+    health = added(trainer_of(model), [bad, groups[1], groups[2]]).commit()
+    assert health.skipped == [0]
+    assert all(math.isfinite(value) for value in health.summary().values())
+    assert health.gradient_norm > 0
+
+
+def test_a_gradient_that_is_not_finite_takes_no_step_and_skips_all_groups(model, groups):
+    trainer = trainer_of(model)
+    before = get_weights(trainer.parameters)
+    step = added(trainer, groups)
+    next(iter(trainer.parameters.values())).grad.fill_(math.inf)
+    assert step.commit().skipped == [0, 1, 2]
+    assert get_weights(trainer.parameters) == before
+    assert trainer.optimizer_state() == {}
+
+
+# --- all or nothing
+
+
+def test_commit_before_all_groups_are_in_is_refused(model, groups):
+    step = added(trainer_of(model), groups, (0, 2))
+    assert step.missing == [1]
+    with pytest.raises(ValueError, match=r"groups \[1\] of batch 0 have not been added"):
+        step.commit()
+
+
+def test_a_group_counts_once(model, groups):
+    step = added(trainer_of(model), groups, (1,))
+    with pytest.raises(ValueError, match="not wanted"):
+        step.add(1, groups[1])
+
+
+def test_a_group_of_another_step_is_refused(model, groups):
+    two = replace(MANIFEST, minibatches=((0, 1), (2,)))
+    with pytest.raises(ValueError, match="not wanted"):
+        added(trainer_of(model), groups, (2,), manifest=two)
+
+
+@pytest.mark.parametrize("before_abort", [(), (0,), (1, 2), (0, 1, 2)])
+def test_abort_leaves_no_trace(model, groups, before_abort):
+    trainer = trainer_of(model)
+    added(trainer, groups).commit()
+    weights, moments = get_weights(trainer.parameters), trainer.optimizer_state()
+    moments = {name: value.clone() for name, value in moments.items()}
+    added(trainer, groups, before_abort).abort()
+    assert get_weights(trainer.parameters) == weights
+    assert all(parameter.grad is None for parameter in trainer.parameters.values())
+    assert all(torch.equal(value, moments[name]) for name, value in trainer.optimizer_state().items())
+
+
+def test_an_aborted_step_then_the_same_step_gives_the_bits_of_the_step_alone(model, groups):
+    ends = []
+    for aborts in (0, 2):
+        trainer = trainer_of(model)
+        for _ in range(aborts):
+            added(trainer, groups, (2, 0)).abort()
+        added(trainer, groups).commit()
+        ends.append(get_weights(trainer.parameters))
+    assert ends[0] == ends[1]
+
+
+def test_the_optimisers_state_goes_through_a_checkpoint_bit_for_bit(model, groups):
+    trainer = trainer_of(model)
+    added(trainer, groups).commit()
+    weights, moments = get_weights(trainer.parameters), trainer.optimizer_state()
+    moments = {name: value.clone() for name, value in moments.items()}
+    added(trainer, groups).commit()
+    straight = get_weights(trainer.parameters)
+
+    again = trainer_of(model)
+    set_weights(again.parameters, weights)
+    again.load_optimizer_state(moments)
+    added(again, groups).commit()
+    assert get_weights(again.parameters) == straight
+
+    fresh = trainer_of(model)
+    set_weights(fresh.parameters, weights)
+    added(fresh, groups).commit()
+    assert get_weights(fresh.parameters) != straight
+
+
+@pytest.mark.parametrize(("std", "scale"), [("batch", 0.25), ("ema", 0.25)])
+def test_a_given_std_scales_the_advantages_of_every_group(model, groups, std, scale):
+    one, two = (trainer_of(model, std=std, clip_range=0.2) for _ in range(2))
+    added(one, groups, std=scale)
+    wanted = {name: gradient / 2 for name, gradient in gradients(one).items()}
+    added(two, groups, std=2 * scale + 1e-4)  # the 1e-4 that is added to a std is doubled too
+    assert_close(gradients(two), wanted)
+
+
+def test_the_average_moves_towards_the_live_weights_by_its_share(model):
+    trainer = trainer_of(model)
+    average = Average(trainer.parameters, 0.75)
+    name, parameter = next(iter(trainer.parameters.items()))
+    before = average.tensors[name].clone()
+    with torch.no_grad():
+        parameter.add_(1.0)
+    average.follow()
+    assert torch.allclose(average.tensors[name], before + 0.25, atol=1e-6)
