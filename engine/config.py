@@ -99,6 +99,8 @@ class AlgorithmConfig(Strict):
     """What advantages are divided by: the std of the group, of the batch, or of earlier batches."""
     ema_decay: Share = 0.7
     """Evaluation uses an average of the weights: this much of the old average is kept each iteration."""
+    rows_per_forward: Positive = 168
+    """(picture, step) pairs that training takes through the network together (time-step parallelism); as memory allows."""
     order: Literal["fixed", "arrival"] = "fixed"
     """`fixed` accumulates gradients by group number, so that a run repeats bit for bit."""
 

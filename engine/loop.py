@@ -45,7 +45,6 @@ from engine.rollout.request import Finished, Kind, Manifest, RequestId, Stream, 
 from engine.rollout.sampler import Plan, evaluation_plan, plan_to_dict, rollout_plan
 from engine.rollout.trajectory import Trajectory
 from engine.rollout.wire import finished_from_dict, task_to_dict, weights_to_list
-from engine.runtime.coordinator import digest_of
 from engine.runtime.progress import ProgressLog
 from engine.runtime.transport import Transport
 from engine.runtime.usage import Usage
@@ -304,12 +303,14 @@ class Loop:
             return {}
         budget = self.config.exploration.budget
         results: list[Finished] = []
+        poisoned = 0
         alone_since: float | None = None
         counted = isinstance(budget, CandidateBudget)
         while True:
-            answer = self._collect(Kind.EXPLORE, batch, len(results), wait=counted)
+            answer = self._collect(Kind.EXPLORE, batch, len(results), wait=counted, poisoned=poisoned)
             results += answer["results"]
-            settled = len(results) + answer["poisoned"]
+            poisoned += answer["poisoned"]
+            settled = len(results) + poisoned
             if not isinstance(budget, CandidateBudget) or settled >= len(candidates):
                 break
             if set(answer["nodes"]) - {self.place.node}:
@@ -371,14 +372,13 @@ class Loop:
         live = self.worker.holds
         data = save(self.average.tensors)
         with self.usage.measure(Phase.EVALUATION):
-            digest = digest_of(data)
-            self._say({"call": "publish", "weights": weights_to_list(weights)}, {"weights": data})
+            published = self._say({"call": "publish", "weights": weights_to_list(weights)}, {"weights": data})
             plan = evaluation_plan(self.config.sampler, self.config.evaluation.steps)
             self._submit(requests, plan, Kind.EVALUATE, weights=weights, pictures=PICTURES_SHOWN)
             results: dict[RequestId, Finished] = {}
             blobs: dict[str, bytes] = {}
             with self._averaged():
-                self.worker.assume(weights, digest)
+                self.worker.assume(weights, published["digest"])
                 while len(results) < len(requests):
                     helped = self.worker.serve_once(wait=False)
                     answer = self._collect(Kind.EVALUATE, self.iteration, len(results), wait=isinstance(helped, Wait))
@@ -448,8 +448,8 @@ class Loop:
 
     def _publish_live(self, data: bytes) -> None:
         weights = WeightsKey(version=self.iteration)
-        self._say({"call": "publish", "weights": weights_to_list(weights)}, {"weights": data})
-        self.worker.assume(weights, digest_of(data))
+        published = self._say({"call": "publish", "weights": weights_to_list(weights)}, {"weights": data})
+        self.worker.assume(weights, published["digest"])
 
     def _withdraw_trained(self) -> None:
         """What led to this iteration is in its checkpoint. Also at the start: a trainer may have died in between."""
@@ -477,17 +477,17 @@ class Loop:
         )
         self._say({"call": "submit", "task": task_to_dict(task)})
 
-    def _collect(self, kind: Kind, batch: int, have: int, *, wait: bool) -> dict[str, Any]:
+    def _collect(self, kind: Kind, batch: int, have: int, *, wait: bool, poisoned: int = 0) -> dict[str, Any]:
         """New results of a batch. Raises Stopped and Unhealthy, so that no wait outlives the run."""
-        ask = {"call": "collect", "kind": str(kind), "batch": batch, "have": have}
+        ask = {"call": "collect", "kind": str(kind), "batch": batch, "have": have, "poisoned": poisoned}
         answer, blobs = self.place.transport.call(ask | self._usage_report(), wait=wait)
         if answer["stop"]:
             raise Stopped(answer["stop"])
         if answer["poisoned"] and kind is not Kind.EXPLORE:
             raise Unhealthy(f"a picture could not be made or scored on three workers: {answer['poisoned'][0]}")
         results = [finished_from_dict(result) for result in answer["results"]]
-        poisoned = len(answer["poisoned"])
-        return {"results": results, "blobs": blobs, "nodes": answer["nodes"], "poisoned": poisoned}
+        found = {"results": results, "blobs": blobs, "nodes": answer["nodes"]}
+        return found | {"poisoned": len(answer["poisoned"])}
 
     def _say(self, head: dict[str, Any], blobs: dict[str, bytes] | None = None) -> dict[str, Any]:
         answer, _ = self.place.transport.call(head | self._usage_report(), blobs)

@@ -116,7 +116,9 @@ class Coordinator:
                 self._record({"op": "submit", "task": head["task"]})
                 self._submit(task)
             case "publish":
-                self._publish(weights_from_list(head["weights"]), blobs["weights"])
+                digest = self._publish(weights_from_list(head["weights"]), blobs["weights"])
+                self.changes += 1
+                return {"do": "published", "digest": digest}, {}
             case "withdraw":
                 self._withdraw([(Kind(kind), batch) for kind, batch in head["batches"]])
             case "collect":
@@ -230,7 +232,7 @@ class Coordinator:
         self._tasks.append(task)
         self.queue.submit(task)
 
-    def _publish(self, weights: WeightsKey, data: bytes) -> None:
+    def _publish(self, weights: WeightsKey, data: bytes) -> str:
         digest = digest_of(data)
         path = self._weights / f"{weights}.safetensors"
         fresh = path.with_suffix(".new")
@@ -239,6 +241,7 @@ class Coordinator:
         self._record({"op": "publish", "weights": weights_to_list(weights), "digest": digest})
         self._digests[weights] = digest
         self.queue.publish(weights, digest)
+        return digest
 
     def _withdraw(self, batches: Sequence[tuple[Kind, int]]) -> None:
         """Forget batches of requests, done or not, with everything the journal holds of them."""
@@ -256,7 +259,10 @@ class Coordinator:
         self._compact()
 
     def _collect(self, head: Mapping[str, Any], now_ms: int) -> tuple[Head, dict[str, bytes]]:
-        """Results of a batch from the `have`-th on, in the order they came, with their trajectories."""
+        """Results of a batch from the `have`-th on, in the order they came, with their trajectories.
+
+        `poisoned`: how many requests that cannot be made the caller has heard of.
+        """
         kind, batch = Kind(head["kind"]), head["batch"]
         found = [self.queue.finished[request] for request in self._order[kind, batch][head["have"] :]]
         poisoned = [text for request, text in self.queue.poisoned.items() if request.kind == kind]
@@ -264,7 +270,7 @@ class Coordinator:
             "do": "results",
             "results": [finished_to_dict(result) for result in found],
             "stop": self.queue.stop_reason,
-            "poisoned": poisoned,
+            "poisoned": poisoned[head.get("poisoned", 0) :],
             "nodes": self.queue.live_nodes(now_ms, 2 * self._lease_ms),
         }
         names = [result.trajectory for result in found if result.trajectory is not None]

@@ -28,9 +28,6 @@ from engine.rollout.trajectory import Trajectory
 from engine.training.advantages import group_advantages
 from engine.training.loss import gaussian_kl, grpo_loss
 
-ROWS_PER_FORWARD = 64
-"""(picture, step) pairs per forward pass of training; more leave the cache of a CPU core (research notes rl 5)."""
-
 ADAM_BETAS = (0.9, 0.99)
 
 
@@ -136,7 +133,8 @@ class Transaction:
         pictures = sum(len(manifest.groups[number].seeds) for number in self._wanted)
         self._planned_rows = pictures * len(plan.trained_steps)
         largest = max(len(manifest.groups[number].seeds) for number in self._wanted)
-        self._groups_per_forward = max(1, ROWS_PER_FORWARD // (largest * max(1, len(plan.trained_steps))))
+        most = trainer.config.rows_per_forward
+        self._groups_per_forward = max(1, most // (largest * max(1, len(plan.trained_steps))))
         self._held: dict[int, FinishedGroup] = {}
         self._added: set[int] = set()
         self._taken: set[int] = set()
@@ -239,10 +237,10 @@ class Transaction:
             for name in ("x", "next_x", "old", "step", "advantage")
         )
         # With one forward pass a bad loss is seen before anything is added; with several it must be taken back.
-        several = len(x) > ROWS_PER_FORWARD
+        several = len(x) > config.rows_per_forward
         before = [p.grad.clone() if several and p.grad is not None else None for p in parameters]
         seen = Health()
-        for some in torch.arange(len(x)).split(ROWS_PER_FORWARD):
+        for some in torch.arange(len(x)).split(config.rows_per_forward):
             conditioning = rows(encoded, whose[some])
             mean, std = policy(trainer.adapter, plan, conditioning, x[some], step[some])
             new = log_prob(next_x[some], mean, std)

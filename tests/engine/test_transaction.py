@@ -13,7 +13,6 @@ from engine.rollout.request import Group, Manifest
 from engine.rollout.sampler import advance, initial, log_prob, policy, rollout_plan
 from engine.rollout.trajectory import Trajectory
 from engine.runtime.worker import get_weights, set_weights
-from engine.training import transaction
 from engine.training.advantages import group_advantages
 from engine.training.loss import gaussian_kl, grpo_loss
 from engine.training.transaction import Average, FinishedGroup, Trainer
@@ -126,10 +125,9 @@ def test_the_streamed_gradient_is_the_one_shot_gradient(model, groups):
     assert_close(gradients(trainer), expected)
 
 
-def test_a_group_cut_into_several_forward_passes_gives_the_same_gradient(model, groups, monkeypatch):
+def test_a_group_cut_into_several_forward_passes_gives_the_same_gradient(model, groups):
     expected = one_shot_gradients(trainer_of(model), groups)
-    monkeypatch.setattr(transaction, "ROWS_PER_FORWARD", 4)
-    trainer = trainer_of(model)
+    trainer = trainer_of(model, rows_per_forward=4)
     added(trainer, groups)
     assert_close(gradients(trainer), expected)
 
@@ -208,13 +206,11 @@ def test_a_group_with_a_reward_that_is_not_finite_is_skipped_and_counted(model, 
 
 @pytest.mark.parametrize("rows", [64, 4])
 @pytest.mark.parametrize("kl_beta", [0.0, 0.1])
-def test_a_group_whose_loss_is_not_finite_leaves_neither_gradient_nor_numbers(
-    model, groups, monkeypatch, rows, kl_beta
-):
+def test_a_group_whose_loss_is_not_finite_leaves_neither_gradient_nor_numbers(model, groups, rows, kl_beta):
     """Also when the bad row comes after others of its group were backpropagated; health must stay writable as JSON."""
-    monkeypatch.setattr(transaction, "ROWS_PER_FORWARD", rows)
+    config = {"kl_beta": kl_beta, "rows_per_forward": rows}
     reference = ReferencePolicy.of(trainer_of(model).adapter)
-    expected = trainer_of(model, kl_beta=kl_beta, reference=reference)
+    expected = trainer_of(model, reference=reference, **config)
     one = replace(MANIFEST, minibatches=((0, 2),))
     step = added(expected, groups, (0, 2), manifest=one)
     wanted = {name: gradient * (2 / 3) for name, gradient in gradients(expected).items()}
@@ -222,7 +218,7 @@ def test_a_group_whose_loss_is_not_finite_leaves_neither_gradient_nor_numbers(
     last = groups[1].trajectories[-1]
     broken = replace(last, latents=last.latents * math.nan)
     bad = replace(groups[1], trajectories=(*groups[1].trajectories[:-1], broken))
-    trainer = trainer_of(model, kl_beta=kl_beta, reference=reference)
+    trainer = trainer_of(model, reference=reference, **config)
     step = added(trainer, [groups[0], bad, groups[2]])
     assert_close(gradients(trainer), wanted)
     health = step.commit()
