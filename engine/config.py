@@ -100,7 +100,7 @@ class AlgorithmConfig(Strict):
     ema_decay: Share = 0.7
     """Evaluation uses an average of the weights: this much of the old average is kept each iteration."""
     rows_per_forward: Positive = 168
-    """(picture, step) pairs that training takes through the network together (time-step parallelism); as memory allows."""
+    """(picture, step) pairs that training takes through the network together (time-step parallelism, TSP)."""
     order: Literal["fixed", "arrival"] = "fixed"
     """`fixed` accumulates gradients by group number, so that a run repeats bit for bit."""
 

@@ -95,7 +95,7 @@ class Trainer:
         self.config = config
         self.reference = reference
         self.optimizer = torch.optim.AdamW(
-            parameters.values(), lr=config.learning_rate, betas=ADAM_BETAS, weight_decay=0.0
+            parameters.values(), lr=config.learning_rate, betas=ADAM_BETAS, weight_decay=0.0, fused=True
         )
 
     def begin(self, manifest: Manifest, minibatch: int, plan: Plan, *, std: float | None = None) -> "Transaction":
