@@ -169,8 +169,8 @@ Measured: 48 pictures and 2 optimiser steps an iteration, {options.iterations} c
 taking turns. `ours` = trainer + {options.spot_nodes} spot node(s) with {options.shape} pictures to a forward pass, with
 journal, checkpoint and publication of weights in every iteration, which `plain` does not do. Rollout is split over the
 nodes, one thread each; the trainer trains with all cores, as nobody explores beside it. The reward's recogniser runs on
-one thread in both arms, as it ships: giving `plain` a recogniser on all cores would shorten its `score` phase and shrink
-the ratio, which is not measured here.
+one thread in both arms, as it ships: giving `plain` a recogniser on all cores would shorten its `score` phase and
+shrink the ratio, which is not measured here.
 `overhead_share` is the time that workers and trainer spend talking to the coordinator, loading and publishing weights,
 of all their busy time (phase `sync`); a spot node that has nothing to do while the trainer trains is not in it: that
 time is what exploration is for.
