@@ -3,7 +3,7 @@
 Workers move when the trainer waits, so a run is a fixed sequence of calls and repeats bit for bit.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 from engine.clock import Clock
 from engine.config import EngineConfig
 from engine.loop import Loop, Place
+from engine.models.adapter import DiTAdapter
 from engine.models.load import load_adapter, trainable
 from engine.prompts import prompt_source
 from engine.rewards.reward import Reward
@@ -56,14 +57,20 @@ def build_inproc(
     clock: Clock,
     reward: Reward,
     workers: int,
+    make_adapter: Callable[[], DiTAdapter] | None = None,
 ) -> InprocRun:
-    """A run with so many spot workers, its journal, checkpoints and progress under `folder`."""
+    """A run with so many spot workers, its journal, checkpoints and progress under `folder`.
+
+    `make_adapter` gives the trainer and every worker a model of its own, all with the same weights; by default the
+    one that the config names.
+    """
+    make_adapter = make_adapter or (lambda: load_adapter(config.model))
     lease_ms = round(config.runtime.lease_seconds / clock.wall_seconds(1))
     progress = ProgressLog(folder / "progress" / "coordinator.jsonl", run=run, source="coordinator", clock=clock)
     coordinator = Coordinator(folder / "coordinator", clock=clock, lease_ms=lease_ms, progress=progress)
     spot = []
     for number in range(workers):
-        adapter = load_adapter(config.model)
+        adapter = make_adapter()
         worker = Worker(
             name=f"spot-{number}/0",
             node=f"spot-{number}",
@@ -87,5 +94,5 @@ def build_inproc(
         metrics=MetricsLog(folder / "metrics"),
         clock=clock,
     )
-    loop = Loop(config, place, load_adapter(config.model), reward, prompt_source(config, None))
+    loop = Loop(config, place, make_adapter(), reward, prompt_source(config, None))
     return InprocRun(coordinator=coordinator, loop=loop, workers=spot)

@@ -251,7 +251,7 @@ class Worker:
                 blobs[name] = made.trajectories[i].to_bytes()
             elif made.work.pictures[i]:
                 name = _blob_name(attempt.request, made.trajectories[i].step)
-                blobs[name] = save({"picture": ((pictures[i].float() + 1) * 127.5).round().to(torch.uint8)})
+                blobs[name] = save({"picture": as_bytes(pictures[i])})
             results.append(finished_to_dict(Finished(request=attempt.request, score=score, trajectory=name)))
         self._call({"call": "finish", "lease": made.work.lease, "results": results}, blobs)
         self._known.remove(made.work.lease)
@@ -297,6 +297,11 @@ class Worker:
         if not wait:
             self.usage.add(Phase.SYNC, self._called - begun)
         return reply
+
+
+def as_bytes(picture: Tensor) -> Tensor:
+    """A picture in [-1, 1] as uint8, laid out in one piece whatever its decoder left: [C, H, W] or [C, F, H, W]."""
+    return ((picture.float() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8).contiguous().cpu()
 
 
 def get_weights(parameters: dict[str, torch.nn.Parameter]) -> bytes:

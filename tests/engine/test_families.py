@@ -4,6 +4,7 @@ Random weights, a few thousand parameters, real diffusers classes. A family that
 engine, because nothing outside its adapter knows which family it is.
 """
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -21,7 +22,16 @@ from diffusers import (
 from torch import Tensor
 from transformers import ByT5Tokenizer, T5Config, T5EncoderModel
 
-from engine.config import ModelConfig, SamplerConfig
+from engine.clock import ScaledClock
+from engine.config import (
+    AlgorithmConfig,
+    EngineConfig,
+    EvaluationConfig,
+    ExplorationConfig,
+    ModelConfig,
+    RuntimeConfig,
+    SamplerConfig,
+)
 from engine.models.adapter import DiTAdapter, rows
 from engine.models.digits import ByteText, DigitsAdapter, build_transformer
 from engine.models.flux import FluxAdapter
@@ -30,7 +40,10 @@ from engine.models.qwen_image import QwenImageAdapter
 from engine.models.sd3 import SD3Adapter
 from engine.models.text import EncodedText
 from engine.models.wan import WanAdapter
+from engine.rollout.request import Score
 from engine.rollout.sampler import Plan, advance, initial, policy, replay, rollout_plan
+from engine.runtime.inproc import build_inproc
+from engine.runtime.worker import get_weights
 from engine.training.advantages import group_advantages
 from engine.training.loss import LossHealth, gaussian_kl, grpo_loss
 
@@ -264,6 +277,43 @@ def test_a_family_is_rolled_out_scored_and_trained(family, weights):
     assert all(parameter.isfinite().all() for parameter in trainable(adapter).values())
     now = frozen_weights(adapter)
     assert all(torch.equal(old, now[name]) for name, old in frozen_before.items())
+
+
+@pytest.mark.parametrize("weights", ["full", "lora"])
+def test_a_family_goes_through_queue_worker_and_trainer_of_a_whole_run(family, weights, tmp_path):
+    """Two optimiser steps of a real run, half of it rolled out by a spot worker, KL to the base included."""
+
+    def make_adapter() -> DiTAdapter:
+        torch.manual_seed(0)
+        adapter = family.build()
+        freeze_but_trained(adapter, ModelConfig(weights=weights, lora_rank=2))
+        return adapter
+
+    def reward(pictures: Tensor, prompts: Sequence[str]) -> list[Score]:
+        return [Score(reward=float(value), metrics={}) for value in brightness(pictures)]
+
+    config = EngineConfig(
+        iterations=1,
+        sampler=SamplerConfig(steps=3, guidance=1.0),
+        algorithm=AlgorithmConfig(prompts_per_batch=2, images_per_prompt=2, updates_per_batch=2, kl_beta=0.01),
+        exploration=ExplorationConfig(mode="none"),
+        evaluation=EvaluationConfig(prompts=2, every=1, steps=2),
+        runtime=RuntimeConfig(name="inproc", shape=2),
+    )
+    # The digits base has no unconditional branch, so the config refuses guidance; the tiny families have one.
+    config = config.model_copy(update={"sampler": SamplerConfig(steps=3, guidance=family.guidance)})
+    clock = ScaledClock(origin_ms=0)
+    run = build_inproc(config, tmp_path, run="tiny", clock=clock, reward=reward, workers=1, make_adapter=make_adapter)
+    before = get_weights(run.loop.parameters)
+    finished = run.loop.run()
+    assert finished.reason == "iterations", finished.text
+    told = [json.loads(line) for line in (tmp_path / "progress" / "trainer.jsonl").read_text().splitlines()]
+    (done,) = [line["event"] for line in told if line["kind"] == "iteration_done"]
+    assert done["health"]["dlogp_before_update"] < 1e-4
+    assert done["health"]["skipped_groups"] == 0
+    assert done["health"]["gradient_norm"] > 0
+    assert get_weights(run.loop.parameters) != before
+    assert [line["event"]["iteration"] for line in told if line["kind"] == "evaluated"] == [0, 1]
 
 
 def test_rows_never_influence_one_another(family):
