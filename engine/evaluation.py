@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageDraw, ImageFont
 from safetensors.torch import load
 
 from engine.config import TargetConfig
@@ -16,8 +16,10 @@ SMOOTHED_OVER = 3
 """A score is the mean of so many evaluations; one evaluation of 512 pictures has a standard error of about .02."""
 
 COLUMNS = 4
-BORDER = 2
-SCALE = 4
+BORDER = 6
+CAPTION = 16
+SMALL, SCALE = 128, 4
+"""Pictures narrower than SMALL pixels are shown SCALE times larger."""
 
 
 def mean_metrics(results: Sequence[Finished]) -> dict[str, float]:
@@ -45,21 +47,35 @@ def held(values: Sequence[float], target: TargetConfig) -> bool:
 
 
 def contact_sheet(pictures: Sequence[tuple[str, bytes]]) -> bytes:
-    """A PNG of these pictures in a grid, in order. pictures: (prompt, safetensors bytes of uint8 [C, H, W])."""
-    tiles = [_to_rgb(load(data)["picture"].numpy()) for _, data in pictures]
-    if not tiles:
+    """A PNG of these pictures in a grid, in order, each under its prompt.
+
+    pictures: (prompt, safetensors bytes of uint8 [C, H, W] or [C, F, H, W])
+    """
+    if not pictures:
         return b""
-    height, width = tiles[0].shape[:2]
+    tiles = [Image.fromarray(_to_rgb(load(data)["picture"].numpy())) for _, data in pictures]
+    scale = SCALE if tiles[0].width < SMALL else 1
+    width, height = tiles[0].width * scale, tiles[0].height * scale + CAPTION
     lines = math.ceil(len(tiles) / COLUMNS)
-    sheet = np.full((lines * (height + BORDER) + BORDER, COLUMNS * (width + BORDER) + BORDER, 3), 160, np.uint8)
-    for i, tile in enumerate(tiles):
-        top, left = BORDER + i // COLUMNS * (height + BORDER), BORDER + i % COLUMNS * (width + BORDER)
-        sheet[top : top + height, left : left + width] = tile
-    image = Image.fromarray(sheet)
-    scale = SCALE if width < 128 else 1
+    sheet = Image.new("RGB", (COLUMNS * (width + BORDER) + BORDER, lines * (height + BORDER) + BORDER), "white")
+    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(CAPTION - 4)
+    for i, ((prompt, _), tile) in enumerate(zip(pictures, tiles, strict=True)):
+        left, top = BORDER + i % COLUMNS * (width + BORDER), BORDER + i // COLUMNS * (height + BORDER)
+        draw.text((left, top), _shortened(prompt, font, width), font=font, fill=(90, 90, 90))
+        sheet.paste(tile.resize((width, height - CAPTION), Image.Resampling.NEAREST), (left, top + CAPTION))
     buffer = io.BytesIO()
-    image.resize((image.width * scale, image.height * scale), Image.Resampling.NEAREST).save(buffer, "PNG")
+    sheet.save(buffer, "PNG")
     return buffer.getvalue()
+
+
+def _shortened(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, width: int) -> str:
+    """As much of a prompt as fits."""
+    text = " ".join(text.split())
+    if font.getlength(text) <= width:
+        return text
+    while text and font.getlength(text + "...") > width:
+        text = text[:-1]
+    return text + "..."
 
 
 def _to_rgb(picture: np.ndarray) -> np.ndarray:
