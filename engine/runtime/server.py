@@ -48,7 +48,7 @@ class CoordinatorServer:
         self.app = Starlette(routes=routes, lifespan=self._lifespan)
 
     async def serve(self, listener: socket.socket) -> None:
-        config = uvicorn.Config(self.app, log_level="warning", access_log=False, timeout_keep_alive=120)
+        config = uvicorn.Config(self.app, log_level="warning", access_log=False, timeout_keep_alive=120, ws="none")
         await uvicorn.Server(config).serve(sockets=[listener])
 
     @contextlib.asynccontextmanager
