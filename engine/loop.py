@@ -43,7 +43,6 @@ from engine.rewards.reward import Reward
 from engine.rollout.queue import Task
 from engine.rollout.request import Finished, Kind, Manifest, RequestId, Stream, Wait, WeightsKey, seed_of
 from engine.rollout.sampler import Plan, evaluation_plan, plan_to_dict, rollout_plan
-from engine.rollout.trajectory import Trajectory
 from engine.rollout.wire import finished_from_dict, task_to_dict, weights_to_list
 from engine.runtime.progress import ProgressLog
 from engine.runtime.transport import Transport
@@ -52,7 +51,8 @@ from engine.runtime.worker import Worker, get_weights, set_weights
 from engine.training.advantages import RunningStd
 from engine.training.checkpoint import Checkpoint, CheckpointStore
 from engine.training.metrics import MetricsLog
-from engine.training.transaction import Average, FinishedGroup, Health, Trainer
+from engine.training.rollouts import Rollouts, torch_threads
+from engine.training.transaction import Average, Health, Trainer
 from engine.versions import installed_versions
 
 BAD_GROUPS_IN_A_ROW = 3
@@ -193,7 +193,7 @@ class Loop:
         self._submit(manifest.requests(), plan, Kind.TRAIN)
         candidates = self._explore(batch + 1)
 
-        rollouts = _Rollouts(self, manifest)
+        rollouts = Rollouts(manifest, self._more_rollouts, self.worker)
         health = self._train(manifest, plan, rollouts)
         explored = self._explored(candidates, batch + 1)
 
@@ -233,7 +233,7 @@ class Loop:
         self.place.progress.write(self.lineage, done)
         self.place.metrics.iteration(done)
 
-    def _train(self, manifest: Manifest, plan: Plan, rollouts: "_Rollouts") -> list[Health]:
+    def _train(self, manifest: Manifest, plan: Plan, rollouts: Rollouts) -> list[Health]:
         """All optimiser steps of a batch; groups of the first are trained while others are still rolled out."""
         std = None
         if self.config.algorithm.std == "batch":
@@ -250,7 +250,7 @@ class Loop:
                     if not ready:
                         rollouts.wait()
                         continue
-                    with self.usage.measure(Phase.TRAINING), _threads(self.config.runtime.trainer_threads):
+                    with self.usage.measure(Phase.TRAINING), torch_threads(self.config.runtime.trainer_threads):
                         step.add(ready[0], rollouts.group(ready[0]))
                     rollouts.look()
                 rollouts.wait_for_all()
@@ -489,66 +489,15 @@ class Loop:
         found = {"results": results, "blobs": blobs, "nodes": answer["nodes"]}
         return found | {"poisoned": len(answer["poisoned"])}
 
+    def _more_rollouts(self, batch: int, have: int, wait: bool) -> dict[str, Any]:
+        return self._collect(Kind.TRAIN, batch, have, wait=wait)
+
     def _say(self, head: dict[str, Any], blobs: dict[str, bytes] | None = None) -> dict[str, Any]:
         answer, _ = self.place.transport.call(head | self._usage_report(), blobs)
         return answer
 
     def _usage_report(self) -> dict[str, Any]:
         return {"node": self.place.node, "of": self.place.workers_of_node, "usage": self.usage.take()}
-
-
-class _Rollouts:
-    """The rollouts of one batch as they come in, sorted into groups."""
-
-    def __init__(self, loop: Loop, manifest: Manifest) -> None:
-        self._loop = loop
-        self._manifest = manifest
-        self._found: dict[tuple[str, int], tuple[float, Trajectory]] = {}
-        self._steps = loop.config.sampler.steps
-
-    def look(self) -> bool:
-        """Take what has come, without waiting; whether there was anything."""
-        return self._take(wait=False)
-
-    def wait(self) -> None:
-        """Something to do until more comes: roll out ourselves, or wait."""
-        if self.look():
-            return
-        with _threads(1):
-            reply = self._loop.worker.serve_once(wait=False)
-        self._take(wait=isinstance(reply, Wait))
-
-    def wait_for_all(self) -> None:
-        while not all(self.is_complete(number) for number in range(len(self._manifest.groups))):
-            self.wait()
-
-    def is_complete(self, number: int) -> bool:
-        group = self._manifest.groups[number]
-        return all((group.prompt, seed) in self._found for seed in group.seeds)
-
-    def group(self, number: int) -> FinishedGroup:
-        group = self._manifest.groups[number]
-        found = [self._found[group.prompt, seed] for seed in group.seeds]
-        return FinishedGroup(
-            prompt=group.prompt,
-            trajectories=tuple(trajectory for _, trajectory in found),
-            rewards=tuple(reward for reward, _ in found),
-        )
-
-    def rewards(self) -> list[tuple[float, ...]]:
-        return [self.group(number).rewards for number in range(len(self._manifest.groups))]
-
-    def std(self) -> float:
-        finite = [reward for rewards in self.rewards() for reward in rewards if math.isfinite(reward)]
-        return float(torch.tensor(finite, dtype=torch.float64).std(correction=0)) if finite else 0.0
-
-    def _take(self, *, wait: bool) -> bool:
-        answer = self._loop._collect(Kind.TRAIN, self._manifest.batch, len(self._found), wait=wait)
-        for result in answer["results"]:
-            key = (result.request.prompt, result.request.seed)
-            trajectory = Trajectory.from_bytes(answer["blobs"][result.trajectory], self._steps)
-            self._found[key] = (result.score.reward, trajectory)
-        return bool(answer["results"])
 
 
 def _merge(steps: Sequence[Health]) -> dict[str, float]:
@@ -559,16 +508,3 @@ def _merge(steps: Sequence[Health]) -> dict[str, float]:
     merged["skipped_groups"] = sum(one["skipped_groups"] for one in each)
     merged["dlogp_before_update"] = each[0]["dlogp_abs_mean"]
     return merged
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    """Run with so many torch threads; 0 leaves them alone."""
-    before = torch.get_num_threads()
-    if count and count != before:
-        torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        if count and count != before:
-            torch.set_num_threads(before)

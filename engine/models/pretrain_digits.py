@@ -54,7 +54,7 @@ EMA = 0.995
 def main(out: Path, steps: int, seed: int) -> None:
     """Pre-train the base of digits-ocr.
 
-    Example: python -m engine.models.pretrain_digits --out /tmp/base.safetensors
+    Example: python -m engine.models.pretrain_digits --out base.safetensors
     """
     torch.set_num_threads(1)
     started = time.monotonic()

@@ -46,10 +46,11 @@ class Trajectory:
         )
 
     def to_bytes(self) -> bytes:
-        tensors = {"x": self.x, "latents": self.latents, "log_probs": self.log_probs}
-        return save({name: t.contiguous().cpu() for name, t in tensors.items()}, metadata={"step": str(self.step)})
+        tensors = {"x": self.x, "latents": self.latents, "log_probs": self.log_probs, "step": torch.tensor(self.step)}
+        return save({name: tensor.contiguous().cpu() for name, tensor in tensors.items()})
 
     @classmethod
-    def from_bytes(cls, data: bytes, step: int) -> "Trajectory":
-        """`step` is what the commit said; the bytes themselves are checked by the journal."""
-        return cls(step=step, **load(data))
+    def from_bytes(cls, data: bytes) -> "Trajectory":
+        """What `to_bytes` wrote; that the bytes are whole is checked by the journal."""
+        tensors = load(data)
+        return cls(step=int(tensors.pop("step")), **tensors)

@@ -177,7 +177,7 @@ class Worker:
             return [Trajectory.begin(x) for x in noise]
         names = [attempt.state for attempt in work.attempts]
         _, states = self.transport.call({"call": "states", "names": names})
-        return [Trajectory.from_bytes(states[str(a.state)], a.step) for a in work.attempts]
+        return [Trajectory.from_bytes(states[str(a.state)]) for a in work.attempts]
 
     def _record(
         self, plan: Plan, work: Work, trajectories: list[Trajectory], x: Tensor, log_probs: Tensor
