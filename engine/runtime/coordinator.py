@@ -149,9 +149,9 @@ class Coordinator:
             self.changes += 1
         if self._progress is None:
             return
-        for event in self.queue.events:
-            self._progress.write(self.lineage, event)
-        self.queue.events.clear()
+        while self.queue.events:
+            self._progress.write(self.lineage, self.queue.events[0])
+            self.queue.events.pop(0)
         if self._clock.wall_seconds(now_ms - self._usage_told_ms) >= USAGE_EVERY_WALL_SECONDS:
             self._tell_usage(now_ms)
 

@@ -59,7 +59,11 @@ class CoordinatorServer:
 
     async def _tick(self) -> None:
         while True:
-            self._coordinator.tick()
+            try:
+                self._coordinator.tick()
+            except OSError as error:
+                # A full disk under the progress file: leases must expire all the same; the next tick tries again.
+                print(f"the coordinator's disk: {error}", flush=True)
             self._wake()
             await asyncio.sleep(TICK_SECONDS)
 

@@ -11,6 +11,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, assert_never
@@ -52,7 +53,7 @@ WEIGHTS_REMEMBERED = 2
 """Versions a worker keeps as bytes: live weights and the average that is evaluated take turns."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class _Made:
     """A lease whose pictures are sampled and still have to be scored and sent."""
 
@@ -143,10 +144,8 @@ class Worker:
                 latents = torch.stack([trajectory.x for trajectory in trajectories])
                 scoring = self._scorer.submit(self._score, latents, [a.request.prompt for a in work.attempts])
                 made = _Made(work=work, trajectories=trajectories, scoring=scoring)
-            self._settle(block=True)
             self._pending.append(made)
-            if not self.overlap_scoring:
-                self._settle(block=True)
+            self._settle(block=True, keep=1 if self.overlap_scoring else 0)
         except (ValueError, RuntimeError, ArithmeticError) as error:
             self._fault(work, error)
 
@@ -228,19 +227,33 @@ class Worker:
             self._call({"call": "commit", "lease": work.lease, "states": states}, blobs)
         self._call({"call": "give_back", "lease": work.lease})
 
-    def _settle(self, *, block: bool) -> None:
-        """Send what is scored; with `block`, wait for it."""
+    def _settle(self, *, block: bool, keep: int = 0) -> None:
+        """Send what is scored; with `block`, wait until at most `keep` leases are left to score."""
         for made in list(self._pending):
-            if not block and not made.scoring.done():
+            if block and len(self._pending) > keep:
+                self._wait_for(made)
+            if not made.scoring.done() or made not in self._pending:
                 continue
             self._pending.remove(made)
             try:
-                with self.usage.measure(PHASE_OF[made.work.attempts[0].request.kind]):
-                    scores, pictures = made.scoring.result()
+                scores, pictures = made.scoring.result()
             except Exception as error:  # the user's reward may raise anything; it is reported, not swallowed
                 self._fault(made.work, error)
                 continue
             self._finish(made, scores, pictures)
+
+    def _wait_for(self, made: _Made) -> None:
+        """Until it is scored, or fenced. A reward may take longer than a lease: the leases are kept alive meanwhile."""
+        phase = PHASE_OF[made.work.attempts[0].request.kind]
+        while made in self._pending:
+            with self.usage.measure(phase):
+                wait_for([made.scoring], timeout=self.heartbeat_seconds)
+            if made.scoring.done():
+                return
+            leases = {str(pending.work.lease): pending.trajectories[0].step for pending in self._pending}
+            reply = self._call({"call": "heartbeat", "leases": leases})
+            if isinstance(reply, Fenced):
+                self._fenced(reply.lease)
 
     def _finish(self, made: _Made, scores: list[Score], pictures: Tensor) -> None:
         results, blobs = [], {}

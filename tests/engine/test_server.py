@@ -228,3 +228,34 @@ def test_a_coordinator_that_comes_back_in_time_is_found_again(tmp_path):
         second = Front(tmp_path, port=first.port)
         assert asking.result()[0]["lineage"] == 3
         second.close()
+
+
+class FullDisk:
+    """A progress file on a disk that has no room left, until it has."""
+
+    def __init__(self):
+        self.full = True
+        self.told = []
+
+    def write(self, lineage, event):
+        if self.full:
+            raise OSError(28, "No space left on device")
+        self.told.append(event.KIND)
+
+
+def test_a_full_disk_under_the_progress_file_delays_the_news_and_stops_nothing(tmp_path):
+    disk = FullDisk()
+    front = Front(tmp_path)
+    try:
+        front.coordinator._progress = disk
+        front.transport().call({"call": "heartbeat", "worker": "w", "node": "n", "leases": {}})
+        time.sleep(0.3)
+        assert disk.told == []
+        disk.full = False
+        until = time.monotonic() + 5.0
+        while not disk.told:
+            assert time.monotonic() < until
+            time.sleep(0.02)
+        assert disk.told == ["node_seen"]
+    finally:
+        front.close()
