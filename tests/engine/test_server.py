@@ -27,10 +27,10 @@ HOLDS = [0, False, digest_of(b"w")]
 class Front:
     """A coordinator with its HTTP front on a loopback port, in a thread."""
 
-    def __init__(self, folder, port=0):
+    def __init__(self, folder, port=0, lease_ms=60_000):
         self.folder = folder
         clock = ScaledClock(origin_ms=time.time_ns() // 1_000_000)
-        self.coordinator = Coordinator(folder, clock=clock, lease_ms=60_000)
+        self.coordinator = Coordinator(folder, clock=clock, lease_ms=lease_ms)
         self._listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._listener.bind(("127.0.0.1", port))

@@ -12,9 +12,8 @@ from engine.rollout.queue import Task
 from engine.rollout.request import Kind, RequestId, Score, WeightsKey
 from engine.rollout.sampler import plan_to_dict, rollout_plan
 from engine.rollout.wire import task_to_dict, weights_to_list
-from engine.runtime.coordinator import Coordinator
-from engine.runtime.transport import InprocTransport
 from engine.runtime.worker import Worker, get_weights
+from tests.engine.test_server import Front
 
 LEASE_MS = 1500
 
@@ -23,8 +22,9 @@ def test_a_reward_slower_than_a_lease_loses_nothing(tmp_path):
     """Two leases, one scored beside the sampling of the other; each takes twice as long to score as a lease lasts."""
     torch.set_num_threads(1)
     clock = ScaledClock(origin_ms=time.time_ns() // 1_000_000)
-    coordinator = Coordinator(tmp_path, clock=clock, lease_ms=LEASE_MS)
-    transport = InprocTransport(coordinator)
+    # Over HTTP, because there the coordinator looks at its leases while the worker waits.
+    front = Front(tmp_path, lease_ms=LEASE_MS)
+    transport, coordinator = front.transport(), front.coordinator
     adapter = load_adapter(ModelConfig())
     scored = []
 
@@ -53,7 +53,10 @@ def test_a_reward_slower_than_a_lease_loses_nothing(tmp_path):
     sampler = json.dumps(plan_to_dict(plan))
     task = Task(requests=requests, weights=v0, sampler=sampler, steps=2, shape=1, dtype="float32")
     transport.call({"call": "submit", "task": task_to_dict(task)})
-    while coordinator.queue.wanted(Kind.TRAIN):
-        worker.serve_once(wait=False)
+    try:
+        while coordinator.queue.wanted(Kind.TRAIN) and len(scored) < 4:
+            worker.serve_once(wait=False)
+    finally:
+        front.close()
     assert scored == [("0000",), ("0001",)]
     assert [event.KIND for event in coordinator.queue.events] == ["node_seen"]
