@@ -86,10 +86,11 @@ def train():
             return
         done = {"reward_mean": iteration / 10, "reward_std": 0.1, "group_std_mean": 0.1, "explored": 0}
         rest = {"manifest_digest": "", "phase_ms": {}, "wall_seconds": seconds, "health": {}}
+        # As the engine does: told before it is durable, so that a kill in between forgets nothing.
+        reports.say("iteration_done", iteration=iteration, **done, **rest)
         part = store / "iteration.part"
         part.write_text(str(iteration + 1))
         part.replace(checkpoint)
-        reports.say("iteration_done", iteration=iteration, **done, **rest)
         iteration += 1
         reports.say("evaluated", iteration=iteration, metrics={"exact_match": iteration / 100}, prompts=8)
     reports.say("engine_finished", reason="iterations", iteration=iteration, text="")
