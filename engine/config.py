@@ -183,13 +183,35 @@ class CheckpointConfig(Strict):
 class RuntimeConfig(Strict):
     """Where workers run, and the promises they renew. Durations are wall seconds."""
 
-    name: Literal["inproc", "local"] = "local"
+    name: Literal["inproc", "local", "ray"] = "local"
+    """`local`: processes of the node's agent, over HTTP. `ray`: actors of one Ray cluster. `inproc`: tests only."""
     shape: Positive = 12
     """Pictures per forward pass of a training rollout; always this many, padded with copies."""
-    lease_seconds: Annotated[float, Field(gt=0.0)] = 4.0
-    heartbeat_seconds: Annotated[float, Field(gt=0.0)] = 1.0
+    lease_seconds: Annotated[float, Field(gt=0.0)] = 2.0
+    """Shortest lease; otherwise a lease is four times the slowest step that was seen of its kind of work."""
+    first_lease_seconds: Annotated[float, Field(gt=0.0)] = 20.0
+    """The lease while no step of its kind was seen yet: compiling and first touches take long."""
+    heartbeat_seconds: Annotated[float, Field(gt=0.0)] = 0.5
+    """A worker calls in between steps when its last call is this old."""
+    commit_every: Literal["auto"] | Positive = "auto"
+    """Denoising steps between two commits of a training rollout. auto: sqrt(2 x commit cost x mean time to preemption)
+    by what was measured (research notes engine 4), which may mean on notice only."""
+    hours_to_preemption: Annotated[float, Field(gt=0.0)] = 1.0
+    """Mean life of a spot node (run's clock) that `auto` starts from; what the run itself sees is added to it."""
+    step_seconds: Annotated[float, Field(ge=0.0)] = 0.0
+    """A denoising step takes at least so long: for drills and benchmarks."""
     trainer_threads: Annotated[int, Field(ge=0)] = 0
     """torch threads of the trainer on a CPU; 0: one if spot workers explore beside it, else one per core."""
+
+    @model_validator(mode="after")
+    def _leases_outlive_heartbeats(self) -> Self:
+        if self.heartbeat_seconds > self.lease_seconds / 2:
+            raise ValueError(
+                f"runtime.heartbeat_seconds is {self.heartbeat_seconds:g}, more than half of lease_seconds "
+                f"({self.lease_seconds:g}); a worker must call in at least twice per lease: use "
+                f"{self.lease_seconds / 4:g}, or a longer lease"
+            )
+        return self
 
 
 class EngineConfig(Strict):

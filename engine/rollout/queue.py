@@ -6,17 +6,21 @@ answered with the order that is pending (work, load weights, drain, exit). The p
 - every request of a manifest is finished exactly once, whatever is killed, frozen, delayed or repeated;
 - a lease number is given out once; who holds an older one is fenced;
 - an attempt is made with the weights it names, and no other;
-- training rollouts come before evaluation, evaluation before exploration.
+- training rollouts come before evaluation, evaluation before exploration; when nothing is left to begin, the lease
+  that will end last is made a second time by an idle worker, and the first of the two to finish counts;
+- a request that brings down worker after worker is reported instead of being tried for ever, and takes nobody with it.
 
-What changes the future is returned to the caller as records, which it makes durable *before* it answers
-(engine/runtime/coordinator.py); `restore` takes the same records back after a crash.
+What changes the future is returned to the caller, who makes it durable *before* it answers
+(engine/runtime/coordinator.py); the `restore_...` methods take the same facts back after a crash.
+All times are milliseconds of the run's clock, passed in by the caller.
 """
 
+import math
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from engine.events import Capacity, NodeMissed, NodeSeen, NodeState, ProgressEvent, Warned
+from engine.events import Capacity, Market, NodeMissed, NodeSeen, NodeState, ProgressEvent, Warned
 from engine.rollout.request import (
     Attempt,
     Drain,
@@ -37,8 +41,25 @@ PRIORITY = (Kind.TRAIN, Kind.EVALUATE, Kind.EXPLORE)
 MISSED = "missed its lease"
 GIVEN_UP = "reported by the launcher"
 
-MAX_FAULTS = 3
-"""A request that brought down this many workers is reported instead of being tried for ever."""
+MOST_DEATHS = 3
+"""A request that brought down this many workers, at the same step, is reported instead of being tried for ever."""
+
+STEPS_PER_LEASE = 4
+"""A lease lasts at least so many of the slowest steps that were seen of its kind of work."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rules:
+    """How long leases last and how often in-flight state is committed."""
+
+    lease_ms: int
+    """The shortest lease."""
+    first_lease_ms: int
+    """The lease of work of which no step was seen yet."""
+    commit_every: int | None
+    """Steps between two commits; None: by cost and risk (`commit_interval`)."""
+    preemption_ms: int
+    """Mean life of a spot node to start from, before the run has seen any end."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +67,7 @@ class Task:
     """A set of requests that belong together and how they are made: what the trainer submits.
 
     `sampler` is the plan as JSON (engine/rollout/sampler.py) and `steps` its number of denoising steps;
-    `pictures`: how many of the first requests send their picture back.
+    `pictures`: how many of the first requests send their picture back. All requests are of one kind.
     """
 
     requests: tuple[RequestId, ...]
@@ -58,43 +79,130 @@ class Task:
     pictures: int = 0
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LeaseRecord:
+    """What must be remembered of a lease so that its holder still speaks for it after a coordinator's restart."""
+
+    number: int
+    worker: str
+    node: str
+    boot: int
+    requests: tuple[RequestId, ...]
+    lease_ms: int
+    copy: bool
+
+
+def commit_interval(cost_ms: float, preemption_ms: float, step_ms: float) -> int:
+    """Steps between commits that lose least: sqrt(2 c M) / t (Young 1974; research notes engine 4), at least 1."""
+    return max(1, round(math.sqrt(2 * cost_ms * preemption_ms) / step_ms))
+
+
 @dataclass(slots=True)
+class _Pace:
+    """How fast a kind of work goes: ms per denoising step."""
+
+    step_ms: float = 0.0
+    """Of finished leases, scoring and waiting included: an average that follows. 0: none was finished."""
+    slowest_ms: float = 0.0
+    """The slowest step that was heard of, forgotten slowly. 0: none was heard of."""
+
+    def hear(self, step_ms: float) -> None:
+        self.slowest_ms = max(step_ms, 0.98 * self.slowest_ms)
+
+    def learn(self, step_ms: float) -> None:
+        self.step_ms = 0.8 * self.step_ms + 0.2 * step_ms if self.step_ms else step_ms
+
+
+@dataclass(slots=True, eq=False)
+class _Submitted:
+    """One task, with what is looked up for each of its requests."""
+
+    number: int
+    task: Task
+    pace: _Pace
+    shown: frozenset[RequestId]
+
+
+_Place = tuple[int, int, RequestId | None]
+"""Where a request waits: (task, committed step, itself if it must be made alone). One place = one lease can take it."""
+
+
+@dataclass(slots=True, eq=False)
 class _Item:
     attempt: Attempt
-    task: Task
-    lease: int | None = None
-    faults: int = 0
+    of: _Submitted
+    leases: list[int] = field(default_factory=list)
+    place: _Place | None = None
+    deaths: int = 0
+    died_at: int = -1
+    """The committed step at the last death: who got further since is not the cause."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Lease:
     worker: str
     node: str
+    boot: int
+    of: _Submitted
     requests: list[RequestId]
+    first_step: int
     granted_ms: int
+    heard_ms: int
     expires_ms: int
     step: int
     """The last step that was heard of."""
+    copy: bool = False
 
-    def made_by(self, now_ms: int, pace_ms: float, steps: int) -> int:
+    def made_by(self, now_ms: int) -> int:
         """The step its pictures stand at, by what was heard and by how long it was held."""
-        guess = int((min(now_ms, self.expires_ms) - self.granted_ms) / pace_ms) if pace_ms else 0
+        pace, steps = self.of.pace.step_ms, self.of.task.steps
+        guess = self.first_step + int((min(now_ms, self.expires_ms) - self.granted_ms) / pace) if pace else 0
         return max(self.step, min(steps, guess))
 
+    def end_ms(self, now_ms: int) -> float:
+        """When it will be finished if it goes on as it did; a lease that stands still ends later and later."""
+        so_far = (now_ms - self.granted_ms) / (self.step - self.first_step + 1)
+        step_ms = max(self.of.pace.step_ms, so_far)
+        return max(now_ms, self.granted_ms + step_ms * (self.of.task.steps - self.first_step))
 
-@dataclass(slots=True)
+
+@dataclass(slots=True, eq=False)
+class _Worker:
+    """A worker by name; `boot` tells its processes apart."""
+
+    node: str
+    boot: int
+    seq: int = -1
+    work: Work | None = None
+    """The answer to pull number `seq`, if it was work."""
+    leases: set[int] = field(default_factory=set)
+    suspects: list[RequestId] = field(default_factory=list)
+    """What it held when it was last given up: to blame if the process turns out to have died while its node lives."""
+    told_room: int | None = None
+
+
+@dataclass(slots=True, eq=False)
 class _Node:
+    first_ms: int
     seen_ms: int
-    workers: set[str] = field(default_factory=set)
-    deadline_ms: int | None = None
-    lost: bool = False
+    market: Market | None = None
+    notice_ms: int | None = None
+    """The deadline that its own agent heard of."""
+    told_ms: int | None = None
+    """The deadline that the launcher's newest snapshot names."""
+    lost_ms: int | None = None
+    called: bool = False
+
+    @property
+    def deadline_ms(self) -> int | None:
+        return self.notice_ms if self.notice_ms is not None else self.told_ms
 
 
 class Queue:
-    """See the module's story. Every method is idempotent; `now_ms` is the caller's clock."""
+    """See the module's story. Every method is idempotent."""
 
-    def __init__(self, *, lease_ms: int) -> None:
-        self.lease_ms = lease_ms
+    def __init__(self, rules: Rules) -> None:
+        self.rules = rules
         self.events: list[ProgressEvent] = []
         """What the launcher should hear of; the caller takes them away."""
         self.finished: dict[RequestId, Finished] = {}
@@ -103,14 +211,18 @@ class Queue:
         self.live: WeightsKey | None = None
         self._digests: dict[WeightsKey, str] = {}
         self._items: dict[RequestId, _Item] = {}
-        self._waiting: dict[Kind, OrderedDict[RequestId, None]] = {kind: OrderedDict() for kind in Kind}
+        self._waiting: dict[Kind, OrderedDict[_Place, OrderedDict[RequestId, _Item]]] = {k: OrderedDict() for k in Kind}
+        self._paces: dict[tuple[Kind, str, int, str], _Pace] = {}
+        self._tasks_seen = 0
         self._leases: dict[int, _Lease] = {}
         self._next_lease = 1
+        self._workers: dict[str, _Worker] = {}
         self._nodes: dict[str, _Node] = {}
+        self._losses = 0
         self._capacity_generation = -1
         self._ticked_ms: int | None = None
-        self._pace_ms: dict[Kind, float] = {}
-        """How long a step of a lease takes, from those that were finished."""
+        self._commit_ms = 0.0
+        self._preemption_ms = float(rules.preemption_ms)
 
     # --- the trainer's side ---------------------------------------------------------------------------
 
@@ -119,16 +231,23 @@ class Queue:
 
         The same request at other weights is a new attempt: its old one is fenced and begins anew.
         """
+        if not task.requests:
+            return
+        pace = self._paces.setdefault((task.requests[0].kind, task.sampler, task.shape, task.dtype), _Pace())
+        shown = frozenset(task.requests[: task.pictures])
+        of = _Submitted(number=self._tasks_seen, task=task, pace=pace, shown=shown)
+        self._tasks_seen += 1
         for request in task.requests:
             if request in self.finished:
                 continue
             item = self._items.get(request)
             if item is not None and item.attempt.weights == task.weights:
                 continue
-            self._take_from_lease(item, request)
+            if item is not None:
+                self._leave(item)
             self.poisoned.pop(request, None)
-            self._items[request] = _Item(attempt=Attempt(request=request, weights=task.weights), task=task)
-            self._waiting[request.kind][request] = None
+            self._items[request] = _Item(attempt=Attempt(request=request, weights=task.weights), of=of)
+            self._wait(self._items[request])
 
     def publish(self, weights: WeightsKey, digest: str) -> None:
         """Workers will be told to load these. Live weights become the current ones."""
@@ -139,11 +258,11 @@ class Queue:
     def withdraw(self, requests: Iterable[RequestId]) -> None:
         """No longer wanted: exploration that was cut short, batches that are trained. Leases are fenced."""
         for request in requests:
-            item = self._items.pop(request, None)
             self.finished.pop(request, None)
             self.poisoned.pop(request, None)
-            self._waiting[request.kind].pop(request, None)
-            self._take_from_lease(item, request)
+            item = self._items.pop(request, None)
+            if item is not None:
+                self._leave(item)
 
     def forget_weights(self, keep: Iterable[WeightsKey]) -> list[WeightsKey]:
         """Drop the weights that nobody will ask for; returns what was dropped."""
@@ -155,7 +274,7 @@ class Queue:
 
     def wanted(self, kind: Kind) -> int:
         """How many requests of a kind are not finished yet."""
-        return sum(1 for item in self._items.values() if item.attempt.request.kind == kind)
+        return sum(1 for request in self._items if request.kind == kind)
 
     def stop(self, reason: str) -> None:
         """Every worker is told to exit at its next call."""
@@ -168,48 +287,39 @@ class Queue:
         worker: str,
         node: str,
         *,
+        boot: int,
+        seq: int,
         now_ms: int,
         holds: tuple[WeightsKey, str] | None,
         kinds: Sequence[Kind] = PRIORITY,
-        known: Sequence[int] = (),
+        room: int | None = None,
     ) -> Reply:
         """The next order for a worker.
 
-        `holds`: the weights it has, with their digest. `known`: the leases it is working on; one that it does
-        not know was given to a predecessor that died, or in a reply that got lost, and goes back to the queue.
+        `boot` numbers the worker's processes, `seq` a process's pulls: an order whose answer got lost is given again.
+        `holds`: the weights it has, with their digest. `room`: the most pictures it can take in one forward pass.
         """
-        member = self._meet(worker, node, now_ms)
-        unknown = {n for n, lease in self._leases.items() if lease.worker == worker and n not in known}
-        if unknown:
-            self._give_back(unknown, node, "its worker started anew", now_ms)
-        if self.stop_reason is not None:
-            return Exit(reason=self.stop_reason)
-        if member.lost:
-            return Exit(reason="this node was given up")
-        if member.deadline_ms is not None:
-            return Drain(deadline_ms=member.deadline_ms)
-        first = next(self._eligible(kinds), None)
-        if first is None:
-            return self._load(self.live, holds) or Wait()
-        load = self._load(first.attempt.weights, holds)
-        if load is not None:
-            return load
-        return self._lease(worker, node, first, now_ms)
+        member = self._meet(worker, node, boot, now_ms)
+        if member is None:
+            return Exit(reason="a newer process of this worker has called in")
+        if seq < member.seq:
+            return Wait()
+        if seq == member.seq and member.work is not None and member.work.lease in self._leases:
+            return member.work
+        member.seq = seq
+        reply = self._order(worker, member, now_ms, holds, kinds, room)
+        member.work = reply if isinstance(reply, Work) else None
+        return reply
 
     def heartbeat(self, worker: str, node: str, leases: Mapping[int, int], *, now_ms: int) -> Reply:
         """Renew leases; `leases` maps number to the step its pictures stand at."""
-        member = self._meet(worker, node, now_ms)
+        self._see(node, now_ms)
         for number, step in leases.items():
             lease = self._leases.get(number)
             if lease is None or lease.worker != worker:
                 return Fenced(lease=number)
-            lease.expires_ms = now_ms + self.lease_ms
-            lease.step = step
-        if self.stop_reason is not None:
-            return Exit(reason=self.stop_reason)
-        if member.deadline_ms is not None:
-            return Drain(deadline_ms=member.deadline_ms)
-        return Wait()
+            self._hear(lease, step, now_ms)
+        return self._pending(node)
 
     def may_finish(self, worker: str, number: int) -> bool:
         """Whether this worker still speaks for this lease: asked before its bytes are made durable."""
@@ -222,98 +332,133 @@ class Queue:
 
     def finish(self, worker: str, node: str, number: int, results: Sequence[Finished], *, now_ms: int) -> Reply:
         """These pictures are made. Call only after their bytes are durable."""
-        self._meet(worker, node, now_ms)
+        self._see(node, now_ms)
         if not self.may_finish(worker, number):
             return Fenced(lease=number)
         lease = self._leases[number]
+        lease.of.pace.learn((now_ms - lease.granted_ms) / max(1, lease.of.task.steps - lease.first_step))
         for result in results:
             if result.request in lease.requests:
-                lease.requests.remove(result.request)
-                self._learn_pace(lease, result.request, now_ms)
                 self._done(result)
-        if not lease.requests:
-            del self._leases[number]
+        if number in self._leases:  # a part was finished: the rest is still being worked on
+            self._hear(lease, lease.step, now_ms)
         return Wait()
 
     def commit(
-        self, worker: str, node: str, number: int, states: Mapping[RequestId, tuple[int, str]], *, now_ms: int
+        self,
+        worker: str,
+        node: str,
+        number: int,
+        states: Mapping[RequestId, tuple[int, str]],
+        *,
+        now_ms: int,
+        cost_ms: float | None = None,
     ) -> Reply:
-        """In-flight state was made durable: whoever goes on starts from `(step, blob)`."""
-        member = self._meet(worker, node, now_ms)
+        """In-flight state was made durable: whoever goes on starts from `(step, blob)`.
+
+        `cost_ms`: what this worker's last commit took. A commit renews its lease.
+        """
+        self._see(node, now_ms)
         if not self.may_finish(worker, number):
             return Fenced(lease=number)
+        lease = self._leases[number]
         for request, (step, blob) in states.items():
-            if request in self._leases[number].requests:
-                self._commit_state(request, step, blob)
-        if member.deadline_ms is not None:
-            return Drain(deadline_ms=member.deadline_ms)
-        return Wait()
+            if request in lease.requests:
+                self._commit_state(self._items[request], step, blob)
+        if states:
+            self._hear(lease, max(step for step, _ in states.values()), now_ms)
+        if cost_ms is not None:
+            self._commit_ms = 0.8 * self._commit_ms + 0.2 * cost_ms if self._commit_ms else cost_ms
+        return self._pending(node)
 
     def give_back(self, worker: str, number: int, *, now_ms: int) -> Reply:
-        """A draining worker returns what it cannot finish; nothing is lost that was committed."""
+        """A worker returns what it cannot finish; nothing is lost that was committed."""
         if not self.may_finish(worker, number):
             return Fenced(lease=number)
         self._requeue(number, now_ms)
         return Wait()
 
     def fault(self, worker: str, node: str, number: int, text: str, *, now_ms: int) -> Reply:
-        """A worker could not make these pictures. Three faults and a request is reported, not retried."""
-        self._meet(worker, node, now_ms)
+        """A worker could not make these pictures."""
+        self._see(node, now_ms)
         if not self.may_finish(worker, number):
             return Fenced(lease=number)
-        for request in list(self._leases[number].requests):
-            self._blame(request, text)
+        requests = list(self._leases[number].requests)
         self._requeue(number, now_ms)
         self.events.append(Warned(text=f"{worker} failed: {text}"))
+        for request in reversed(requests):
+            self._blame(request, text)
         return Wait()
 
-    # --- what is known of nodes -------------------------------------------------------------------------
+    # --- what is known of workers and nodes ---------------------------------------------------------------
+
+    def died(self, worker: str, boot: int, reason: str, *, now_ms: int) -> None:
+        """Somebody saw this process die (a closed connection, an actor's death): its leases are given away at once.
+
+        It may be wrong. Who still lives is fenced at its next call and pulls again.
+        """
+        member = self._workers.get(worker)
+        if member is not None and member.boot == boot:
+            self._give_away(member.leases, member.node, reason, now_ms)
 
     def capacity(self, snapshot: Capacity, *, now_ms: int) -> None:
         """The launcher's view. An older generation than the last one is ignored."""
         if snapshot.generation < self._capacity_generation:
             return
         self._capacity_generation = snapshot.generation
-        for node in snapshot.nodes:
-            match node.state:
-                case NodeState.LOST:
-                    self.lost(node.node, GIVEN_UP, now_ms=now_ms)
-                case NodeState.DRAINING if node.deadline_ms is not None:
-                    self.notice(node.node, node.deadline_ms, now_ms=now_ms)
-                case _:
-                    pass
+        for fact in snapshot.nodes:
+            node = self._node(fact.node, now_ms)
+            node.market = fact.market
+            node.told_ms = fact.deadline_ms if fact.state is NodeState.DRAINING else None
+            if fact.state is NodeState.LOST:
+                self.lost(fact.node, GIVEN_UP, now_ms=now_ms)
+            else:
+                node.lost_ms = None
 
     def notice(self, node: str, deadline_ms: int, *, now_ms: int) -> None:
-        """The cloud will take this node back: its workers are told to drain."""
-        member = self._nodes.setdefault(node, _Node(seen_ms=now_ms))
-        member.deadline_ms = deadline_ms
+        """The node's own agent heard that the cloud takes it back: its workers are told to drain."""
+        self._node(node, now_ms).notice_ms = deadline_ms
 
     def lost(self, node: str, reason: str, *, now_ms: int) -> None:
-        """This node is gone: its leases are given away at once."""
-        member = self._nodes.setdefault(node, _Node(seen_ms=now_ms))
-        if member.lost:
-            return
-        member.lost = True
-        self._give_back({n for n, lease in self._leases.items() if lease.node == node}, node, reason, now_ms)
+        """This node is gone: its leases are given away at once, and who calls in from there is sent home."""
+        member = self._node(node, now_ms)
+        if member.lost_ms is None:
+            member.lost_ms = now_ms
+            self._losses += member.market is Market.SPOT
+            self.unreachable(node, reason, now_ms=now_ms)
+
+    def unreachable(self, node: str, reason: str, *, now_ms: int) -> None:
+        """The engine itself saw the node die: its leases are given away. It may turn out to be wrong and come back."""
+        numbers = {number for number, lease in self._leases.items() if lease.node == node}
+        self._give_away(numbers, node, reason, now_ms)
+        for member in self._workers.values():
+            if member.node == node:
+                member.suspects = []  # the cloud's doing
 
     def tick(self, now_ms: int) -> None:
         """Expire leases. After a pause of our own (a frozen coordinator) every lease gets the gap as grace."""
         gap = 0 if self._ticked_ms is None else now_ms - self._ticked_ms
         self._ticked_ms = now_ms
-        if gap > self.lease_ms // 2:
+        self._preemption_ms = self._mean_life(now_ms)
+        if gap > self.rules.lease_ms // 2:
             for lease in self._leases.values():
                 lease.expires_ms += gap
             return
-        for node in {lease.node for lease in self._leases.values() if lease.expires_ms < now_ms}:
-            late = {n for n, lease in self._leases.items() if lease.node == node and lease.expires_ms < now_ms}
-            self._give_back(late, node, MISSED, now_ms)
+        late = {number for number, lease in self._leases.items() if lease.expires_ms < now_ms}
+        for node in sorted({self._leases[number].node for number in late}):
+            self._give_away({n for n in late if self._leases[n].node == node}, node, MISSED, now_ms)
+            late &= self._leases.keys()
 
     def live_nodes(self, now_ms: int, within_ms: int) -> list[str]:
-        """Nodes that called in lately and are neither draining nor lost."""
+        """Nodes that work or called in lately, and are neither draining nor lost."""
+        working = {lease.node for lease in self._leases.values()}
         return [
             name
             for name, node in self._nodes.items()
-            if not node.lost and node.deadline_ms is None and now_ms - node.seen_ms <= within_ms
+            if node.called
+            and node.lost_ms is None
+            and node.deadline_ms is None
+            and (name in working or now_ms - node.seen_ms <= within_ms)
         ]
 
     # --- after a crash ------------------------------------------------------------------------------------
@@ -324,11 +469,54 @@ class Queue:
 
     def restore_state(self, request: RequestId, step: int, blob: str) -> None:
         """Take a durable in-flight state back."""
-        self._commit_state(request, step, blob)
+        item = self._items.get(request)
+        if item is not None:
+            self._commit_state(item, step, blob)
+
+    def restore_poisoned(self, request: RequestId, text: str) -> None:
+        """Take a verdict back."""
+        item = self._items.get(request)
+        if item is not None:
+            self._leave(item)
+            self.poisoned[request] = text
+
+    def restore_lease(self, record: LeaseRecord, *, now_ms: int) -> None:
+        """Take a lease back: its holder worked on while nobody listened. What was leased again since left it."""
+        items = [self._items[r] for r in record.requests if r in self._items and r not in self.poisoned]
+        if not record.copy:
+            for item in items:
+                self._leave(item)
+        items = [item for item in items if len(item.leases) < 2]
+        if not items:
+            return
+        self._workers.setdefault(record.worker, _Worker(node=record.node, boot=record.boot))
+        member = self._workers[record.worker]
+        member.boot = max(member.boot, record.boot)
+        self._node(record.node, now_ms)
+        step = min(item.attempt.step for item in items)
+        self._grant(record.number, record.worker, record.node, record.boot, items, step, now_ms, copy=record.copy)
+        self._leases[record.number].expires_ms = now_ms + record.lease_ms
 
     def begin_leases(self, first: int) -> None:
         """Lease numbers go on from here: above any that an earlier coordinator gave."""
         self._next_lease = max(self._next_lease, first)
+
+    def lease_record(self, number: int) -> LeaseRecord:
+        """What `restore_lease` wants to know. Raises KeyError for a lease that is over."""
+        lease = self._leases[number]
+        return LeaseRecord(
+            number=number,
+            worker=lease.worker,
+            node=lease.node,
+            boot=lease.boot,
+            requests=tuple(lease.requests),
+            lease_ms=self._lease_ms(lease.of.pace),
+            copy=lease.copy,
+        )
+
+    def lease_records(self) -> list[LeaseRecord]:
+        """Every lease there is, oldest first."""
+        return [self.lease_record(number) for number in sorted(self._leases)]
 
     def committed(self, requests: Iterable[RequestId]) -> list[tuple[RequestId, int, str]]:
         """Durable in-flight states of these requests: (request, step, blob)."""
@@ -340,23 +528,106 @@ class Queue:
         self.live = None
         self._digests.clear()
 
-    # --- inside -----------------------------------------------------------------------------------------
+    def check(self, number: int | None = None) -> None:
+        """AssertionError if what we know contradicts itself: of one lease that is open, or of everything."""
+        numbers = self._leases if number is None else [n for n in (number,) if n in self._leases]
+        for known in numbers:
+            lease = self._leases[known]
+            assert lease.requests, f"lease {known} holds nothing"
+            assert known in self._workers[lease.worker].leases, f"lease {known} is unknown to its worker"
+            for request in lease.requests:
+                item = self._items[request]
+                assert known in item.leases, f"{request} does not know its lease {known}"
+                assert item.place is None, f"{request} is leased and waits"
+                assert item.of.task.weights == item.attempt.weights == lease.of.task.weights, f"{request}: two versions"
+        if number is not None:
+            return
+        for request, item in self._items.items():
+            states = (bool(item.leases), item.place is not None, request in self.poisoned)
+            assert sum(states) == 1, f"{request}: leased, waiting, poisoned = {states}"
+            assert len(item.leases) <= 2, f"{request} is made by {len(item.leases)} workers"
+            assert request not in self.finished, f"{request} is finished and wanted"
+            if item.place is not None:
+                assert self._waiting[request.kind][item.place][request] is item
+                assert item.place == self._place_of(item), f"{request} waits in the wrong place"
+        assert all(bucket for places in self._waiting.values() for bucket in places.values()), "an empty place"
+        held = [number for member in self._workers.values() for number in member.leases]
+        assert sorted(held) == sorted(self._leases), "workers and leases disagree"
+        assert all(n < self._next_lease for n in self._leases), "a lease number of the future"
 
-    def _meet(self, worker: str, node: str, now_ms: int) -> _Node:
-        member = self._nodes.get(node)
-        if member is None:
-            member = self._nodes[node] = _Node(seen_ms=now_ms)
-        if not member.workers:
-            self.events.append(NodeSeen(node=node, worker=worker))
-        member.workers.add(worker)
-        member.seen_ms = now_ms
-        return member
+    # --- orders -----------------------------------------------------------------------------------------
 
-    def _eligible(self, kinds: Sequence[Kind]) -> Iterator[_Item]:
+    def _order(
+        self,
+        worker: str,
+        member: _Worker,
+        now_ms: int,
+        holds: tuple[WeightsKey, str] | None,
+        kinds: Sequence[Kind],
+        room: int | None,
+    ) -> Reply:
+        node = self._nodes[member.node]
+        if self.stop_reason is not None:
+            return Exit(reason=self.stop_reason)
+        if node.lost_ms is not None:
+            return Exit(reason="this node was given up")
+        if node.deadline_ms is not None:
+            return Drain(deadline_ms=node.deadline_ms)
+        too_large = 0
         for kind in PRIORITY:
-            if kind in kinds:
-                for request in self._waiting[kind]:
-                    yield self._items[request]
+            if kind not in kinds:
+                continue
+            items, copy = self._first_waiting(kind, room), False
+            if items is None and kind is not Kind.EXPLORE:
+                items, copy = self._slowest(kind, worker, now_ms, room), True
+            if items is None:
+                too_large = too_large or self._too_large(kind, room)
+                continue
+            load = self._load(items[0].attempt.weights, holds)
+            return load if load is not None else self._work(worker, member, items, now_ms, copy=copy)
+        if too_large and member.told_room != room:
+            member.told_room = room
+            text = f"{worker} has room for {room} pictures a forward pass, and what waits needs {too_large}; "
+            self.events.append(
+                Warned(text=text + "lower runtime.shape or exploration.shape if no other worker takes it")
+            )
+        return self._load(self.live, holds) or Wait()
+
+    def _first_waiting(self, kind: Kind, room: int | None) -> list[_Item] | None:
+        """What a lease would take: as many as the shape holds of the first place that this worker can serve."""
+        for bucket in self._waiting[kind].values():
+            first = next(iter(bucket.values()))
+            task = first.of.task
+            if first.attempt.weights in self._digests and (room is None or task.shape <= room):
+                if len(bucket) <= task.shape:
+                    return list(bucket.values())
+                items = iter(bucket.values())
+                return [next(items) for _ in range(task.shape)]
+        return None
+
+    def _slowest(self, kind: Kind, worker: str, now_ms: int, room: int | None) -> list[_Item] | None:
+        """The work that will end last, if making it again from what is committed would end sooner."""
+        found: list[_Item] | None = None
+        latest = 0.0
+        for lease in self._leases.values():
+            task, pace = lease.of.task, lease.of.pace.step_ms
+            if lease.worker == worker or not pace or task.requests[0].kind is not kind:
+                continue
+            items = [self._items[request] for request in lease.requests]
+            if any(len(item.leases) > 1 for item in items) or (room is not None and task.shape > room):
+                continue
+            step = min(item.attempt.step for item in items)
+            end_ms = lease.end_ms(now_ms)
+            if end_ms > latest and now_ms + pace * (task.steps - step + 1) < end_ms:
+                found, latest = [item for item in items if item.attempt.step == step], end_ms
+        return found
+
+    def _too_large(self, kind: Kind, room: int | None) -> int:
+        """The shape of work that waits only because this worker has no room for it; 0: there is none."""
+        if room is None:
+            return 0
+        firsts = (next(iter(bucket.values())) for bucket in self._waiting[kind].values())
+        return next((first.of.task.shape for first in firsts if first.of.task.shape > room), 0)
 
     def _load(self, weights: WeightsKey | None, holds: tuple[WeightsKey, str] | None) -> LoadWeights | None:
         if weights is None or weights not in self._digests:
@@ -364,70 +635,119 @@ class Queue:
         digest = self._digests[weights]
         return None if holds == (weights, digest) else LoadWeights(weights=weights, digest=digest)
 
-    def _lease(self, worker: str, node: str, first: _Item, now_ms: int) -> Reply:
-        attempt, task = first.attempt, first.task
-        if attempt.weights not in self._digests:
-            return Wait()
-        taken: list[_Item] = []
-        for request in self._waiting[attempt.request.kind]:
-            item = self._items[request]
-            if item.task is task and item.attempt.step == attempt.step:
-                taken.append(item)
-            if len(taken) == task.shape:
-                break
-        number = self._next_lease
+    def _work(self, worker: str, member: _Worker, items: list[_Item], now_ms: int, *, copy: bool) -> Work:
+        number, of = self._next_lease, items[0].of
         self._next_lease += 1
-        for item in taken:
-            item.lease = number
-            del self._waiting[item.attempt.request.kind][item.attempt.request]
-        requests = [item.attempt.request for item in taken]
-        expires_ms = now_ms + self.lease_ms
-        self._leases[number] = _Lease(
-            worker=worker,
-            node=node,
-            requests=requests,
-            granted_ms=now_ms,
-            expires_ms=expires_ms,
-            step=attempt.step,
-        )
-        shown = set(task.requests[: task.pictures])
+        lease = self._grant(number, worker, member.node, member.boot, items, items[0].attempt.step, now_ms, copy=copy)
         return Work(
             lease=number,
-            attempts=tuple(item.attempt for item in taken),
-            sampler=task.sampler,
-            shape=task.shape,
-            dtype=task.dtype,
-            expires_ms=expires_ms,
-            pictures=tuple(request in shown for request in requests),
+            attempts=tuple(item.attempt for item in items),
+            sampler=of.task.sampler,
+            shape=of.task.shape,
+            dtype=of.task.dtype,
+            expires_ms=lease.expires_ms,
+            commit_every=self._commit_every(of, lease.first_step),
+            pictures=tuple(item.attempt.request in of.shown for item in items),
         )
 
-    def _take_from_lease(self, item: _Item | None, request: RequestId) -> None:
-        """Who holds it no longer speaks for it; a lease with nothing left is fenced as a whole."""
-        if item is None or item.lease is None:
-            return
-        lease = self._leases[item.lease]
-        lease.requests.remove(request)
-        if not lease.requests:
-            del self._leases[item.lease]
+    def _commit_every(self, of: _Submitted, first_step: int) -> int:
+        """Steps between commits; 0: on notice only."""
+        task, step_ms = of.task, of.pace.slowest_ms or of.pace.step_ms
+        if task.requests[0].kind is not Kind.TRAIN:
+            return 0
+        if self.rules.commit_every is not None:
+            every = self.rules.commit_every
+        elif not self._commit_ms or not step_ms:
+            every = max(1, task.steps // 2)  # once a rollout, to see what it costs
+        else:
+            every = commit_interval(self._commit_ms, self._preemption_ms, step_ms)
+        return every if first_step + every < task.steps else 0
 
-    def _learn_pace(self, lease: _Lease, request: RequestId, now_ms: int) -> None:
-        item = self._items[request]
-        pace = (now_ms - lease.granted_ms) / max(1, item.task.steps - item.attempt.step)
-        known = self._pace_ms.get(request.kind, pace)
-        self._pace_ms[request.kind] = 0.8 * known + 0.2 * pace
+    def _mean_life(self, now_ms: int) -> float:
+        """Mean time to preemption: what was assumed counts as one node's life beside those that were seen."""
+        spot = [node for node in self._nodes.values() if node.market is Market.SPOT]
+        lived = sum((now_ms if node.lost_ms is None else node.lost_ms) - node.first_ms for node in spot)
+        return (self.rules.preemption_ms + lived) / (1 + self._losses)
+
+    # --- leases -----------------------------------------------------------------------------------------
+
+    def _grant(
+        self,
+        number: int,
+        worker: str,
+        node: str,
+        boot: int,
+        items: list[_Item],
+        step: int,
+        now_ms: int,
+        *,
+        copy: bool,
+    ) -> _Lease:
+        of = items[0].of
+        for item in items:
+            if item.place is not None:
+                self._stop_waiting(item)
+            item.leases.append(number)
+        lease = self._leases[number] = _Lease(
+            worker=worker,
+            node=node,
+            boot=boot,
+            of=of,
+            requests=[item.attempt.request for item in items],
+            first_step=step,
+            granted_ms=now_ms,
+            heard_ms=now_ms,
+            expires_ms=now_ms + self._lease_ms(of.pace),
+            step=step,
+            copy=copy,
+        )
+        self._workers[worker].leases.add(number)
+        return lease
+
+    def _lease_ms(self, pace: _Pace) -> int:
+        if not pace.slowest_ms:
+            return max(self.rules.lease_ms, self.rules.first_lease_ms)
+        return max(self.rules.lease_ms, math.ceil(STEPS_PER_LEASE * pace.slowest_ms))
+
+    def _hear(self, lease: _Lease, step: int, now_ms: int) -> None:
+        """Its worker called in: renew, and learn how long its steps take."""
+        if step > lease.step:
+            lease.of.pace.hear((now_ms - lease.heard_ms) / (step - lease.step))
+            lease.step, lease.heard_ms = step, now_ms
+        lease.expires_ms = now_ms + self._lease_ms(lease.of.pace)
+
+    def _end(self, number: int) -> _Lease:
+        lease = self._leases.pop(number)
+        self._workers[lease.worker].leases.discard(number)
+        return lease
+
+    def _leave(self, item: _Item) -> None:
+        """Out of the queue, and out of its leases: who holds one no longer speaks for it."""
+        if item.place is not None:
+            self._stop_waiting(item)
+        for number in item.leases:
+            lease = self._leases[number]
+            lease.requests.remove(item.attempt.request)
+            if not lease.requests:
+                self._end(number)
+        item.leases = []
 
     def _done(self, result: Finished) -> None:
-        request = result.request
-        if request not in self._items:
-            return
-        del self._items[request]
-        self._waiting[request.kind].pop(request, None)
-        self.finished[request] = result
+        item = self._items.pop(result.request, None)
+        if item is not None:
+            self._leave(item)
+            self.poisoned.pop(result.request, None)
+            self.finished[result.request] = result
 
-    def _commit_state(self, request: RequestId, step: int, blob: str) -> None:
-        item = self._items.get(request)
-        if item is not None and step > item.attempt.step:
-            item.attempt = replace(item.attempt, step=step, state=blob)
+    def _commit_state(self, item: _Item, step: int, blob: str) -> None:
+        if step <= item.attempt.step:
+            return
+        waits = item.place is not None
+        if waits:
+            self._stop_waiting(item)
+        item.attempt = Attempt(request=item.attempt.request, weights=item.attempt.weights, step=step, state=blob)
+        if waits:
+            self._wait(item, first=True)
 
     def _requeue(self, number: int, now_ms: int) -> int:
         """Give a lease's requests back to the queue, first in line.
@@ -435,34 +755,109 @@ class Queue:
         Returns the denoising steps that must be done again: those since the last commit, by what was heard of the
         lease and by how long it was held (an estimate: the dead do not tell).
         """
-        lease = self._leases.pop(number)
-        lost = 0
+        lease = self._end(number)
+        made, lost = lease.made_by(now_ms), 0
         for request in reversed(lease.requests):
-            item = self._items.get(request)
-            if item is None:
-                continue
-            item.lease = None
-            pace = self._pace_ms.get(request.kind, 0.0)
-            lost += max(0, lease.made_by(now_ms, pace, item.task.steps) - item.attempt.step)
-            if request not in self.poisoned:
-                self._waiting[request.kind][request] = None
-                self._waiting[request.kind].move_to_end(request, last=False)
+            item = self._items[request]
+            item.leases.remove(number)
+            if item.leases:
+                continue  # somebody else makes it too
+            lost += max(0, made - item.attempt.step)
+            self._wait(item, first=True)
         return lost
 
-    def _give_back(self, numbers: set[int], node: str, reason: str, now_ms: int) -> None:
-        requests = sum(len(self._leases[number].requests) for number in numbers)
-        for number in sorted(numbers):
-            for request in self._leases[number].requests:
-                self._blame(request, reason)
-        lost = sum(self._requeue(number, now_ms) for number in sorted(numbers, reverse=True))
-        if numbers or reason == GIVEN_UP:
-            self.events.append(NodeMissed(node=node, reason=reason, lost_steps=lost, fenced_requests=requests))
+    def _give_away(self, numbers: Iterable[int], node: str, reason: str, now_ms: int) -> None:
+        ordered = sorted(numbers)
+        held = [(self._leases[number].worker, list(self._leases[number].requests)) for number in ordered]
+        lost = sum(self._requeue(number, now_ms) for number in reversed(ordered))
+        for worker, requests in held:
+            self._workers[worker].suspects += requests
+        if ordered or reason == GIVEN_UP:
+            fenced = sum(len(requests) for _, requests in held)
+            self.events.append(NodeMissed(node=node, reason=reason, lost_steps=lost, fenced_requests=fenced))
 
     def _blame(self, request: RequestId, text: str) -> None:
-        # Only a worker's own death or error counts: a node that the cloud takes back is not the request's fault.
+        """A worker came down with this request. Who got further than the last time is not the cause."""
         item = self._items.get(request)
-        if item is None or text in (GIVEN_UP, MISSED):
+        if item is None or request in self.poisoned:
             return
-        item.faults += 1
-        if item.faults >= MAX_FAULTS:
+        waits = item.place is not None
+        if waits:
+            self._stop_waiting(item)
+        item.deaths = 1 if item.attempt.step > item.died_at else item.deaths + 1
+        item.died_at = item.attempt.step
+        if item.deaths >= MOST_DEATHS and not item.leases:
             self.poisoned[request] = text
+            self.events.append(Warned(text=f"{request.prompt!r} brought down {item.deaths} workers and waits: {text}"))
+        elif waits:
+            self._wait(item, first=True)
+
+    # --- waiting ----------------------------------------------------------------------------------------
+
+    def _place_of(self, item: _Item) -> _Place:
+        """Suspects are made one at a time: a third death then tells which it was, and the others are cleared."""
+        alone = item.attempt.request if item.deaths >= MOST_DEATHS - 1 else None
+        return (item.of.number, item.attempt.step, alone)
+
+    def _wait(self, item: _Item, *, first: bool = False) -> None:
+        request = item.attempt.request
+        places = self._waiting[request.kind]
+        item.place = self._place_of(item)
+        bucket = places.get(item.place)
+        if bucket is None:
+            bucket = places[item.place] = OrderedDict()
+        bucket[request] = item
+        if first:
+            bucket.move_to_end(request, last=False)
+            places.move_to_end(item.place, last=False)
+
+    def _stop_waiting(self, item: _Item) -> None:
+        request = item.attempt.request
+        assert item.place is not None
+        bucket = self._waiting[request.kind][item.place]
+        del bucket[request]
+        if not bucket:
+            del self._waiting[request.kind][item.place]
+        item.place = None
+
+    # --- members ----------------------------------------------------------------------------------------
+
+    def _node(self, name: str, now_ms: int) -> _Node:
+        node = self._nodes.get(name)
+        if node is None:
+            node = self._nodes[name] = _Node(first_ms=now_ms, seen_ms=now_ms)
+        return node
+
+    def _see(self, name: str, now_ms: int) -> _Node:
+        node = self._node(name, now_ms)
+        node.seen_ms = now_ms
+        return node
+
+    def _pending(self, name: str) -> Reply:
+        """The order that every answer carries."""
+        if self.stop_reason is not None:
+            return Exit(reason=self.stop_reason)
+        deadline_ms = self._nodes[name].deadline_ms
+        return Wait() if deadline_ms is None else Drain(deadline_ms=deadline_ms)
+
+    def _meet(self, worker: str, name: str, boot: int, now_ms: int) -> _Worker | None:
+        """The worker that calls; None for a process that a newer one has replaced."""
+        node = self._see(name, now_ms)
+        if not node.called:
+            node.called = True
+            self.events.append(NodeSeen(node=name, worker=worker))
+        member = self._workers.get(worker)
+        if member is None:
+            member = self._workers[worker] = _Worker(node=name, boot=boot)
+        elif boot < member.boot:
+            return None
+        elif boot > member.boot:
+            # Its node lives and its process died: of what it held, not of the cloud.
+            self._give_away(member.leases, name, "its worker started anew", now_ms)
+            suspects = member.suspects
+            member.boot, member.seq, member.work, member.suspects = boot, -1, None, []
+            for request in reversed(suspects):
+                self._blame(request, f"{worker} died while it made this")
+        else:
+            member.suspects = []
+        return member

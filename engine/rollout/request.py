@@ -142,6 +142,8 @@ class Work:
     shape: int
     dtype: str
     expires_ms: int
+    commit_every: int = 0
+    """Make in-flight state durable after so many steps; 0: on notice only."""
     pictures: tuple[bool, ...] = ()
     """For each attempt: whether its finished picture is wanted back."""
 

@@ -118,6 +118,7 @@ def reply_to_dict(reply: Reply) -> dict[str, Any]:
                 "shape": reply.shape,
                 "dtype": reply.dtype,
                 "expires_ms": reply.expires_ms,
+                "commit_every": reply.commit_every,
                 "pictures": list(reply.pictures),
             }
         case LoadWeights():

@@ -4,19 +4,20 @@ One call in, one answer out, whatever carries it (in-process, HTTP, later Ray). 
 is written to the journal first and applied second, both before anyone else is heard; it is *acknowledged*
 only after `sync`. So memory and journal never disagree, and what a worker was told is never forgotten.
 
-It runs on the on-demand node, beside the trainer. Killed anywhere, it starts again from its journal; leases
-given before are fenced, because every start begins a new range of lease numbers.
+It runs on the on-demand node, beside the trainer. Killed anywhere, it starts again from its journal, leases
+included: a worker in the middle of a picture does not notice. Every start begins a range of lease numbers of its own.
 """
 
-import hashlib
+import contextlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from engine.clock import Clock
+from engine.config import RuntimeConfig
 from engine.events import Capacity, NodeUsage
-from engine.rollout.queue import PRIORITY, Queue, Task
+from engine.rollout.queue import PRIORITY, LeaseRecord, Queue, Rules, Task
 from engine.rollout.request import (
     Finished,
     Kind,
@@ -24,6 +25,7 @@ from engine.rollout.request import (
     RequestId,
     Wait,
     WeightsKey,
+    Work,
     request_from_list,
     request_to_list,
 )
@@ -39,6 +41,7 @@ from engine.rollout.wire import (
 )
 from engine.runtime.journal import Journal
 from engine.runtime.progress import ProgressLog
+from engine.runtime.weight_book import WeightBook, digest_of
 
 LEASES_PER_START = 1_000_000_000
 """Every start of a coordinator begins a range of lease numbers of its own, so that none is given twice."""
@@ -51,13 +54,14 @@ Head = dict[str, Any]
 class Coordinator:
     """See the module's story. Not thread-safe: one caller at a time."""
 
-    def __init__(self, folder: Path, *, clock: Clock, lease_ms: int, progress: ProgressLog | None = None) -> None:
+    def __init__(
+        self, journal: Journal, book: WeightBook, *, clock: Clock, rules: Rules, progress: ProgressLog | None = None
+    ) -> None:
         self._clock = clock
-        self._lease_ms = lease_ms
+        self._rules = rules
         self._progress = progress
-        self._weights = folder / "weights"
-        self._weights.mkdir(parents=True, exist_ok=True)
-        self.journal = Journal(folder)
+        self._book = book
+        self.journal = journal
         self.changes = 0
         """Grows whenever an answer of `Wait` might have become another one."""
         self.lineage = 0
@@ -68,7 +72,8 @@ class Coordinator:
         self._usage: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
         self._usage_from: dict[str, int] = {}
         self._usage_told_ms = clock.now_ms()
-        self.queue = Queue(lease_ms=lease_ms)
+        self._poisoned_known: set[RequestId] = set()
+        self.queue = Queue(rules)
         self._restore()
 
     # --- one call ---------------------------------------------------------------------------------------
@@ -79,31 +84,36 @@ class Coordinator:
         self._note_usage(head, now_ms)
         match head["call"]:
             case "pull":
-                return self._reply(self._pull(head, now_ms)), {}
+                return reply_to_dict(self._pull(head, now_ms)), {}
             case "heartbeat":
                 leases = {int(number): step for number, step in head["leases"].items()}
-                return self._reply(self.queue.heartbeat(head["worker"], head["node"], leases, now_ms=now_ms)), {}
+                return reply_to_dict(self.queue.heartbeat(head["worker"], head["node"], leases, now_ms=now_ms)), {}
             case "finish":
-                return self._reply(self._finish(head, blobs, now_ms)), {}
+                return reply_to_dict(self._finish(head, blobs, now_ms)), {}
             case "commit":
-                return self._reply(self._commit(head, blobs, now_ms)), {}
+                return reply_to_dict(self._commit(head, blobs, now_ms)), {}
             case "give_back":
                 self.changes += 1
-                return self._reply(self.queue.give_back(head["worker"], head["lease"], now_ms=now_ms)), {}
+                return reply_to_dict(self.queue.give_back(head["worker"], head["lease"], now_ms=now_ms)), {}
             case "fault":
                 self.changes += 1
                 reply = self.queue.fault(head["worker"], head["node"], head["lease"], head["text"], now_ms=now_ms)
-                return self._reply(reply), {}
+                self._remember_poison()
+                return reply_to_dict(reply), {}
+            case "died":
+                self.queue.died(head["worker"], head["boot"], head["reason"], now_ms=now_ms)
+            case "node_lost":
+                self.queue.unreachable(head["node"], head["reason"], now_ms=now_ms)
             case "notice":
                 self.queue.notice(head["node"], head["deadline_ms"], now_ms=now_ms)
-                self.changes += 1
-                return self._reply(Wait()), {}
             case "states":
                 return {"do": "states"}, {name: self.journal.blob(name) for name in head["names"]}
             case "weights":
-                return {"do": "weights"}, {"weights": self._read_weights(weights_from_list(head["weights"]))}
+                return {"do": "weights"}, {"weights": self._book.read(weights_from_list(head["weights"]))}
             case _:
                 return self._call_of_trainer(head, blobs, now_ms)
+        self.changes += 1
+        return {"do": "done"}, {}
 
     def _call_of_trainer(self, head: Mapping[str, Any], blobs: Blobs, now_ms: int) -> tuple[Head, dict[str, bytes]]:
         match head["call"]:
@@ -159,14 +169,23 @@ class Coordinator:
 
     def _pull(self, head: Mapping[str, Any], now_ms: int) -> Reply:
         holds = head["holds"]
-        return self.queue.pull(
+        missed = len(self.queue.events)
+        reply = self.queue.pull(
             head["worker"],
             head["node"],
+            boot=head["boot"],
+            seq=head["seq"],
             now_ms=now_ms,
             holds=(weights_from_list(holds[:2]), holds[2]) if holds else None,
             kinds=[Kind(kind) for kind in head["kinds"]] if head.get("kinds") else PRIORITY,
-            known=head["known"],
+            room=head.get("room"),
         )
+        if len(self.queue.events) != missed:
+            self._remember_poison()
+            self.changes += 1
+        if isinstance(reply, Work):
+            self._remember_lease(reply.lease)
+        return reply
 
     def _finish(self, head: Mapping[str, Any], blobs: Blobs, now_ms: int) -> Reply:
         # Only what the queue will take is remembered, or a restart would take what was fenced.
@@ -188,10 +207,8 @@ class Coordinator:
         if states:
             kept = [[request_to_list(request), step, name] for request, (step, name) in states.items()]
             self._record({"op": "commit", "states": kept}, {name: blobs[name] for _, name in states.values()})
-        return self.queue.commit(head["worker"], head["node"], head["lease"], states, now_ms=now_ms)
-
-    def _reply(self, reply: Reply) -> Head:
-        return reply_to_dict(reply)
+        cost_ms = head.get("commit_ms")
+        return self.queue.commit(head["worker"], head["node"], head["lease"], states, now_ms=now_ms, cost_ms=cost_ms)
 
     def _note_usage(self, head: Mapping[str, Any], now_ms: int) -> None:
         """Add what a worker says it did since it last called; `of` is the number of workers of its node."""
@@ -234,10 +251,7 @@ class Coordinator:
 
     def _publish(self, weights: WeightsKey, data: bytes) -> str:
         digest = digest_of(data)
-        path = self._weights / f"{weights}.safetensors"
-        fresh = path.with_suffix(".new")
-        fresh.write_bytes(data)
-        fresh.replace(path)
+        self._book.write(weights, data)
         self._record({"op": "publish", "weights": weights_to_list(weights), "digest": digest})
         self._digests[weights] = digest
         self.queue.publish(weights, digest)
@@ -255,7 +269,7 @@ class Coordinator:
         keep = [] if live is None else [live, WeightsKey(version=live.version - 1)]
         for weights in self.queue.forget_weights(keep):
             self._digests.pop(weights, None)
-            (self._weights / f"{weights}.safetensors").unlink(missing_ok=True)
+            self._book.drop(weights)
         self._compact()
 
     def _collect(self, head: Mapping[str, Any], now_ms: int) -> tuple[Head, dict[str, bytes]]:
@@ -271,7 +285,7 @@ class Coordinator:
             "results": [finished_to_dict(result) for result in found],
             "stop": self.queue.stop_reason,
             "poisoned": poisoned[head.get("poisoned", 0) :],
-            "nodes": self.queue.live_nodes(now_ms, 2 * self._lease_ms),
+            "nodes": self.queue.live_nodes(now_ms, 2 * self._rules.lease_ms),
         }
         names = [result.trajectory for result in found if result.trajectory is not None]
         return answer, {name: self.journal.blob(name) for name in names}
@@ -281,6 +295,19 @@ class Coordinator:
     def _record(self, record: Head, blobs: Blobs | None = None) -> None:
         self.journal.append(record, blobs)
 
+    def _remember_lease(self, number: int) -> None:
+        """Not waited for: a lease that a crash forgets is fenced, which costs steps and nothing else."""
+        self._record_lazily(lease_to_dict(self.queue.lease_record(number)))
+
+    def _remember_poison(self) -> None:
+        for request in self.queue.poisoned.keys() - self._poisoned_known:
+            self._record({"op": "poison", "request": request_to_list(request), "text": self.queue.poisoned[request]})
+        self._poisoned_known = set(self.queue.poisoned)
+
+    def _record_lazily(self, record: Head) -> None:
+        with contextlib.suppress(OSError):  # the disk is full: the next call that must be durable says so
+            self.journal.append(record, durable=False)
+
     def _in_order(self, results: Iterable[Finished]) -> None:
         for result in results:
             request = result.request
@@ -288,6 +315,7 @@ class Coordinator:
                 self._order[request.kind, request.batch].append(request)
 
     def _restore(self) -> None:
+        leases: list[LeaseRecord] = []
         for record in self.journal.replay():
             match record["op"]:
                 case "start":
@@ -308,8 +336,16 @@ class Coordinator:
                 case "commit":
                     for raw, step, name in record["states"]:
                         self.queue.restore_state(request_from_list(raw), step, name)
+                case "lease":
+                    leases.append(lease_from_dict(record))
+                case "poison":
+                    self.queue.restore_poisoned(request_from_list(record["request"]), record["text"])
                 case other:
                     raise ValueError(f"the journal holds a record this version does not know: {other!r}")
+        now_ms = self._clock.now_ms()
+        for lease in leases:
+            self.queue.restore_lease(lease, now_ms=now_ms)
+        self._poisoned_known = set(self.queue.poisoned)
         self._starts += 1
         self.queue.begin_leases(self._starts * LEASES_PER_START)
         self._record({"op": "start", "count": self._starts})
@@ -335,6 +371,10 @@ class Coordinator:
             for request, step, name in self.queue.committed(task.requests):
                 raw = [request_to_list(request), step, name]
                 records.append(({"op": "commit", "states": [raw]}, {name: self.journal.blob(name)}))
+        for request, text in self.queue.poisoned.items():
+            records.append(({"op": "poison", "request": request_to_list(request), "text": text}, {}))
+        for lease in self.queue.lease_records():
+            records.append((lease_to_dict(lease), {}))
         for ordered in self._order.values():
             for request in ordered:
                 result = self.queue.finished[request]
@@ -343,13 +383,41 @@ class Coordinator:
                 records.append(({"op": "finish", "results": [finished_to_dict(result)]}, blobs))
         self.journal.rewrite(records)
 
-    def _read_weights(self, weights: WeightsKey) -> bytes:
-        return (self._weights / f"{weights}.safetensors").read_bytes()
+
+def open_coordinator(
+    folder: Path, *, clock: Clock, runtime: RuntimeConfig, progress: ProgressLog | None = None
+) -> Coordinator:
+    """The coordinator whose memory is in this folder."""
+    rules = Rules(
+        lease_ms=_run_ms(clock, runtime.lease_seconds),
+        first_lease_ms=_run_ms(clock, runtime.first_lease_seconds),
+        commit_every=None if runtime.commit_every == "auto" else runtime.commit_every,
+        preemption_ms=round(runtime.hours_to_preemption * 3_600_000),
+    )
+    return Coordinator(Journal(folder), WeightBook(folder / "weights"), clock=clock, rules=rules, progress=progress)
 
 
-def digest_of(data: bytes) -> str:
-    """Names the exact bytes of a set of weights."""
-    return hashlib.sha256(data).hexdigest()[:32]
+def _run_ms(clock: Clock, wall_seconds: float) -> int:
+    return round(wall_seconds / clock.wall_seconds(1))
+
+
+def lease_to_dict(record: LeaseRecord) -> Head:
+    return {
+        "op": "lease",
+        "number": record.number,
+        "worker": record.worker,
+        "node": record.node,
+        "boot": record.boot,
+        "requests": [request_to_list(request) for request in record.requests],
+        "lease_ms": record.lease_ms,
+        "copy": record.copy,
+    }
+
+
+def lease_from_dict(raw: Mapping[str, Any]) -> LeaseRecord:
+    requests = tuple(request_from_list(request) for request in raw["requests"])
+    fields = {name: value for name, value in raw.items() if name not in ("op", "requests")}
+    return LeaseRecord(**fields, requests=requests)
 
 
 def is_nothing(answer: Mapping[str, Any]) -> bool:

@@ -36,8 +36,11 @@ class Journal:
         records, self._records = self._records, []
         yield from records
 
-    def append(self, record: Mapping[str, Any], blobs: Blobs | None = None) -> None:
-        """Write one record; not durable before `sync`. Raises OSError (a full disk) and leaves no trace then."""
+    def append(self, record: Mapping[str, Any], blobs: Blobs | None = None, *, durable: bool = True) -> None:
+        """Write one record; not durable before `sync`. Raises OSError (a full disk) and leaves no trace then.
+
+        `durable`: false for a record that nobody waits for; it moves no `position`.
+        """
         blobs = blobs or {}
         body = pack(record, blobs)
         start = self._end
@@ -50,7 +53,8 @@ class Journal:
             self._file.truncate(start)
             raise
         self._end = start + len(whole)
-        self._appended += len(whole)
+        if durable:
+            self._appended += len(whole)
         self._index(body, start + _HEAD.size)
 
     def sync(self) -> None:
@@ -59,7 +63,7 @@ class Journal:
             os.fsync(self._file.fileno())
 
     def position(self) -> int:
-        """How much has been appended since this journal was opened; grows with every record, whatever is rewritten."""
+        """How much that must be durable has been appended since this journal was opened, whatever was rewritten."""
         return self._appended
 
     def blob(self, name: str) -> bytes:
@@ -70,12 +74,16 @@ class Journal:
     def rewrite(self, records: list[tuple[dict[str, Any], dict[str, bytes]]]) -> None:
         """Replace everything by these records, all or nothing: what is trained need not be remembered."""
         fresh = self._path.with_suffix(".new")
-        with fresh.open("wb") as file:
-            for record, blobs in records:
-                body = pack(record, blobs)
-                file.write(_HEAD.pack(_MAGIC, len(body), zlib.crc32(body)) + body)
-            file.flush()
-            os.fsync(file.fileno())
+        try:
+            with fresh.open("wb") as file:
+                for record, blobs in records:
+                    body = pack(record, blobs)
+                    file.write(_HEAD.pack(_MAGIC, len(body), zlib.crc32(body)) + body)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError:
+            fresh.unlink(missing_ok=True)  # half a copy would keep a full disk full
+            raise
         with self._lock:
             fresh.replace(self._path)
             sync_folder(self._path.parent)

@@ -1,18 +1,23 @@
 """The coordinator forgets nothing that it acknowledged: dropped at any point, it goes on from its folder."""
 
+import itertools
 import json
 
 import pytest
 
+from engine.config import RuntimeConfig
 from engine.events import NodeUsage, Progress
 from engine.rollout.queue import Task
 from engine.rollout.request import Finished, Kind, RequestId, Score, WeightsKey, request_to_list
 from engine.rollout.wire import finished_to_dict, reply_from_dict, task_to_dict, weights_to_list
-from engine.runtime.coordinator import Coordinator, digest_of
+from engine.runtime.coordinator import open_coordinator
 from engine.runtime.progress import ProgressLog
 from engine.runtime.transport import InprocTransport
+from engine.runtime.weight_book import digest_of
 
 V0, V1 = WeightsKey(version=0), WeightsKey(version=1)
+RUNTIME = RuntimeConfig(lease_seconds=1.0, first_lease_seconds=1.0)
+SEQ = itertools.count(1)
 BYTES = {V0: b"weights zero", V1: b"weights one"}
 
 
@@ -38,7 +43,7 @@ class Bench:
 
     def open(self):
         progress = ProgressLog(self.folder / "progress.jsonl", run="run", source="coordinator", clock=self.clock)
-        self.coordinator = Coordinator(self.folder, clock=self.clock, lease_ms=1000, progress=progress)
+        self.coordinator = open_coordinator(self.folder, clock=self.clock, runtime=RUNTIME, progress=progress)
         self.transport = InprocTransport(self.coordinator)
 
     kill = open
@@ -58,9 +63,11 @@ class Bench:
     def publish(self, weights):
         self.say("publish", {"weights": BYTES[weights]}, weights=weights_to_list(weights))
 
-    def pull(self, worker="spot/0", *, weights=V0, known=(), **more):
+    def pull(self, worker="spot/0", *, weights=V0, boot=1, seq=None, **more):
         holds = [*weights_to_list(weights), digest_of(BYTES[weights])]
-        answer, _ = self.say("pull", worker=worker, node=worker.split("/")[0], holds=holds, known=list(known), **more)
+        seq = next(SEQ) if seq is None else seq
+        who = {"worker": worker, "node": worker.split("/")[0], "boot": boot, "seq": seq}
+        answer, _ = self.say("pull", holds=holds, **who, **more)
         return reply_from_dict(answer)
 
     def finish(self, work, worker="spot/0", *, only=None, reward=1.0):
@@ -128,24 +135,77 @@ def test_what_was_finished_is_not_made_again_and_what_was_not_is(bench):
     assert seeds(bench.pull()) == [2, 3]
 
 
-def test_leases_of_before_are_fenced_and_their_numbers_are_not_given_again(bench):
+def test_a_worker_in_the_middle_of_a_picture_does_not_notice_a_restart(bench):
     bench.begin(train())
-    numbers = set()
+    work = bench.pull()
+    bench.kill()
+    assert bench.commit(work, 3) == "wait"
+    bench.kill()
+    assert seeds(bench.pull("other/0")) == [2, 3]
+    assert bench.finish(work) == "wait"
+    assert bench.collect()[0] == [0, 1]
+
+
+def test_no_lease_number_is_given_twice_however_often_it_restarts(bench):
+    bench.begin(train(6))
+    numbers = []
     for _ in range(3):
-        work = bench.pull()
-        assert work.lease not in numbers
-        numbers.add(work.lease)
+        numbers.append(bench.pull().lease)
         bench.kill()
-        assert bench.finish(work) == "fenced"
-        assert bench.commit(work, 3) == "fenced"
-    assert bench.collect() == ([], {})
+    assert len(set(numbers)) == 3
+
+
+def test_what_was_leased_again_before_the_restart_is_held_by_the_newer_holder(bench):
+    bench.begin(train(2))
+    old = bench.pull()
+    bench.say("died", worker="spot/0", node="spot", boot=1, reason="its connection closed")
+    new = bench.pull("other/0")
+    bench.kill()
+    assert bench.finish(old) == "fenced"
+    assert bench.finish(new, "other/0") == "wait"
+
+
+def test_a_restored_lease_expires_when_its_holder_is_gone(bench):
+    bench.begin(train(2))
+    bench.pull()
+    bench.kill()
+    for _ in range(4):
+        bench.clock.at_ms += 400
+        bench.coordinator.tick()
+    assert seeds(bench.pull("other/0")) == [0, 1]
+
+
+def test_an_older_process_stays_replaced_after_a_restart(bench):
+    bench.begin(train(2))
+    bench.pull(boot=7)
+    bench.kill()
+    assert bench.pull(boot=6).__class__.__name__ == "Exit"
+
+
+def test_a_verdict_is_remembered(bench):
+    bench.begin(train(1))
+    for boot in (1, 2, 3, 4):
+        bench.pull(boot=boot)
+    for _ in range(2):
+        assert bench.say("collect", kind="train", batch=0, have=0)[0]["poisoned"]
+        bench.withdraw()  # compacts
+        bench.kill()
+
+
+def test_leases_survive_a_compaction_and_a_death(bench):
+    bench.begin(train(2, batch=0), train(2, batch=1))
+    bench.finish(bench.pull())
+    work = bench.pull()
+    bench.withdraw((Kind.TRAIN, 0))
+    bench.kill()
+    assert bench.finish(work) == "wait"
 
 
 def test_committed_states_are_resumed(bench):
     bench.begin(train(2))
     bench.commit(bench.pull(), 5)
     bench.kill()
-    work = bench.pull()
+    work = bench.pull(boot=2)
     assert [(a.step, a.state) for a in work.attempts] == [(5, "s0-5"), (5, "s1-5")]
     _, blobs = bench.say("states", names=["s0-5", "s1-5"])
     assert blobs == {"s0-5": b"state s0-5", "s1-5": b"state s1-5"}
@@ -180,7 +240,7 @@ def test_a_journal_whose_last_record_was_cut_forgets_that_record_alone(bench):
     path.write_bytes(path.read_bytes()[:-1])
     bench.kill()
     assert bench.collect()[0] == [0, 1]
-    assert seeds(bench.pull()) == [2, 3]
+    assert seeds(bench.pull(boot=2)) == [2, 3]
 
 
 # --- what was fenced stays fenced after a restart
@@ -196,7 +256,7 @@ def test_a_result_that_was_begun_anew_at_other_weights_is_not_remembered(bench):
     assert bench.collect()[0] == [1]
     bench.kill()
     assert bench.collect()[0] == [1]
-    again = bench.pull(weights=V1)
+    again = bench.pull(weights=V1, boot=2)
     assert [(a.request.seed, a.weights) for a in again.attempts] == [(0, V1)]
 
 
@@ -207,7 +267,7 @@ def test_a_state_that_was_begun_anew_at_other_weights_is_not_remembered(bench):
     bench.submit(train(1, weights=V1))
     bench.commit(old, 5)
     bench.kill()
-    assert [(a.request.seed, a.step) for a in bench.pull(weights=V1).attempts] == [(0, 0)]
+    assert [(a.request.seed, a.step) for a in bench.pull(weights=V1, boot=2).attempts] == [(0, 0)]
 
 
 # --- what is forgotten
@@ -231,13 +291,13 @@ def test_states_and_results_survive_a_compaction_and_a_death(bench):
     bench.begin(train(2, batch=0), train(4, batch=1))
     bench.finish(bench.pull())
     first = bench.pull()
-    second = bench.pull(known=[first.lease])
+    second = bench.pull()
     bench.commit(second, 4)
     bench.finish(first)
     bench.withdraw((Kind.TRAIN, 0))
     bench.kill()
     assert bench.collect(batch=1)[0] == [0, 1]
-    assert [(a.request.seed, a.step, a.state) for a in bench.pull().attempts] == [(2, 4, "s2-4"), (3, 4, "s3-4")]
+    assert [(a.request.seed, a.step, a.state) for a in bench.pull(boot=2).attempts] == [(2, 4, "s2-4"), (3, 4, "s3-4")]
 
 
 def test_weights_of_two_versions_are_kept_and_older_ones_are_deleted(bench):
@@ -292,7 +352,7 @@ def test_a_call_that_cannot_be_read_is_refused_and_not_remembered(bench, head):
     with pytest.raises((ValueError, KeyError)):
         bench.say(**head)
     bench.kill()
-    assert seeds(bench.pull()) == [0, 1]
+    assert seeds(bench.pull(boot=2)) == [0, 1]
 
 
 def test_a_result_without_its_trajectory_is_refused(bench):
@@ -303,7 +363,7 @@ def test_a_result_without_its_trajectory_is_refused(bench):
         bench.say("finish", worker="spot/0", node="spot", lease=work.lease, results=[finished_to_dict(result)])
     assert bench.collect() == ([], {})
     bench.kill()
-    assert seeds(bench.pull()) == [0, 1]
+    assert seeds(bench.pull(boot=2)) == [0, 1]
 
 
 def test_a_reward_that_is_not_finite_survives_a_death(bench):

@@ -1,6 +1,7 @@
 """The pull queue keeps its promises: exactly once, one lease a request, one weight version an attempt."""
 
-from dataclasses import dataclass, field
+import itertools
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -8,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from engine.events import Capacity, Market, NodeCapacity, NodeMissed, NodeSeen, NodeState, Warned
-from engine.rollout.queue import Queue, Task
+from engine.rollout.queue import Queue, Rules, Task, commit_interval
 from engine.rollout.request import (
     Drain,
     Exit,
@@ -25,6 +26,7 @@ from engine.rollout.request import (
 
 LEASE_MS = 1000
 STEPS = 8
+RULES = Rules(lease_ms=LEASE_MS, first_lease_ms=LEASE_MS, commit_every=None, preemption_ms=3_600_000)
 V0, V1 = WeightsKey(version=0), WeightsKey(version=1)
 DIGEST = {V0: "zero", V1: "one"}
 
@@ -42,17 +44,22 @@ def task(count=2, kind=Kind.TRAIN, *, batch=0, weights=V0, shape=2, pictures=0):
     )
 
 
-def queue_with(*tasks):
-    queue = Queue(lease_ms=LEASE_MS)
+def queue_with(*tasks, rules=RULES):
+    queue = Queue(rules)
     queue.publish(V0, DIGEST[V0])
     for one in tasks:
         queue.submit(one)
     return queue
 
 
-def pull(queue, worker="a/0", *, now_ms=0, known=(), holds=V0, **more):
+SEQ = itertools.count(1)
+
+
+def pull(queue, worker="a/0", *, now_ms=0, holds=V0, boot=1, seq=None, **more):
+    """Every pull is a new one unless it names the `seq` of an earlier one."""
     held = None if holds is None else (holds, DIGEST[holds])
-    return queue.pull(worker, worker.split("/")[0], now_ms=now_ms, holds=held, known=known, **more)
+    seq = next(SEQ) if seq is None else seq
+    return queue.pull(worker, worker.split("/")[0], boot=boot, seq=seq, now_ms=now_ms, holds=held, **more)
 
 
 def done(request, trajectory=None):
@@ -83,13 +90,9 @@ def capacity(generation, state, *, node="a", deadline_ms=None):
 
 def test_training_comes_before_evaluation_and_evaluation_before_exploration():
     queue = queue_with(task(1, Kind.EXPLORE), task(1, Kind.EVALUATE), task(1, Kind.TRAIN))
-    kinds, known = [], []
-    for _ in range(3):
-        work = pull(queue, known=known)
-        known.append(work.lease)
-        kinds.append(work.attempts[0].request.kind)
+    kinds = [pull(queue).attempts[0].request.kind for _ in range(3)]
     assert kinds == [Kind.TRAIN, Kind.EVALUATE, Kind.EXPLORE]
-    assert pull(queue, known=known) == Wait()
+    assert pull(queue) == Wait()
 
 
 def test_a_worker_gets_only_the_kinds_that_it_asks_for():
@@ -99,11 +102,9 @@ def test_a_worker_gets_only_the_kinds_that_it_asks_for():
 
 def test_a_lease_is_as_full_as_its_shape_and_of_one_task():
     queue = queue_with(task(3, batch=0), task(3, batch=1))
-    known, leases = [], []
+    leases = []
     for _ in range(4):
-        work = pull(queue, known=known)
-        known.append(work.lease)
-        leases.append([(attempt.request.batch, attempt.request.seed) for attempt in work.attempts])
+        leases.append([(attempt.request.batch, attempt.request.seed) for attempt in pull(queue).attempts])
     assert leases == [[(0, 0), (0, 1)], [(0, 2)], [(1, 0), (1, 1)], [(1, 2)]]
 
 
@@ -115,14 +116,14 @@ def test_a_lease_holds_pictures_of_one_step():
     queue.give_back("a/0", work.lease, now_ms=0)
     again = pull(queue)
     assert [(a.request.seed, a.step, a.state) for a in again.attempts] == [(0, 3, "state")]
-    assert [(a.request.seed, a.step) for a in pull(queue, known=[again.lease]).attempts] == [(1, 0), (2, 0)]
+    assert [(a.request.seed, a.step) for a in pull(queue).attempts] == [(1, 0), (2, 0)]
 
 
 def test_only_the_first_pictures_of_a_task_are_wanted_back():
     queue = queue_with(task(4, Kind.EVALUATE, pictures=1))
     first = pull(queue)
     assert first.pictures == (True, False)
-    assert pull(queue, known=[first.lease]).pictures == (False, False)
+    assert pull(queue).pictures == (False, False)
 
 
 def test_weights_are_loaded_before_work_that_needs_them():
@@ -182,7 +183,7 @@ def test_an_expired_lease_is_fenced_and_its_work_is_given_to_another_worker():
     work = pull(queue)
     for now_ms in (400, 800, LEASE_MS):
         queue.tick(now_ms)
-    assert isinstance(queue.heartbeat("a/0", "a", {work.lease: 1}, now_ms=LEASE_MS), Wait)
+    assert isinstance(queue.heartbeat("a/0", "a", {work.lease: 0}, now_ms=LEASE_MS), Wait)
     for now_ms in range(LEASE_MS, 2 * LEASE_MS + 2, 400):
         queue.tick(now_ms)
     assert pull(queue, "b/0", now_ms=2 * LEASE_MS) == Wait()
@@ -203,21 +204,68 @@ def test_a_lease_number_speaks_for_its_own_worker_only():
     assert finish(queue, work, "a/0") == Wait()
 
 
-def test_a_lease_that_its_worker_does_not_know_goes_back_at_once():
-    """The reply got lost, or the worker died and its successor has the same name."""
+def test_an_answer_that_got_lost_is_given_again():
+    queue = queue_with(task(4))
+    lost = pull(queue, seq=10**9)
+    assert pull(queue, seq=10**9) == lost
+    assert seeds(pull(queue, seq=10**9 + 1)) == [2, 3]
+
+
+def test_a_late_copy_of_an_older_pull_gets_nothing():
+    queue = queue_with(task(4))
+    work = pull(queue, seq=10**9)
+    assert pull(queue, seq=10**9 - 1) == Wait()
+    assert finish(queue, work) == Wait()
+
+
+def test_an_answer_that_got_lost_is_not_given_again_once_its_lease_is_over():
     queue = queue_with(task(2))
-    lost = pull(queue)
-    again = pull(queue)
+    lost = pull(queue, seq=10**9)
+    queue.lost("a", "gone", now_ms=0)
+    queue.capacity(capacity(1, NodeState.READY), now_ms=0)
+    again = pull(queue, seq=10**9)
+    assert seeds(again) == [0, 1]
+    assert again.lease > lost.lease
+
+
+def test_a_worker_that_started_anew_loses_what_its_predecessor_held():
+    queue = queue_with(task(2))
+    lost = pull(queue, boot=1)
+    again = pull(queue, boot=2)
     assert seeds(again) == seeds(lost)
     assert again.lease > lost.lease
     assert finish(queue, lost) == Fenced(lease=lost.lease)
     assert [e.fenced_requests for e in queue.events if isinstance(e, NodeMissed)] == [2]
 
 
-def test_a_lease_that_its_worker_knows_stays_while_it_pulls_the_next():
+def test_a_process_that_was_replaced_is_sent_home():
+    queue = queue_with(task(2))
+    pull(queue, boot=2)
+    assert isinstance(pull(queue, boot=1), Exit)
+
+
+def test_what_a_dead_worker_held_is_given_away_at_once():
+    queue = queue_with(task(2))
+    pull(queue, boot=5)
+    queue.died("a/0", 4, "an older process", now_ms=0)
+    assert pull(queue, "b/0") == Wait()
+    queue.died("a/0", 5, "its connection closed", now_ms=0)
+    assert seeds(pull(queue, "b/0")) == [0, 1]
+
+
+def test_a_worker_that_was_wrongly_taken_for_dead_is_fenced_and_pulls_again():
+    queue = queue_with(task(2))
+    work = pull(queue)
+    queue.died("a/0", 1, "its connection closed", now_ms=0)
+    assert queue.heartbeat("a/0", "a", {work.lease: 1}, now_ms=0) == Fenced(lease=work.lease)
+    assert seeds(pull(queue)) == [0, 1]
+    assert queue.poisoned == {}
+
+
+def test_a_lease_stays_while_its_worker_pulls_the_next():
     queue = queue_with(task(4))
     first = pull(queue)
-    assert seeds(pull(queue, known=[first.lease])) == [2, 3]
+    assert seeds(pull(queue)) == [2, 3]
     assert finish(queue, first) == Wait()
 
 
@@ -283,7 +331,7 @@ def test_after_a_notice_the_workers_of_the_node_drain():
     drain = Drain(deadline_ms=30_000)
     assert queue.heartbeat("a/0", "a", {work.lease: 1}, now_ms=0) == drain
     assert commit(queue, work, 1) == drain
-    assert pull(queue, known=[work.lease]) == drain
+    assert pull(queue) == drain
     assert pull(queue, "a/1") == drain
     assert isinstance(pull(queue, "b/0"), Work)
 
@@ -371,8 +419,7 @@ def test_the_gap_is_given_once():
 
 def test_zero_spot_the_trainers_worker_alone_finishes_everything():
     queue = queue_with(task(5), task(3, Kind.EVALUATE))
-    known = []
-    while not isinstance(work := pull(queue, "trainer/trainer", known=known), Wait):
+    while not isinstance(work := pull(queue, "trainer/trainer"), Wait):
         finish(queue, work, "trainer/trainer")
     assert len(queue.finished) == 8
 
@@ -389,22 +436,60 @@ def test_told_to_stop_everyone_exits_for_the_first_reason():
 # --- what cannot be made
 
 
+def fault(queue, work, worker, text="boom"):
+    return queue.fault(worker, worker.split("/")[0], work.lease, text, now_ms=0)
+
+
 def test_three_faults_and_a_request_is_reported_instead_of_tried_again():
     queue = queue_with(task(1))
     for number in range(3):
         work = pull(queue, f"{number}/0")
-        assert queue.fault(f"{number}/0", str(number), work.lease, "boom", now_ms=0) == Wait()
+        assert fault(queue, work, f"{number}/0") == Wait()
     assert queue.poisoned == {requests(1)[0]: "boom"}
     assert pull(queue) == Wait()
-    assert sum(isinstance(event, Warned) for event in queue.events) == 3
+    assert sum(isinstance(event, Warned) for event in queue.events) == 4  # each fault, and the verdict
 
 
-def test_three_workers_that_died_of_a_request_count_as_three_faults():
+def test_three_processes_that_died_of_a_request_are_enough():
     queue = queue_with(task(1))
-    for _ in range(4):
-        reply = pull(queue)
-    assert reply == Wait()
+    for boot in (1, 2, 3):
+        assert isinstance(pull(queue, boot=boot), Work)
+    assert pull(queue, boot=4) == Wait()
     assert list(queue.poisoned) == list(requests(1))
+
+
+def test_a_dead_process_is_blamed_on_its_work_only_when_its_node_comes_back_with_another():
+    queue = queue_with(task(1))
+    for number in range(5):  # nodes that the cloud took: their processes die too
+        pull(queue, f"{number}/0")
+        queue.died(f"{number}/0", 1, "its connection closed", now_ms=0)
+    assert queue.poisoned == {}
+    for boot in (1, 2, 3):
+        pull(queue, boot=boot)
+        queue.died("a/0", boot, "its connection closed", now_ms=0)
+    assert pull(queue, boot=4) == Wait()
+    assert list(queue.poisoned) == list(requests(1))
+
+
+def test_the_guilty_one_is_found_and_the_others_of_its_lease_go_free():
+    queue = queue_with(task(4, shape=4))
+    guilty, boot = requests(4)[2], 1
+    for boot in range(1, 20):
+        work = pull(queue, boot=boot)
+        if isinstance(work, Wait):
+            break
+        if guilty not in [attempt.request for attempt in work.attempts]:
+            finish(queue, work)
+    assert list(queue.poisoned) == [guilty]
+    assert len(queue.finished) == 3
+    assert boot <= 8
+
+
+def test_who_got_further_since_the_last_death_is_not_the_cause():
+    queue = queue_with(task(1))
+    for step in range(1, STEPS):
+        commit(queue, pull(queue, boot=step), step)
+    assert queue.poisoned == {}
 
 
 @pytest.mark.parametrize("times", [10])
@@ -418,10 +503,145 @@ def test_a_request_is_not_blamed_for_nodes_that_the_cloud_takes_back(times):
 
 def test_withdrawing_a_poisoned_request_clears_it():
     queue = queue_with(task(1))
-    for _ in range(4):
-        pull(queue)
+    for boot in range(4):
+        pull(queue, boot=boot)
+    assert queue.poisoned
     queue.withdraw(requests(1))
     assert queue.poisoned == {}
+
+
+# --- how long leases last, and how often to commit
+
+
+def beat(queue, work, step, now_ms, worker="a/0"):
+    return queue.heartbeat(worker, worker.split("/")[0], {work.lease: step}, now_ms=now_ms)
+
+
+def test_a_lease_lasts_four_of_the_slowest_steps():
+    queue = queue_with(task(6, shape=2), rules=replace(RULES, first_lease_ms=9000))
+    work = pull(queue)
+    assert work.expires_ms == 9000  # no step was seen yet
+    beat(queue, work, 1, 700)
+    beat(queue, work, 2, 1000)
+    assert pull(queue, "b/0", now_ms=1000).expires_ms == pytest.approx(1000 + 4 * 700, rel=0.05)
+
+
+def test_a_lease_of_fast_steps_is_not_shorter_than_the_shortest():
+    queue = queue_with(task(4, shape=2))
+    beat(queue, pull(queue), 4, 40)
+    assert pull(queue, "b/0", now_ms=40).expires_ms == 40 + LEASE_MS
+
+
+def test_each_kind_of_work_has_leases_of_its_own_length():
+    queue = queue_with(task(2), task(2, Kind.EVALUATE))
+    beat(queue, pull(queue), 1, 5000)
+    assert pull(queue, "b/0", now_ms=5000).expires_ms == 5000 + LEASE_MS
+
+
+def test_a_counted_interval_is_what_was_asked_for_and_nobody_commits_at_the_last_step():
+    queue = queue_with(task(4, shape=2), task(1, Kind.EVALUATE), rules=replace(RULES, commit_every=3))
+    first = pull(queue)
+    assert first.commit_every == 3
+    commit(queue, first, 6)
+    queue.give_back("a/0", first.lease, now_ms=0)
+    assert pull(queue).commit_every == 0  # at 6 of 8 steps
+    assert pull(queue).commit_every == 3
+    assert pull(queue).commit_every == 0  # evaluation is cheap to do again
+
+
+def test_the_interval_follows_cost_and_risk():
+    queue = queue_with(task(8, shape=2), rules=replace(RULES, preemption_ms=36_000))
+    work = pull(queue)
+    assert work.commit_every == STEPS // 2  # nothing measured yet
+    beat(queue, work, 1, 100)
+    queue.commit("a/0", "a", work.lease, {work.attempts[0].request: (1, "s")}, now_ms=100, cost_ms=0.5)
+    queue.tick(200)
+    assert pull(queue, "b/0").commit_every == commit_interval(0.5, 36_000, 100) == 2
+    assert commit_interval(20, 3 * 3_600_000, 500) == 42  # the example of research notes papers 6.6
+
+
+def test_a_market_that_takes_nodes_soon_has_more_commits():
+    queue = queue_with(task(8, shape=2), rules=replace(RULES, preemption_ms=36_000))
+    work = pull(queue)
+    beat(queue, work, 1, 100)
+    queue.commit("a/0", "a", work.lease, {work.attempts[0].request: (1, "s")}, now_ms=100, cost_ms=0.5)
+    for number in range(8):
+        queue.capacity(capacity(number, NodeState.LOST, node=f"n{number}"), now_ms=100)
+    queue.tick(200)
+    assert pull(queue, "b/0").commit_every == 1
+
+
+# --- the tail: nothing is left to begin
+
+
+def learned(shape=2):
+    """A queue that knows 100 ms a step, with one lease left that worker a/0 began at 800."""
+    queue = queue_with(task(2 * shape, shape=shape))
+    finish(queue, pull(queue), now_ms=800)
+    return queue, pull(queue, now_ms=800)
+
+
+def test_work_that_goes_as_fast_as_ever_is_not_made_twice():
+    queue, work = learned()
+    beat(queue, work, 4, 1200)
+    assert pull(queue, "b/0", now_ms=1200) == Wait()
+
+
+def test_the_slowest_lease_is_made_again_by_an_idle_worker_from_what_is_committed():
+    queue, work = learned()
+    commit(queue, work, 2)
+    beat(queue, work, 2, 1600)  # 400 ms a step instead of 100
+    copy = pull(queue, "b/0", now_ms=1700)
+    assert [(a.request, a.step) for a in copy.attempts] == [(a.request, 2) for a in work.attempts]
+    assert pull(queue, "c/0", now_ms=1700) == Wait()  # twice is enough
+    assert pull(queue, "a/1", now_ms=1700) == Wait()
+    queue.check()
+
+
+@pytest.mark.parametrize("copy_wins", [True, False])
+def test_of_two_that_make_the_same_the_first_counts_and_the_other_is_fenced(copy_wins):
+    queue, work = learned()
+    copy = pull(queue, "b/0", now_ms=3000)
+    first, second = ((copy, "b/0"), (work, "a/0")) if copy_wins else ((work, "a/0"), (copy, "b/0"))
+    assert finish(queue, *first, now_ms=3000) == Wait()
+    assert finish(queue, *second, now_ms=3000) == Fenced(lease=second[0].lease)
+    assert len(queue.finished) == 4
+    queue.check()
+
+
+def test_when_the_copy_is_lost_the_original_goes_on_and_nothing_waits():
+    queue, work = learned()
+    pull(queue, "b/0", now_ms=3000)
+    queue.lost("b", "gone", now_ms=3000)
+    assert queue.heartbeat("a/0", "a", {work.lease: 1}, now_ms=3000) == Wait()
+    assert isinstance(pull(queue, "c/0", now_ms=9000), Work)  # and may be copied again
+    queue.check()
+
+
+def test_exploration_waits_for_the_tail_and_is_not_made_twice_itself():
+    queue, _ = learned()
+    queue.submit(task(2, Kind.EXPLORE))
+    assert pull(queue, "b/0", now_ms=3000).attempts[0].request.kind is Kind.TRAIN
+    assert pull(queue, "c/0", now_ms=3000).attempts[0].request.kind is Kind.EXPLORE
+    assert pull(queue, "d/0", now_ms=99_000) == Wait()
+
+
+# --- room
+
+
+def test_a_worker_gets_only_what_it_has_room_for():
+    queue = queue_with(task(4, shape=4), task(2, Kind.EXPLORE, shape=2))
+    assert pull(queue, room=3).attempts[0].request.kind is Kind.EXPLORE
+    assert pull(queue, "b/0", room=4).attempts[0].request.kind is Kind.TRAIN
+
+
+def test_work_that_is_too_large_for_a_worker_is_said_once():
+    queue = queue_with(task(4, shape=4))
+    for _ in range(3):
+        assert pull(queue, room=3) == Wait()
+    (warning,) = [event.text for event in queue.events if isinstance(event, Warned)]
+    assert "room for 3" in warning
+    assert "needs 4" in warning
 
 
 # --- what a loss costs
@@ -472,7 +692,7 @@ def test_restored_results_are_not_made_again_and_restored_states_go_on():
     queue.restore_finished(done(first))
     queue.restore_state(second, 4, "state")
     one = pull(queue)
-    other = pull(queue, known=[one.lease])
+    other = pull(queue)
     assert [(a.request.seed, a.step) for a in (*one.attempts, *other.attempts)] == [(1, 4), (2, 0)]
 
 

@@ -1,0 +1,43 @@
+"""The weight book: the versions that workers may ask for, one safetensors file each, on the on-demand node's disk."""
+
+import hashlib
+from pathlib import Path
+
+from engine.rollout.request import WeightsKey
+
+
+class WeightBook:
+    """Files by version. A version may be written anew: its digest names the bytes."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def write(self, weights: WeightsKey, data: bytes) -> None:
+        """All of it or none of it. Raises OSError when the disk is full."""
+        path = self._path(weights)
+        fresh = path.with_suffix(".new")
+        try:
+            fresh.write_bytes(data)
+        except OSError:
+            fresh.unlink(missing_ok=True)  # half a version would keep a full disk full
+            raise
+        fresh.replace(path)
+
+    def read(self, weights: WeightsKey) -> bytes:
+        """Raises KeyError for weights that were never published or are no longer needed."""
+        try:
+            return self._path(weights).read_bytes()
+        except FileNotFoundError as error:
+            raise KeyError(f"weights {weights} are not in the book") from error
+
+    def drop(self, weights: WeightsKey) -> None:
+        self._path(weights).unlink(missing_ok=True)
+
+    def _path(self, weights: WeightsKey) -> Path:
+        return self._folder / f"{weights}.safetensors"
+
+
+def digest_of(data: bytes) -> str:
+    """Names the exact bytes of a set of weights."""
+    return hashlib.sha256(data).hexdigest()[:32]
