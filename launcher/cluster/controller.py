@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import assert_never
+from typing import Any, assert_never
 
 import httpx
 from pydantic import TypeAdapter
@@ -107,6 +107,7 @@ class Controller:
         self._told: tuple[NodeCapacity, ...] | None = None
         self._told_at = 0.0
         self._armed: dict[str, int] = {}
+        self._trouble: str | None = None
 
     def one_pass(self) -> bool:
         """Observe, compare, act. True when the run is over and nothing of it is left."""
@@ -192,6 +193,7 @@ class Controller:
                 finished=EngineFinished(**finished.event) if finished is not None else None,
                 finished_ms=finished.at_ms if finished is not None else 0,
                 advanced_ms=_advanced_ms(session, self._run),
+                trouble=self._trouble,
             )
 
     # --- actions ----------------------------------------------------------------------------------
@@ -322,8 +324,10 @@ class Controller:
         due = time.monotonic() - self._told_at >= CAPACITY_SECONDS
         if nodes and (due or nodes != self._told):
             capacity = Capacity(generation=self._clock.now_ms(), nodes=nodes)
-            if self._post("capacity", capacity.to_json()):
+            answer = self._post("capacity", capacity.to_json())
+            if answer is not None:
                 self._told, self._told_at = capacity.nodes, time.monotonic()
+                self._trouble = answer.get("trouble")
 
     def _capacity_of(self, node: NodeRecord, fact: NodeFact | None) -> NodeCapacity | None:
         if not node.is_live:
@@ -342,8 +346,8 @@ class Controller:
             deadline_ms=fact.notice_deadline_ms if fact is not None and state is NodeState.DRAINING else None,
         )
 
-    def _post(self, path: str, body: str | dict[str, str]) -> bool:
-        """Tell the coordinator. It may be gone, or not there yet; the facts do not wait for it."""
+    def _post(self, path: str, body: str | dict[str, str]) -> dict[str, Any] | None:
+        """Tell the coordinator, and hear its answer. None: it is gone, or not there yet; facts do not wait for it."""
         try:
             answer = httpx.post(
                 f"http://127.0.0.1:{self._run.coordinator_port}/{path}",
@@ -353,9 +357,9 @@ class Controller:
                 timeout=0.5,
                 trust_env=False,
             )
-            return answer.is_success
-        except httpx.HTTPError:
-            return False
+            return dict(answer.json() if answer.content else {}) if answer.is_success else None
+        except (httpx.HTTPError, ValueError):
+            return None
 
     def _log_tail(self, name: str) -> str:
         logs = sorted((node_folder(Path(self._run.folder), name) / "logs").glob("*.log"))

@@ -111,6 +111,8 @@ class Facts:
     finished_ms: int = 0
     advanced_ms: int = 0
     """When the newest iteration was first reached."""
+    trouble: str | None = None
+    """What makes the engine wait for a person (a full disk), in its own words."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -314,7 +316,8 @@ def _fill(facts: Facts, wanted: Wanted, live: Sequence[NodeRecord]) -> list[Acti
         name = f"{wanted.run}-{slot.name}-g{generation}"
         actions.append(Buy(slot=slot, generation=generation, name=name, reserved_micro_usd=reserve))
         after.append(_intended(name, slot, generation, reserve, facts.now_ms))
-    reason = "; ".join(_steady(text) for text in refusals)
+    waiting = [f"waits: {facts.trouble}"] if facts.trouble else []
+    reason = "; ".join(waiting + [_steady(text) for text in refusals])
     if facts.stage is not Stage.RUNNING or facts.reason != reason:
         actions.append(Enter(stage=Stage.RUNNING, reason=reason))
     return actions

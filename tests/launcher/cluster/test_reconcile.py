@@ -232,3 +232,12 @@ def test_a_node_that_the_provisioner_does_not_know_is_given_up_late():
     assert kinds(node(requested=0), None, now_ms=UNKNOWN_MS) == []
     assert kinds(node(requested=0), None, now_ms=UNKNOWN_MS + 1) == [("gone", UNKNOWN_MS + 1)]
     assert kinds(node(), None) == []  # not asked for yet: asking comes first
+
+
+def test_an_engine_that_waits_for_a_person_says_so_once_and_says_when_it_goes_on():
+    nodes = [up("trainer"), up("spot-0")]
+    full = facts(*nodes, trouble="the coordinator's disk: No space left on device")
+    (entered,) = decide(full, wanted())
+    assert entered == Enter(stage=Stage.RUNNING, reason="waits: the coordinator's disk: No space left on device")
+    assert decide(replace(full, reason=entered.reason), wanted()) == []
+    assert decide(facts(*nodes, reason=entered.reason), wanted()) == [Enter(stage=Stage.RUNNING, reason="")]
