@@ -87,6 +87,8 @@ class LeaseRecord:
     worker: str
     node: str
     boot: int
+    seq: int
+    weights: WeightsKey
     requests: tuple[RequestId, ...]
     lease_ms: int
     copy: bool
@@ -143,6 +145,8 @@ class _Lease:
     worker: str
     node: str
     boot: int
+    seq: int
+    """The pull that it answered."""
     of: _Submitted
     requests: list[RequestId]
     first_step: int
@@ -170,6 +174,7 @@ class _Lease:
 class _Worker:
     """A worker by name; `boot` tells its processes apart."""
 
+    name: str
     node: str
     boot: int
     seq: int = -1
@@ -306,8 +311,10 @@ class Queue:
             return Wait()
         if seq == member.seq and member.work is not None and member.work.lease in self._leases:
             return member.work
+        for number in [n for n in member.leases if self._leases[n].seq >= seq]:
+            self._requeue(number, now_ms)  # the answer was lost, and a restart forgot it
         member.seq = seq
-        reply = self._order(worker, member, now_ms, holds, kinds, room)
+        reply = self._order(member, now_ms, holds, kinds, room)
         member.work = reply if isinstance(reply, Work) else None
         return reply
 
@@ -482,20 +489,26 @@ class Queue:
 
     def restore_lease(self, record: LeaseRecord, *, now_ms: int) -> None:
         """Take a lease back: its holder worked on while nobody listened. What was leased again since left it."""
-        items = [self._items[r] for r in record.requests if r in self._items and r not in self.poisoned]
+        member = self._workers.get(record.worker)
+        if member is None:
+            member = self._workers[record.worker] = _Worker(name=record.worker, node=record.node, boot=record.boot)
+            self._node(record.node, now_ms)
+        if record.boot < member.boot:
+            return
+        if record.boot > member.boot:
+            for number in sorted(member.leases, reverse=True):
+                self._requeue(number, now_ms)
+        member.boot, member.seq = record.boot, max(member.seq, record.seq)
+        wanted = (self._items[request] for request in record.requests if request in self._items)
+        items = [i for i in wanted if i.attempt.weights == record.weights and i.attempt.request not in self.poisoned]
         if not record.copy:
             for item in items:
                 self._leave(item)
         items = [item for item in items if len(item.leases) < 2]
-        if not items:
-            return
-        self._workers.setdefault(record.worker, _Worker(node=record.node, boot=record.boot))
-        member = self._workers[record.worker]
-        member.boot = max(member.boot, record.boot)
-        self._node(record.node, now_ms)
-        step = min(item.attempt.step for item in items)
-        self._grant(record.number, record.worker, record.node, record.boot, items, step, now_ms, copy=record.copy)
-        self._leases[record.number].expires_ms = now_ms + record.lease_ms
+        if items:
+            step = min(item.attempt.step for item in items)
+            lease = self._grant(record.number, member, items, step, now_ms, copy=record.copy)
+            lease.seq, lease.expires_ms = record.seq, now_ms + record.lease_ms
 
     def begin_leases(self, first: int) -> None:
         """Lease numbers go on from here: above any that an earlier coordinator gave."""
@@ -509,6 +522,8 @@ class Queue:
             worker=lease.worker,
             node=lease.node,
             boot=lease.boot,
+            seq=lease.seq,
+            weights=lease.of.task.weights,
             requests=tuple(lease.requests),
             lease_ms=self._lease_ms(lease.of.pace),
             copy=lease.copy,
@@ -559,7 +574,6 @@ class Queue:
 
     def _order(
         self,
-        worker: str,
         member: _Worker,
         now_ms: int,
         holds: tuple[WeightsKey, str] | None,
@@ -579,18 +593,16 @@ class Queue:
                 continue
             items, copy = self._first_waiting(kind, room), False
             if items is None and kind is not Kind.EXPLORE:
-                items, copy = self._slowest(kind, worker, now_ms, room), True
+                items, copy = self._slowest(kind, member.name, now_ms, room), True
             if items is None:
                 too_large = too_large or self._too_large(kind, room)
                 continue
             load = self._load(items[0].attempt.weights, holds)
-            return load if load is not None else self._work(worker, member, items, now_ms, copy=copy)
+            return load if load is not None else self._work(member, items, now_ms, copy=copy)
         if too_large and member.told_room != room:
             member.told_room = room
-            text = f"{worker} has room for {room} pictures a forward pass, and what waits needs {too_large}; "
-            self.events.append(
-                Warned(text=text + "lower runtime.shape or exploration.shape if no other worker takes it")
-            )
+            text = f"{member.name} has room for {room} pictures a forward pass, and what waits needs {too_large}"
+            self.events.append(Warned(text=f"{text}; lower runtime.shape or exploration.shape if nobody can take it"))
         return self._load(self.live, holds) or Wait()
 
     def _first_waiting(self, kind: Kind, room: int | None) -> list[_Item] | None:
@@ -635,10 +647,10 @@ class Queue:
         digest = self._digests[weights]
         return None if holds == (weights, digest) else LoadWeights(weights=weights, digest=digest)
 
-    def _work(self, worker: str, member: _Worker, items: list[_Item], now_ms: int, *, copy: bool) -> Work:
+    def _work(self, member: _Worker, items: list[_Item], now_ms: int, *, copy: bool) -> Work:
         number, of = self._next_lease, items[0].of
         self._next_lease += 1
-        lease = self._grant(number, worker, member.node, member.boot, items, items[0].attempt.step, now_ms, copy=copy)
+        lease = self._grant(number, member, items, items[0].attempt.step, now_ms, copy=copy)
         return Work(
             lease=number,
             attempts=tuple(item.attempt for item in items),
@@ -671,27 +683,17 @@ class Queue:
 
     # --- leases -----------------------------------------------------------------------------------------
 
-    def _grant(
-        self,
-        number: int,
-        worker: str,
-        node: str,
-        boot: int,
-        items: list[_Item],
-        step: int,
-        now_ms: int,
-        *,
-        copy: bool,
-    ) -> _Lease:
+    def _grant(self, number: int, member: _Worker, items: list[_Item], step: int, now_ms: int, *, copy: bool) -> _Lease:
         of = items[0].of
         for item in items:
             if item.place is not None:
                 self._stop_waiting(item)
             item.leases.append(number)
         lease = self._leases[number] = _Lease(
-            worker=worker,
-            node=node,
-            boot=boot,
+            worker=member.name,
+            node=member.node,
+            boot=member.boot,
+            seq=member.seq,
             of=of,
             requests=[item.attempt.request for item in items],
             first_step=step,
@@ -701,7 +703,7 @@ class Queue:
             step=step,
             copy=copy,
         )
-        self._workers[worker].leases.add(number)
+        member.leases.add(number)
         return lease
 
     def _lease_ms(self, pace: _Pace) -> int:
@@ -848,7 +850,7 @@ class Queue:
             self.events.append(NodeSeen(node=name, worker=worker))
         member = self._workers.get(worker)
         if member is None:
-            member = self._workers[worker] = _Worker(node=name, boot=boot)
+            member = self._workers[worker] = _Worker(name=worker, node=name, boot=boot)
         elif boot < member.boot:
             return None
         elif boot > member.boot:

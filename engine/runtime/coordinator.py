@@ -368,6 +368,7 @@ class Coordinator:
             records.append(({"op": "publish", "weights": weights_to_list(weights), "digest": digest}, {}))
         for task in self._tasks:
             records.append(({"op": "submit", "task": task_to_dict(task)}, {}))
+        for task in self._tasks:  # after all of them: a request that was begun anew is in two
             for request, step, name in self.queue.committed(task.requests):
                 raw = [request_to_list(request), step, name]
                 records.append(({"op": "commit", "states": [raw]}, {name: self.journal.blob(name)}))
@@ -408,6 +409,8 @@ def lease_to_dict(record: LeaseRecord) -> Head:
         "worker": record.worker,
         "node": record.node,
         "boot": record.boot,
+        "seq": record.seq,
+        "weights": weights_to_list(record.weights),
         "requests": [request_to_list(request) for request in record.requests],
         "lease_ms": record.lease_ms,
         "copy": record.copy,
@@ -416,8 +419,8 @@ def lease_to_dict(record: LeaseRecord) -> Head:
 
 def lease_from_dict(raw: Mapping[str, Any]) -> LeaseRecord:
     requests = tuple(request_from_list(request) for request in raw["requests"])
-    fields = {name: value for name, value in raw.items() if name not in ("op", "requests")}
-    return LeaseRecord(**fields, requests=requests)
+    fields = {name: value for name, value in raw.items() if name not in ("op", "requests", "weights")}
+    return LeaseRecord(**fields, requests=requests, weights=weights_from_list(raw["weights"]))
 
 
 def is_nothing(answer: Mapping[str, Any]) -> bool:

@@ -267,7 +267,27 @@ def test_a_state_that_was_begun_anew_at_other_weights_is_not_remembered(bench):
     bench.submit(train(1, weights=V1))
     bench.commit(old, 5)
     bench.kill()
-    assert [(a.request.seed, a.step) for a in bench.pull(weights=V1, boot=2).attempts] == [(0, 0)]
+    assert [(a.request.seed, a.step) for a in bench.pull("other/0", weights=V1).attempts] == [(0, 0)]
+
+
+def test_who_holds_a_lease_at_old_weights_does_not_speak_for_the_new_attempt_after_a_restart(bench):
+    bench.begin(train(1))
+    old = bench.pull()
+    bench.publish(V1)
+    bench.submit(train(1, weights=V1))
+    bench.kill()
+    assert bench.finish(old) == "fenced"
+    assert bench.pull("other/0", weights=V1).attempts[0].weights == V1
+
+
+def test_a_lease_whose_answer_died_with_the_coordinator_is_given_out_again(bench):
+    bench.begin(train(2))
+    lost = bench.pull(seq=10**9)
+    bench.kill()
+    again = bench.pull(seq=10**9)
+    assert seeds(again) == seeds(lost)
+    assert bench.finish(lost) == "fenced"
+    assert bench.finish(again) == "wait"
 
 
 # --- what is forgotten
