@@ -10,13 +10,14 @@ trainer still holds the version that an unfinished rollout needs.
 """
 
 import hashlib
+import itertools
 import json
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors.torch import load, save
@@ -44,6 +45,7 @@ from engine.rollout.queue import Task
 from engine.rollout.request import Finished, Kind, Manifest, RequestId, Stream, Wait, WeightsKey, seed_of
 from engine.rollout.sampler import Plan, evaluation_plan, plan_to_dict, rollout_plan
 from engine.rollout.wire import finished_from_dict, task_to_dict, weights_to_list
+from engine.runtime.disk import ASK_AGAIN_SECONDS, when_there_is_room
 from engine.runtime.progress import ProgressLog
 from engine.runtime.transport import Transport
 from engine.runtime.usage import Usage
@@ -60,6 +62,9 @@ BAD_GROUPS_IN_A_ROW = 3
 
 PICTURES_SHOWN = 24
 """Pictures of each evaluation that are kept for the report."""
+
+
+Stored = TypeVar("Stored")
 
 
 class Stopped(Exception):
@@ -110,8 +115,11 @@ class Loop:
             kinds=(Kind.TRAIN, Kind.EVALUATE),
             may_load=False,
             overlap_scoring=False,
+            overlap_commits=False,
+            step_seconds=config.runtime.step_seconds,
         )
         self.usage: Usage = self.worker.usage
+        self._boot, self._orders = time.time_ns(), itertools.count(1)
         self.iteration = 0
         self.lineage = 0
         self.std = RunningStd()
@@ -140,6 +148,8 @@ class Loop:
             finished = EngineFinished(reason="unhealthy", iteration=self.iteration, text=str(sick))
         self.place.progress.write(self.lineage, finished)
         self._say({"call": "stop", "reason": finished.reason})
+        while not self.place.progress.flush():
+            time.sleep(ASK_AGAIN_SECONDS)  # the launcher must hear the end, however long its disk is full
         return finished
 
     def _begin(self) -> None:
@@ -169,7 +179,7 @@ class Loop:
         same = known["lineage"] > 0 and (newest is None or newest.lineage == known["lineage"])
         if same and (known["version"] is None or known["version"] <= self.iteration):
             return int(known["lineage"])
-        lineage = self.place.store.claim_lineage()
+        lineage = self._store(self.place.store.claim_lineage)
         self._say({"call": "hello", "lineage": lineage})
         return lineage
 
@@ -369,7 +379,7 @@ class Loop:
             )
             for prompt in prompts
         ]
-        live = self.worker.holds
+        live, kinds = self.worker.holds, self.worker.kinds
         data = save(self.average.tensors)
         with self.usage.measure(Phase.EVALUATION):
             published = self._say({"call": "publish", "weights": weights_to_list(weights)}, {"weights": data})
@@ -378,19 +388,22 @@ class Loop:
             results: dict[RequestId, Finished] = {}
             blobs: dict[str, bytes] = {}
             with self._averaged():
+                # Nothing else: a batch that was begun before the trainer died waits for other weights than it has now.
                 self.worker.assume(weights, published["digest"])
+                self.worker.kinds = (Kind.EVALUATE,)
                 while len(results) < len(requests):
                     helped = self.worker.serve_once(wait=False)
                     answer = self._collect(Kind.EVALUATE, self.iteration, len(results), wait=isinstance(helped, Wait))
                     results |= {result.request: result for result in answer["results"]}
                     blobs |= answer["blobs"]
+            self.worker.kinds = kinds
             if live is not None:
                 self.worker.assume(*live)
             ordered = [results[request] for request in requests]
             metrics = mean_metrics(ordered)
             sheet = f"evaluation/l{self.lineage:04d}-i{self.iteration:06d}.png"
             shown = [(r.request.prompt, blobs[r.trajectory]) for r in ordered if r.trajectory is not None]
-            self.place.store.put(sheet, contact_sheet(shown))
+            self._store(lambda: self.place.store.put(sheet, contact_sheet(shown)))
             self._say({"call": "withdraw", "batches": [["evaluate", self.iteration]]})
         self.evaluations.append((self.iteration, metrics))
         event = Evaluated(iteration=self.iteration, metrics=metrics, prompts=len(prompts), pictures=sheet)
@@ -442,9 +455,18 @@ class Loop:
             skipped_in_a_row=self.skipped_in_a_row,
             config_digest=self.config_digest,
         )
-        digest = self.place.store.save(checkpoint, keep=self.config.checkpoint.keep)
+        digest = self._store(lambda: self.place.store.save(checkpoint, keep=self.config.checkpoint.keep))
         event = CheckpointSaved(iteration=self.iteration, path=f"checkpoints/{checkpoint.name}", digest=digest)
         self.place.progress.write(self.lineage, event)
+
+    def _store(self, write: Callable[[], Stored]) -> Stored:
+        """Write to the checkpoint store; while that is full the run waits, because going on would risk what it did."""
+
+        def tell(text: str) -> None:
+            warned = Warned(text=f"the checkpoint store {self.place.store.url}: {text}")
+            self.place.progress.write(self.lineage, warned)
+
+        return when_there_is_room(write, tell)
 
     def _publish_live(self, data: bytes) -> None:
         weights = WeightsKey(version=self.iteration)
@@ -493,7 +515,8 @@ class Loop:
         return self._collect(Kind.TRAIN, batch, have, wait=wait)
 
     def _say(self, head: dict[str, Any], blobs: dict[str, bytes] | None = None) -> dict[str, Any]:
-        answer, _ = self.place.transport.call(head | self._usage_report(), blobs)
+        order = {"boot": self._boot, "seq": next(self._orders)}  # one that comes late is told by it
+        answer, _ = self.place.transport.call(head | order | self._usage_report(), blobs)
         return answer
 
     def _usage_report(self) -> dict[str, Any]:

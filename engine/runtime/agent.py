@@ -1,21 +1,25 @@
 """The node agent: `python -m engine.runtime.agent node.json` is what a node runs, and all that it runs.
 
 It starts the node's processes from a preloaded forkserver, starts them again when they die, hears the cloud's notice
-before anyone else and raises drain locally. On the on-demand node those are coordinator and trainer; on a spot node
-the workers. It holds a lock on its folder, so that one node is one agent however often it was asked for, and it ends
-the node at the money deadline even if nobody is left to ask for that.
+before anyone else and raises drain locally, and owns the memory where the node keeps its one copy of the weights. On
+the on-demand node the processes are coordinator and trainer; on a spot node the workers. It holds a lock on its
+folder, so that one node is one agent however often it was asked for, and it ends the node at the money deadline even
+if nobody is left to ask for that.
 """
 
 import contextlib
 import fcntl
+import importlib
 import json
 import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from multiprocessing.connection import wait as wait_for
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +28,17 @@ import psutil
 
 from engine.config import NodeSpec
 from engine.rollout.wire import pack
+from engine.runtime.child import CALM_SECONDS, MOST_DEATHS
+from engine.runtime.disk import log_to
+from engine.runtime.node_weights import NodeMemory
+from engine.runtime.ray_environment import ray_environment
 
 LOOK_SECONDS = 0.05
-CALM_SECONDS = 20.0
-"""A process that lived this long is forgiven its earlier deaths."""
-MOST_DEATHS = 5
-"""So many deaths in short order and the node gives up, leaving its logs as evidence."""
+"""Between two looks at what only files say; a death wakes the agent at once."""
 FROZEN_SECONDS = 5.0
 """A process that shows no sign of life for this long is killed and started again."""
+NOTICE_AGAIN_SECONDS = 0.5
+"""A coordinator that did not hear of a notice is told again after so long."""
 LAST_WORDS_SECONDS = 3.0
 """How long the coordinator answers after the trainer is done, so that workers hear that it is over."""
 
@@ -71,7 +78,8 @@ class _Child:
             if self.deaths >= MOST_DEATHS:
                 return False
             self.process = None
-            self.started = now + 0.1 * 2**self.deaths
+            # A first death is bad luck and costs no time; who dies again and again is given pauses.
+            self.started = now + (0.1 * 2**self.deaths if self.deaths > 1 else 0.0)
         if now >= self.started:
             self.beat.value = 0.0
             self.process = self.start()
@@ -89,9 +97,15 @@ class Agent:
     def __post_init__(self) -> None:
         self.folder = Path(self.spec.folder)
         self.context = multiprocessing.get_context("forkserver")
-        self.context.set_forkserver_preload(["engine.runtime.processes"])
+        self.ray = self.spec.engine.runtime.name == "ray"
+        if self.ray:
+            os.environ.update(ray_environment(self.spec))
+        # Where Ray starts the workers, nothing here needs torch: the raylet keeps processes ready that have it.
+        needs_torch = not self.ray or self.spec.role == "trainer"
+        self.context.set_forkserver_preload(["engine.runtime.processes"] if needs_torch else [])
         self.drain = self.context.Event()
-        self.noticed = False
+        self.memory = NodeMemory.make()
+        self.noticed_ms: int | None = None
 
     def run(self) -> int:
         """Returns the exit code."""
@@ -106,8 +120,9 @@ class Agent:
             if not all(child.keep_alive() for child in self.children):
                 return EXIT_BROKEN
             if not told_ready and all(event.is_set() for event in ready):
-                self.write("ready.json", {"at_ms": self.spec.clock.clock().now_ms()})
-                told_ready = True
+                with contextlib.suppress(OSError):  # a full disk: at the next look
+                    self.write("ready.json", {"at_ms": self.spec.clock.clock().now_ms()})
+                    told_ready = True
             self._hear_notice()
             if self.children[-1].done and (self.spec.role == "trainer" or all(c.done for c in self.children)):
                 if self.spec.role == "trainer":
@@ -117,7 +132,8 @@ class Agent:
             if deadline is not None and self.spec.clock.clock().now_ms() >= deadline:
                 print("the money deadline has come: this node ends itself", flush=True)
                 return EXIT_MONEY
-            time.sleep(LOOK_SECONDS)
+            running = [child.process for child in self.children if child.process is not None and not child.done]
+            wait_for([process.sentinel for process in running], LOOK_SECONDS)
 
     def stop(self) -> None:
         """End every process of the node that is ours."""
@@ -126,9 +142,13 @@ class Agent:
                 child.process.kill()
 
     def _prepare(self) -> list[Any]:
+        if self.ray and self.spec.role == "trainer":
+            return [self._child("run_ray_head"), self._child("run_ray_supervisor"), self._child("run_trainer")]
+        if self.ray:
+            return [self._child("run_raylet")]
         if self.spec.role == "trainer":
             return [self._child("run_coordinator"), self._child("run_trainer")]
-        return [self._child("run_worker", number, self.drain) for number in range(self.spec.workers)]
+        return [self._child("run_worker", number, self.drain, self.memory) for number in range(self.spec.workers)]
 
     def _child(self, name: str, *arguments: Any) -> Any:
         """Plan one process; returns the event that it sets when it is ready."""
@@ -150,19 +170,26 @@ class Agent:
         return self.spec.money_deadline_ms
 
     def _hear_notice(self) -> None:
-        """The cloud takes this node back: tell the workers at once, the coordinator if it listens."""
-        path = self.folder / "notice.json"
-        if self.noticed or not path.exists():
+        """The cloud takes this node back: tell the workers at once, and the coordinator as soon as it listens."""
+        deadline_ms = None
+        with contextlib.suppress(OSError, ValueError):
+            deadline_ms = int(json.loads((self.folder / "notice.json").read_text())["deadline_ms"])
+        if deadline_ms is None or deadline_ms == self.noticed_ms:
             return
-        with contextlib.suppress(ValueError):
-            deadline_ms = json.loads(path.read_text())["deadline_ms"]
-            self.noticed = True
-            self.drain.set()
-            print(f"notice: this node will be gone at {deadline_ms}", flush=True)
-            call = pack({"call": "notice", "node": self.spec.node, "deadline_ms": deadline_ms})
-            url = f"http://{self.spec.coordinator_host}:{self.spec.coordinator_port}/call"
+        self.noticed_ms = deadline_ms
+        self.drain.set()
+        print(f"notice: this node will be gone at {deadline_ms}", flush=True)
+        threading.Thread(target=self._tell_notice, args=(deadline_ms,), daemon=True).start()
+
+    def _tell_notice(self, deadline_ms: int) -> None:
+        call = pack({"call": "notice", "node": self.spec.node, "deadline_ms": deadline_ms})
+        url = f"http://{self.spec.coordinator_host}:{self.spec.coordinator_port}/call"
+        headers = {"Authorization": f"Bearer {self.spec.token}"}
+        while self.noticed_ms == deadline_ms:
             with contextlib.suppress(httpx.HTTPError):
-                httpx.post(url, content=call, headers={"Authorization": f"Bearer {self.spec.token}"}, timeout=1.0)
+                httpx.post(url, content=call, headers=headers, timeout=1.0, trust_env=False).raise_for_status()
+                return
+            time.sleep(NOTICE_AGAIN_SECONDS)
 
     def write(self, name: str, content: dict[str, Any]) -> None:
         fresh = self.folder / f"{name}.new"
@@ -172,9 +199,10 @@ class Agent:
 
 def _run(name: str, spec_json: str, *arguments: Any) -> None:
     # Imported in the forkserver and its children only: the agent itself stays small and never loads torch.
-    from engine.runtime import processes
-
-    getattr(processes, name)(NodeSpec.model_validate_json(spec_json), *arguments)
+    module = importlib.import_module(
+        "engine.runtime." + ("ray_processes" if name.startswith("run_ray") else "processes")
+    )
+    getattr(module, name)(NodeSpec.model_validate_json(spec_json), *arguments)
 
 
 def main() -> int:
@@ -188,6 +216,7 @@ def main() -> int:
     except BlockingIOError:
         print(f"{spec.node} runs already; nothing to do", flush=True)
         return EXIT_FINISHED
+    log_to(sys.stdout.fileno())
     agent = Agent(spec)
     agent.write("agent.json", {"pid": os.getpid(), "create_time": psutil.Process().create_time()})
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_BROKEN))

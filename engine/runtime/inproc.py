@@ -17,7 +17,7 @@ from engine.prompts import prompt_source
 from engine.rewards.reward import Reward
 from engine.rollout.request import Exit
 from engine.rollout.wire import Blobs
-from engine.runtime.coordinator import Coordinator
+from engine.runtime.coordinator import Coordinator, open_coordinator
 from engine.runtime.progress import ProgressLog
 from engine.runtime.transport import Answer, InprocTransport
 from engine.runtime.worker import Worker
@@ -65,9 +65,8 @@ def build_inproc(
     one that the config names.
     """
     make_adapter = make_adapter or (lambda: load_adapter(config.model))
-    lease_ms = round(config.runtime.lease_seconds / clock.wall_seconds(1))
     progress = ProgressLog(folder / "progress" / "coordinator.jsonl", run=run, source="coordinator", clock=clock)
-    coordinator = Coordinator(folder / "coordinator", clock=clock, lease_ms=lease_ms, progress=progress)
+    coordinator = open_coordinator(folder / "coordinator", clock=clock, runtime=config.runtime, progress=progress)
     spot = []
     for number in range(workers):
         adapter = make_adapter()
@@ -82,6 +81,8 @@ def build_inproc(
             clock=clock,
             heartbeat_seconds=config.runtime.heartbeat_seconds,
             overlap_scoring=False,
+            overlap_commits=False,
+            step_seconds=config.runtime.step_seconds,
         )
         spot.append(worker)
     place = Place(

@@ -6,71 +6,58 @@ A process whose agent is gone ends itself: a node lives and dies as one.
 """
 
 import asyncio
-import multiprocessing
-import multiprocessing.process
 import os
-import socket
-import sys
 import threading
-import time
+from collections.abc import Callable
 from multiprocessing.synchronize import Event
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
-import engine.rewards.ocr  # noqa: F401  preloaded
+import engine.models.digits  # preloaded, and with it diffusers
+import engine.rewards.ocr  # noqa: F401
 from engine.config import NodeSpec
 from engine.loop import Loop, Place
 from engine.models.load import load_adapter, trainable
 from engine.prompts import prompt_source
 from engine.rewards.load import load_reward
-from engine.runtime.coordinator import Coordinator
+from engine.runtime.child import Beat, begin
+from engine.runtime.coordinator import Coordinator, open_coordinator
+from engine.runtime.disk import when_there_is_room
+from engine.runtime.node_weights import NodeMemory, NodeWeights
 from engine.runtime.progress import ProgressLog
-from engine.runtime.server import CoordinatorServer
-from engine.runtime.transport import HttpTransport
+from engine.runtime.server import CoordinatorServer, Front, bind
+from engine.runtime.step_trace import step_trace
+from engine.runtime.transport import HttpTransport, Transport
+from engine.runtime.weight_source import FromCoordinator, WeightSource
 from engine.runtime.worker import Worker
 from engine.training.checkpoint import CheckpointStore
 from engine.training.metrics import MetricsLog
 
-
-class Beat(Protocol):
-    """A shared number: the monotonic time at which a process was last seen running."""
-
-    value: float
-
-
 PATIENCE_SECONDS = 60.0
 """How long worker and trainer go on asking a coordinator that does not answer (wall time)."""
-
-BEAT_SECONDS = 0.2
-"""How often a process shows its agent that it is not frozen."""
-
-BIND_SECONDS = 20.0
-"""How long a coordinator waits for its port: the one before it may still be ending."""
 
 
 def run_coordinator(spec: NodeSpec, beat: Beat, ready: Event) -> None:
     """Serve until the agent ends this process."""
-    _begin(spec, "coordinator", beat)
+    begin(spec, "coordinator", beat)
     folder = Path(spec.folder)
     clock = spec.clock.clock()
-    coordinator = Coordinator(
-        folder / "coordinator",
-        clock=clock,
-        lease_ms=round(spec.engine.runtime.lease_seconds / clock.wall_seconds(1)),
-        progress=ProgressLog(
-            folder / "progress" / "coordinator.jsonl", run=spec.run, source="coordinator", clock=clock
-        ),
-    )
-    listener = _bind(spec.coordinator_host, spec.coordinator_port)
+
+    def open_it() -> Coordinator:
+        path = folder / "progress" / "coordinator.jsonl"
+        progress = ProgressLog(path, run=spec.run, source="coordinator", clock=clock)
+        return open_coordinator(folder / "coordinator", clock=clock, runtime=spec.engine.runtime, progress=progress)
+
+    coordinator = when_there_is_room(open_it, print)
+    listener = bind(spec.coordinator_host, spec.coordinator_port)
     ready.set()
-    asyncio.run(CoordinatorServer(coordinator, spec.token).serve(listener))
+    asyncio.run(CoordinatorServer(Front(coordinator), spec.token).serve(listener))
 
 
 def run_trainer(spec: NodeSpec, beat: Beat, ready: Event) -> None:
     """Train until there is nothing left to do; a return means that the engine is finished."""
-    _begin(spec, "trainer", beat)
+    begin(spec, "trainer", beat)
     alone = spec.engine.exploration.mode == "none"
     torch.set_num_threads(spec.engine.runtime.trainer_threads or (os.cpu_count() or 1 if alone else 1))
     folder, clock = Path(spec.folder), spec.clock.clock()
@@ -79,7 +66,7 @@ def run_trainer(spec: NodeSpec, beat: Beat, ready: Event) -> None:
         node=spec.node,
         workers_of_node=spec.workers,
         store=CheckpointStore(spec.store),
-        transport=_transport(spec),
+        transport=_transport_of_trainer(spec),
         progress=ProgressLog(folder / "progress" / "trainer.jsonl", run=spec.run, source="trainer", clock=clock),
         metrics=MetricsLog(folder / "metrics"),
         clock=clock,
@@ -91,66 +78,51 @@ def run_trainer(spec: NodeSpec, beat: Beat, ready: Event) -> None:
     print(loop.run(), flush=True)
 
 
-def run_worker(spec: NodeSpec, beat: Beat, number: int, drain: Event, ready: Event) -> None:
-    """Roll out and explore until told to exit."""
-    _begin(spec, f"worker-{number}", beat)
+def run_worker(spec: NodeSpec, beat: Beat, number: int, drain: Event, memory: NodeMemory, ready: Event) -> None:
+    """Roll out and explore until told to exit. `memory`: where the node keeps its one copy of the weights."""
+    begin(spec, f"worker-{number}", beat)
+    transport = _transport(spec)
+    source = NodeWeights(memory, FromCoordinator(transport).fetch)
+    worker = make_worker(spec, number, transport, source, drain.is_set)
+    presence = (worker.name, worker.node, worker.boot)
+    threading.Thread(target=_transport(spec).stay_present, args=presence, daemon=True).start()
+    ready.set()
+    print("exit:", worker.serve(), flush=True)
+
+
+def make_worker(
+    spec: NodeSpec, number: int, transport: Transport, source: WeightSource, draining: Callable[[], bool]
+) -> Worker:
+    """The worker in this place of its node, whatever carries its calls and weights. It takes one thread."""
     torch.set_num_threads(1)
     adapter = load_adapter(spec.engine.model)
-    worker = Worker(
+    return Worker(
         name=f"{spec.node}/{number}",
         node=spec.node,
         workers_of_node=spec.workers,
-        transport=_transport(spec),
+        transport=transport,
         adapter=adapter,
         parameters=trainable(adapter),
         reward=load_reward(spec.engine.reward, spec.workdir),
         clock=spec.clock.clock(),
         heartbeat_seconds=spec.engine.runtime.heartbeat_seconds,
-        draining=drain.is_set,
+        step_seconds=spec.engine.runtime.step_seconds,
+        source=source,
+        draining=draining,
+        trace=step_trace(spec, f"worker-{number}"),
     )
-    ready.set()
-    print("exit:", worker.serve(), flush=True)
 
 
-def _begin(spec: NodeSpec, name: str, beat: Beat) -> None:
-    log = os.open(Path(spec.folder) / "logs" / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    os.dup2(log, sys.stdout.fileno())
-    os.dup2(log, sys.stderr.fileno())
-    print(
-        f"--- {time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())} {name} of {spec.node}, pid {os.getpid()}", flush=True
-    )
-    threading.Thread(target=_beat, args=(beat,), daemon=True).start()
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        threading.Thread(target=_follow, args=(parent,), daemon=True).start()
+def _transport_of_trainer(spec: NodeSpec) -> Transport:
+    if spec.engine.runtime.name != "ray":
+        return _transport(spec)
+    # Only here: a run without Ray needs none.
+    from engine.runtime.ray_cluster import connect_beside_head
+    from engine.runtime.ray_coordinator import RayTransport
 
-
-def _beat(beat: Beat) -> None:
-    while True:
-        beat.value = time.monotonic()
-        time.sleep(BEAT_SECONDS)
-
-
-def _follow(parent: multiprocessing.process.BaseProcess) -> None:
-    parent.join()
-    os._exit(1)
+    connect_beside_head(spec)
+    return RayTransport(patience_seconds=PATIENCE_SECONDS)
 
 
 def _transport(spec: NodeSpec) -> HttpTransport:
     return HttpTransport(spec.coordinator_host, spec.coordinator_port, spec.token, patience_seconds=PATIENCE_SECONDS)
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    until = time.monotonic() + BIND_SECONDS
-    while True:
-        # With the protocol named asyncio turns Nagle's algorithm off; without it every answer takes 40 ms.
-        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind((host, port))
-            return listener
-        except OSError:
-            listener.close()
-            if time.monotonic() > until:
-                raise
-            time.sleep(0.2)

@@ -1,5 +1,9 @@
-"""Progress files: one JSON event a line, appended, numbered; the launcher reads on from its last offset."""
+"""Progress files: one JSON event a line, appended, numbered; the launcher reads on from its last offset.
 
+A full disk delays the news and stops nobody.
+"""
+
+import os
 from pathlib import Path
 
 from engine.clock import Clock
@@ -20,16 +24,32 @@ class ProgressLog:
                 except ValueError:
                     continue  # cut short by a crash; nobody was told of it
                 self._seq[seen.lineage] = max(self._seq.get(seen.lineage, -1), seen.seq)
-        self._file = path.open("a+")
-        self._file.seek(0, 2)
-        if self._file.tell() and not path.read_bytes().endswith(b"\n"):
-            self._file.write("\n")
+        self._late: list[bytes] = []
+        """Lines that the disk had no room for yet."""
+        self._file = path.open("ab", buffering=0)
+        whole = path.read_bytes().rfind(b"\n") + 1
+        os.ftruncate(self._file.fileno(), whole)  # what a crash cut short; nobody was told of it
 
     def write(self, lineage: int, event: ProgressEvent) -> None:
+        """Append an event. What the disk does not take is kept in memory and written before what comes next."""
         seq = self._seq.get(lineage, -1) + 1
         self._seq[lineage] = seq
         line = Progress(
             run=self._run, source=self._source, lineage=lineage, seq=seq, at_ms=self._clock.now_ms(), event=event
         )
-        self._file.write(line.to_json() + "\n")
-        self._file.flush()
+        self._late.append(f"{line.to_json()}\n".encode())
+        self.flush()
+
+    def flush(self) -> bool:
+        """Try again to write what is late; whether nothing is any more. No line is ever left half-written."""
+        handle = self._file.fileno()
+        while self._late:
+            line, done, start = self._late[0], 0, os.fstat(handle).st_size
+            try:
+                while done < len(line):
+                    done += os.write(handle, line[done:])
+            except OSError:
+                os.ftruncate(handle, start)
+                return False
+            self._late.pop(0)
+        return True

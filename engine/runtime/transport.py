@@ -1,8 +1,12 @@
 """How a worker or trainer reaches the coordinator: one call, one answer, blobs beside it.
 
-A lost answer is repeated: every call is idempotent, or answered with `fenced` the second time.
+A lost answer is repeated: every call is idempotent, or answered with `fenced` the second time. A coordinator whose
+disk is full is asked again until there is room: the run pauses, and nothing is lost.
 """
 
+import contextlib
+import errno
+import time
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -11,11 +15,15 @@ import stamina
 
 from engine.rollout.wire import Blobs, pack, unpack
 from engine.runtime.coordinator import Coordinator
+from engine.runtime.disk import when_there_is_room
 
 Answer = tuple[dict[str, Any], dict[str, bytes]]
 
 WAIT_MS = 500
 """How long the coordinator may keep a caller that has nothing to do (wall time)."""
+
+PRESENCE_GAP_SECONDS = 0.2
+"""Before a presence that the coordinator closed is opened again."""
 
 
 class CoordinatorLost(Exception):
@@ -23,7 +31,7 @@ class CoordinatorLost(Exception):
 
 
 class CallRefused(Exception):
-    """The coordinator answered that it cannot do this: a full disk, a call it does not know."""
+    """The coordinator answered that it cannot do this: a call it does not know, weights that are gone."""
 
 
 class Transport(Protocol):
@@ -40,6 +48,9 @@ class InprocTransport:
         self._coordinator = coordinator
 
     def call(self, head: Mapping[str, Any], blobs: Blobs | None = None, *, wait: bool = False) -> Answer:
+        return when_there_is_room(lambda: self._ask(head, blobs), _tell)
+
+    def _ask(self, head: Mapping[str, Any], blobs: Blobs | None) -> Answer:
         # Through the wire format, so that tests meet what HTTP would carry.
         sent, sent_blobs = unpack(pack(head, blobs))
         answer, answer_blobs = self._coordinator.call(sent, sent_blobs)
@@ -49,7 +60,7 @@ class InprocTransport:
 
 
 class HttpTransport:
-    """Calls out over HTTP with a token; the caller listens on nothing."""
+    """Calls out over HTTP with a token; the caller listens on nothing. Several threads may call at once."""
 
     def __init__(self, host: str, port: int, token: str, *, patience_seconds: float) -> None:
         self._patience = patience_seconds
@@ -62,6 +73,23 @@ class HttpTransport:
 
     def call(self, head: Mapping[str, Any], blobs: Blobs | None = None, *, wait: bool = False) -> Answer:
         body = pack({**head, "wait_ms": WAIT_MS} if wait else head, blobs)
+        response = when_there_is_room(lambda: self._post(body), _tell)
+        if response.status_code != 200:
+            raise CallRefused(f"{head['call']}: {response.status_code} {response.text[:300]}")
+        return unpack(response.content)
+
+    def stay_present(self, worker: str, node: str, boot: int) -> None:
+        """Keep a connection open that closes when this process dies, so that the coordinator learns of it at once."""
+        query = {"worker": worker, "node": node, "boot": str(boot)}
+        while True:
+            with contextlib.suppress(httpx.HTTPError):
+                with self._client.stream("GET", "/presence", params=query, timeout=_OPEN_ENDED) as response:
+                    for _ in response.iter_raw():
+                        pass
+            time.sleep(PRESENCE_GAP_SECONDS)
+
+    def _post(self, body: bytes) -> httpx.Response:
+        """Raises OSError when the coordinator's disk is full."""
         try:
             for attempt in stamina.retry_context(
                 on=httpx.TransportError, attempts=None, timeout=self._patience, wait_initial=0.05, wait_max=0.5
@@ -70,6 +98,13 @@ class HttpTransport:
                     response = self._client.post("/call", content=body)
         except httpx.TransportError as error:
             raise CoordinatorLost(f"no answer for {self._patience:.0f} s: {error}") from error
-        if response.status_code != 200:
-            raise CallRefused(f"{head['call']}: {response.status_code} {response.text[:300]}")
-        return unpack(response.content)
+        if response.status_code == httpx.codes.INSUFFICIENT_STORAGE:
+            raise OSError(errno.ENOSPC, response.text[:300])
+        return response
+
+
+_OPEN_ENDED = httpx.Timeout(10.0, connect=2.0, read=None)
+
+
+def _tell(text: str) -> None:
+    print(f"coordinator: {text}", flush=True)

@@ -2,13 +2,16 @@
 
     pull -> load weights | denoise, looking up between steps -> score (in a thread, beside the next work) -> finish
 
-It only calls in. Told to drain, it commits what is in flight and takes nothing new, so that a reclaim with notice
-loses no step. Fenced, it drops the work at once. It always runs the full shape that the work names, padded with
-copies, so that a picture's bits do not depend on who made it.
+It only calls in. Beside the steps, in a thread, it commits what is in flight every so many steps. Told to drain, it
+commits where it stands and takes nothing new, so that a reclaim with notice loses no step. Fenced, it drops the work
+at once. It always runs the full shape that the work names, padded with copies, so that a picture's bits do not
+depend on who made it; a shape that does not fit into memory it gives back, and says how much room there is.
 """
 
+import gc
 import json
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
@@ -17,7 +20,7 @@ from hashlib import blake2b
 from typing import Any, assert_never
 
 import torch
-from safetensors.torch import load, save
+from safetensors.torch import save
 from torch import Tensor
 
 from engine.clock import Clock
@@ -43,14 +46,14 @@ from engine.rollout.request import (
 from engine.rollout.sampler import Plan, advance, initial, plan_from_dict
 from engine.rollout.trajectory import Trajectory
 from engine.rollout.wire import Blobs, finished_to_dict, reply_from_dict, weights_to_list
-from engine.runtime.coordinator import digest_of
 from engine.runtime.transport import Transport
 from engine.runtime.usage import Usage
+from engine.runtime.weight_source import FromCoordinator, WeightSource
 
 PHASE_OF = {Kind.TRAIN: Phase.ROLLOUT, Kind.EVALUATE: Phase.EVALUATION, Kind.EXPLORE: Phase.EXPLORATION}
 
-WEIGHTS_REMEMBERED = 2
-"""Versions a worker keeps as bytes: live weights and the average that is evaluated take turns."""
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""What weights may be, by safetensors' names."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -62,9 +65,22 @@ class _Made:
     scoring: "Future[tuple[list[Score], Tensor]]"
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Commit:
+    """State that was sent to be made durable, and the answer once it is there, with what it took (run's clock ms)."""
+
+    lease: int
+    step: int
+    answer: "Future[tuple[Reply, float]]"
+
+
 @dataclass(kw_only=True)
 class Worker:
-    """Serves one device. `may_load`: false for the trainer's own model, whose weights only the trainer sets."""
+    """Serves one device. `may_load`: false for the trainer's own model, whose weights only the trainer sets.
+
+    Scoring and commits run in threads of their own, so `transport` must take calls from several threads; with both
+    `overlap_...` false it is called from one, in an order that repeats.
+    """
 
     name: str
     node: str
@@ -78,18 +94,34 @@ class Worker:
     kinds: Sequence[Kind] = tuple(Kind)
     may_load: bool = True
     overlap_scoring: bool = True
+    overlap_commits: bool = True
+    step_seconds: float = 0.0
+    """A denoising step takes at least so long."""
+    boot: int = field(default_factory=time.time_ns)
+    """Tells this process from an earlier one of the same name."""
+    source: WeightSource | None = None
+    """Where weights come from; None asks the coordinator."""
     draining: Callable[[], bool] = lambda: False
     """The node agent's word that the cloud takes the node back; heard between steps without asking anyone."""
+    trace: Callable[[Work, int], None] = lambda work, step: None
+    """Called after every step, with the number of steps that are done."""
 
     usage: Usage = field(init=False)
     holds: tuple[WeightsKey, str] | None = field(default=None, init=False)
+    room: int | None = field(default=None, init=False)
+    """Most pictures that one forward pass may have; None until one did not fit."""
 
     def __post_init__(self) -> None:
         self.usage = Usage(self.clock)
-        self._known: list[int] = []
+        self.source = self.source or FromCoordinator(self.transport)
+        self._pulls = 0
         self._pending: list[_Made] = []
-        self._bytes: dict[str, bytes] = {}
+        self._commit: _Commit | None = None
+        self._last_commit = (0, 0)
+        """Lease and step of the newest commit that was sent."""
+        self._commit_ms: float | None = None
         self._scorer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="score")
+        self._committer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="commit")
         self._called = time.perf_counter()
         self._faults_in_a_row = 0
 
@@ -107,12 +139,19 @@ class Worker:
 
     def serve_once(self, *, wait: bool) -> Reply:
         """Pull once and do what is asked; returns the order that was followed."""
-        holds = [*weights_to_list(self.holds[0]), self.holds[1]] if self.holds else None
-        ask = {"call": "pull", "holds": holds, "kinds": [str(kind) for kind in self.kinds], "known": self._known}
+        if self.draining():
+            return self._wind_up()
+        self._pulls += 1
+        ask = {
+            "call": "pull",
+            "seq": self._pulls,
+            "holds": [*weights_to_list(self.holds[0]), self.holds[1]] if self.holds else None,
+            "kinds": [str(kind) for kind in self.kinds],
+            "room": self.room,
+        }
         reply = self._call(ask, wait=wait and not self._pending)
         match reply:
             case Work():
-                self._known.append(reply.lease)
                 self._do(reply)
             case LoadWeights():
                 if not self.may_load:
@@ -131,6 +170,12 @@ class Worker:
         """The model already has these weights: the trainer sets its own."""
         self.holds = (weights, digest)
 
+    def _wind_up(self) -> Reply:
+        """Our own agent heard the notice: send what is scored and take nothing, whatever the coordinator knows."""
+        self._settle(block=True)
+        reply = self._call({"call": "heartbeat", "leases": {}})
+        return reply if isinstance(reply, Exit) else Drain(deadline_ms=0)
+
     # --- making pictures --------------------------------------------------------------------------------
 
     def _do(self, work: Work) -> None:
@@ -139,15 +184,20 @@ class Worker:
             with self.usage.measure(PHASE_OF[kind]):
                 trajectories = self._denoise(work)
                 if trajectories is None:
-                    self._known.remove(work.lease)
                     return
                 latents = torch.stack([trajectory.x for trajectory in trajectories])
                 scoring = self._scorer.submit(self._score, latents, [a.request.prompt for a in work.attempts])
                 made = _Made(work=work, trajectories=trajectories, scoring=scoring)
             self._pending.append(made)
             self._settle(block=True, keep=1 if self.overlap_scoring else 0)
-        except (ValueError, RuntimeError, ArithmeticError) as error:
-            self._fault(work, error)
+            return
+        except (ValueError, RuntimeError, ArithmeticError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                self._fault(work, error)
+                return
+            text = str(error)
+        # Only here, where the error and the tensors of its frames are gone, does freeing give anything back.
+        self._make_room(work, text)
 
     def _denoise(self, work: Work) -> list[Trajectory] | None:
         """All pictures of a lease, step by step; None when the work was taken away or handed back."""
@@ -163,9 +213,12 @@ class Worker:
         x = torch.stack([trajectories[i].x for i in filled]).to(device)
         cast = torch.autocast(device.type, dtype=torch.bfloat16, enabled=work.dtype == "bfloat16")
         for step in range(trajectories[0].step, plan.steps):
+            begun = time.perf_counter()
             with cast:
                 x, log_probs = advance(self.adapter, plan, conditioning, seeds, x, step)
             trajectories = self._record(plan, work, trajectories, x, log_probs)
+            time.sleep(max(0.0, begun + self.step_seconds - time.perf_counter()))
+            self.trace(work, step + 1)
             if step + 1 < plan.steps and not self._go_on(work, trajectories):
                 return None
         return trajectories
@@ -198,34 +251,81 @@ class Worker:
         """Whether to take the next step. Hands the work back when the node drains."""
         self._settle(block=False)
         drain = self.draining()
-        if not drain and time.perf_counter() - self._called < self.heartbeat_seconds:
-            return True
-        leases = {str(made.work.lease): made.trajectories[0].step for made in self._pending}
-        leases[str(work.lease)] = trajectories[0].step
-        reply = self._call({"call": "heartbeat", "leases": leases})
-        match reply:
-            case Fenced():
-                return self._fenced(reply.lease) != work.lease
-            case Exit():
-                return False
-            case Drain():
-                drain = True
-            case _:
-                pass
+        replies = [self._committed(wait=False)]
+        if not drain and time.perf_counter() - self._called >= self.heartbeat_seconds:
+            leases = {str(made.work.lease): made.trajectories[0].step for made in self._pending}
+            leases[str(work.lease)] = trajectories[0].step
+            replies.append(self._call({"call": "heartbeat", "leases": leases}))
+        for reply in replies:
+            match reply:
+                case Fenced():
+                    self._fenced(reply.lease)
+                    if reply.lease == work.lease:
+                        return False
+                case Exit():
+                    return False
+                case Drain():
+                    drain = True
+                case _:
+                    pass
         if drain:
             self._hand_back(work, trajectories)
+        elif self._is_commit_due(work, trajectories[0].step):
+            with self.usage.measure(Phase.SYNC):
+                self._begin_commit(work, trajectories)
         return not drain
 
     def _hand_back(self, work: Work, trajectories: list[Trajectory]) -> None:
         """Make in-flight state durable, then give the lease back: whoever takes it goes on from this step."""
         if work.attempts[0].request.kind is Kind.TRAIN:
-            named = [
-                (a.request, t, _blob_name(a.request, t.step)) for a, t in zip(work.attempts, trajectories, strict=True)
-            ]
-            states = [[request_to_list(request), t.step, name] for request, t, name in named]
-            blobs = {name: t.to_bytes() for _, t, name in named}
-            self._call({"call": "commit", "lease": work.lease, "states": states}, blobs)
+            with self.usage.measure(Phase.SYNC):
+                self._committed(wait=True)
+                if self._last_commit != (work.lease, trajectories[0].step):
+                    self._begin_commit(work, trajectories)
+                    self._committed(wait=True)
         self._call({"call": "give_back", "lease": work.lease})
+
+    # --- commits ------------------------------------------------------------------------------------------
+
+    def _is_commit_due(self, work: Work, step: int) -> bool:
+        """One commit at a time; the trainer's own worker has a disk that no reclaim takes, and commits on drain."""
+        if not work.commit_every or not self.may_load or self._commit is not None:
+            return False
+        lease, committed = self._last_commit
+        since = step - (committed if lease == work.lease else work.attempts[0].step)
+        return work.attempts[0].request.kind is Kind.TRAIN and since >= work.commit_every
+
+    def _begin_commit(self, work: Work, trajectories: list[Trajectory]) -> None:
+        """Send where this lease stands. Trajectories are never changed, only replaced, so a thread may read them."""
+        step = trajectories[0].step
+        if self.overlap_commits:
+            answer = self._committer.submit(self._send_commit, work, trajectories, self._commit_ms)
+        else:
+            answer = Future()
+            answer.set_result(self._send_commit(work, trajectories, self._commit_ms))
+        self._commit = _Commit(lease=work.lease, step=step, answer=answer)
+        self._last_commit = (work.lease, step)
+
+    def _send_commit(self, work: Work, trajectories: list[Trajectory], commit_ms: float | None) -> tuple[Reply, float]:
+        begun = time.perf_counter()
+        states, blobs = [], {}
+        for attempt, trajectory in zip(work.attempts, trajectories, strict=True):
+            name = _blob_name(attempt.request, trajectory.step)
+            states.append([request_to_list(attempt.request), trajectory.step, name])
+            blobs[name] = trajectory.to_bytes()
+        head = {"call": "commit", "lease": work.lease, "states": states, "commit_ms": commit_ms}
+        answer, _ = self.transport.call(self._signed(head), blobs)
+        return reply_from_dict(answer), (time.perf_counter() - begun) / self.clock.wall_seconds(1)
+
+    def _committed(self, *, wait: bool) -> Reply | None:
+        """The answer to the commit that is under way, once it is there; raises what its call raised."""
+        if self._commit is None or not (wait or self._commit.answer.done()):
+            return None
+        commit, self._commit = self._commit, None
+        reply, self._commit_ms = commit.answer.result()
+        return reply
+
+    # --- scoring ------------------------------------------------------------------------------------------
 
     def _settle(self, *, block: bool, keep: int = 0) -> None:
         """Send what is scored; with `block`, wait until at most `keep` leases are left to score."""
@@ -238,7 +338,10 @@ class Worker:
             try:
                 scores, pictures = made.scoring.result()
             except Exception as error:  # the user's reward may raise anything; it is reported, not swallowed
-                self._fault(made.work, error)
+                if is_out_of_memory(error):
+                    self._make_room(made.work, str(error))
+                else:
+                    self._fault(made.work, error)
                 continue
             self._finish(made, scores, pictures)
 
@@ -267,19 +370,22 @@ class Worker:
                 blobs[name] = save({"picture": as_bytes(pictures[i])})
             results.append(finished_to_dict(Finished(request=attempt.request, score=score, trajectory=name)))
         self._call({"call": "finish", "lease": made.work.lease, "results": results}, blobs)
-        self._known.remove(made.work.lease)
         self._faults_in_a_row = 0
 
-    def _fenced(self, lease: int) -> int:
-        for made in list(self._pending):
-            if made.work.lease == lease:
-                self._pending.remove(made)
-                self._known.remove(lease)
-        return lease
+    def _fenced(self, lease: int) -> None:
+        self._pending = [made for made in self._pending if made.work.lease != lease]
+
+    def _make_room(self, work: Work, text: str) -> None:
+        """This shape does not fit: nobody's fault, but we are not to be given it again."""
+        self.room = min(work.shape - 1, work.shape if self.room is None else self.room)
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        print(f"{work.shape} pictures do not fit into memory, at most {self.room} from now on: {text}", flush=True)
+        self._call({"call": "give_back", "lease": work.lease})
 
     def _fault(self, work: Work, error: BaseException) -> None:
         self._faults_in_a_row += 1
-        self._known.remove(work.lease)
         text = f"{type(error).__name__}: {error}"[:500]
         self._call({"call": "fault", "lease": work.lease, "text": text})
         if self._faults_in_a_row >= 10:
@@ -288,21 +394,16 @@ class Worker:
     # --- weights and calls --------------------------------------------------------------------------------
 
     def _load(self, order: LoadWeights) -> None:
-        data = self._bytes.get(order.digest)
-        if data is None:
-            _, blobs = self.transport.call({"call": "weights", "weights": weights_to_list(order.weights)})
-            data = blobs["weights"]
-            if digest_of(data) != order.digest:
+        assert self.source is not None
+        with self.source.get(order.weights, order.digest) as data:
+            if data is None:
                 return  # published anew in the meantime; the next pull says so
-            while len(self._bytes) >= WEIGHTS_REMEMBERED:
-                self._bytes.pop(next(iter(self._bytes)))
-            self._bytes[order.digest] = data
-        set_weights(self.parameters, data)
+            self.holds = None
+            set_weights(self.parameters, data)
         self.holds = (order.weights, order.digest)
 
     def _call(self, head: dict[str, Any], blobs: Blobs | None = None, *, wait: bool = False) -> Reply:
-        usage = self.usage.take()
-        whole = {**head, "worker": self.name, "node": self.node, "of": self.workers_of_node, "usage": usage}
+        whole = self._signed(head) | {"usage": self.usage.take()}
         begun = time.perf_counter()
         answer, _ = self.transport.call(whole, blobs, wait=wait)
         self._called = time.perf_counter()
@@ -310,6 +411,17 @@ class Worker:
         if not wait:
             self.usage.add(Phase.SYNC, self._called - begun)
         return reply
+
+    def _signed(self, head: dict[str, Any]) -> dict[str, Any]:
+        return {**head, "worker": self.name, "boot": self.boot, "node": self.node, "of": self.workers_of_node}
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device or this machine had too little memory for what was tried."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    # torch has no class of its own for an allocation that fails on a CPU.
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
 
 
 def as_bytes(picture: Tensor) -> Tensor:
@@ -322,12 +434,24 @@ def get_weights(parameters: dict[str, torch.nn.Parameter]) -> bytes:
     return save({name: value.detach().contiguous().cpu() for name, value in parameters.items()})
 
 
-def set_weights(parameters: dict[str, torch.nn.Parameter], data: bytes) -> None:
-    """Copy safetensors bytes into live parameters, in place. Raises KeyError when one is missing."""
-    with torch.no_grad():
-        tensors = load(data)
+def set_weights(parameters: dict[str, torch.nn.Parameter], data: bytes | memoryview) -> None:
+    """Copy safetensors bytes into live parameters, in place and once. Raises KeyError when one is missing."""
+    header_size = int.from_bytes(data[:8], "little")
+    header = json.loads(bytes(data[8 : 8 + header_size]))
+    missing = parameters.keys() - header.keys()
+    if missing:
+        raise KeyError(f"these weights lack {sorted(missing)}")
+    with torch.no_grad(), warnings.catch_warnings():
+        # The views are only read, so it does not matter that torch cannot protect them.
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")
         for name, parameter in parameters.items():
-            parameter.copy_(tensors[name])
+            entry = header[name]
+            begin, end = entry["data_offsets"]
+            if end > begin:
+                dtype = DTYPES[entry["dtype"]]
+                start = 8 + header_size + begin
+                flat = torch.frombuffer(data, dtype=dtype, count=(end - begin) // dtype.itemsize, offset=start)
+                parameter.copy_(flat.view(entry["shape"]))
 
 
 def _blob_name(request: RequestId, step: int) -> str:

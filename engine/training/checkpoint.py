@@ -7,19 +7,24 @@ A checkpoint counts when its manifest is there, and the manifest is written last
 *next* batch too: exploration for that batch used weights that are gone by then, so choosing again could choose
 otherwise. The newest is the highest lineage, then the highest iteration: a zombie trainer that wakes after its
 machine was given up writes under an old lineage, and nobody reads it.
+
+What writes raises OSError when the store is a disk that is full, and may then be done again: nothing counts yet.
 """
 
 import hashlib
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import obstore
-from obstore.exceptions import AlreadyExistsError
+from obstore.exceptions import AlreadyExistsError, BaseError
 from obstore.store import LocalStore, ObjectStore, from_url
 
 from engine.rollout.request import Manifest
+from engine.runtime.disk import FULL
 
 SCHEMA = 1
 
@@ -54,6 +59,7 @@ class CheckpointStore:
     """Checkpoints of one run, in a bucket or a folder (obstore URL)."""
 
     def __init__(self, url: str) -> None:
+        self.url = url
         self._store: ObjectStore = (
             LocalStore(url.removeprefix("file://"), mkdir=True) if url.startswith("file://") else from_url(url)
         )
@@ -63,7 +69,8 @@ class CheckpointStore:
         lineage = 1 + max((int(path.rsplit("/", 1)[1]) for path in self._paths("lineages/")), default=0)
         while True:
             try:
-                obstore.put(self._store, f"lineages/{lineage:04d}", b"claimed", mode="create")
+                with _full_disk_is_an_oserror():
+                    obstore.put(self._store, f"lineages/{lineage:04d}", b"claimed", mode="create")
                 return lineage
             except AlreadyExistsError:
                 lineage += 1
@@ -73,7 +80,7 @@ class CheckpointStore:
         folder = f"checkpoints/{checkpoint.name}"
         digests = {name: hashlib.sha256(data).hexdigest() for name, data in checkpoint.files.items()}
         for name, data in checkpoint.files.items():
-            obstore.put(self._store, f"{folder}/{name}.safetensors", data)
+            self.put(f"{folder}/{name}.safetensors", data)
         manifest: dict[str, Any] = {
             "schema": SCHEMA,
             "iteration": checkpoint.iteration,
@@ -85,7 +92,7 @@ class CheckpointStore:
             "config_digest": checkpoint.config_digest,
             "files": {f"{name}.safetensors": digest for name, digest in digests.items()},
         }
-        obstore.put(self._store, f"{folder}/manifest.json", json.dumps(manifest, indent=1).encode())
+        self.put(f"{folder}/manifest.json", json.dumps(manifest, indent=1).encode())
         for old in self.names()[:-keep]:
             # The manifest goes first, so that a half-deleted checkpoint does not count.
             for path in sorted(self._paths(f"checkpoints/{old}/"), key=lambda path: not path.endswith(".json")):
@@ -123,8 +130,21 @@ class CheckpointStore:
         )
 
     def put(self, path: str, data: bytes) -> None:
-        """Something to look at beside the checkpoints, e.g. evaluation/000012.png."""
-        obstore.put(self._store, path, data)
+        """One object, e.g. something to look at beside the checkpoints: evaluation/000012.png."""
+        with _full_disk_is_an_oserror():
+            obstore.put(self._store, path, data)
 
     def _paths(self, prefix: str) -> list[str]:
         return [item["path"] for page in obstore.list(self._store, prefix=prefix) for item in page]
+
+
+@contextmanager
+def _full_disk_is_an_oserror() -> Iterator[None]:
+    """obstore has one error for everything a disk can say; the number is in its text."""
+    try:
+        yield
+    except BaseError as error:
+        number = re.search(r"\(os error (\d+)\)", str(error))
+        if number is None or int(number[1]) not in FULL:
+            raise
+        raise OSError(int(number[1]), str(error).split("\n")[0]) from error

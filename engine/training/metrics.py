@@ -1,5 +1,9 @@
-"""Training metrics for people and their tools: JSON lines always, TensorBoard when it is installed."""
+"""Training metrics for people and their tools: JSON lines always, TensorBoard when it is installed.
 
+Nothing goes by them, so a full disk may delay or lose some and stops nobody.
+"""
+
+import contextlib
 import json
 from dataclasses import asdict
 from importlib.util import find_spec
@@ -31,10 +35,12 @@ class MetricsLog:
         self._scalars({f"evaluation/{k}": v for k, v in evaluated.metrics.items()}, evaluated.iteration)
 
     def _write(self, row: dict[str, Any]) -> None:
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
+        with contextlib.suppress(OSError):
+            self._file.write(json.dumps(row) + "\n")
+            self._file.flush()
 
     def _scalars(self, numbers: dict[str, float], step: int) -> None:
         if self._board is not None:
-            for name, value in numbers.items():
-                self._board.add_scalar(name, value, step)
+            with contextlib.suppress(OSError):
+                for name, value in numbers.items():
+                    self._board.add_scalar(name, value, step)

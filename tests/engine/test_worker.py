@@ -1,21 +1,357 @@
-"""The worker keeps what it holds, however long a reward takes."""
+"""The worker keeps what it holds, makes it durable as it goes, and knows what fits into its memory."""
 
 import json
+import threading
 import time
+from contextlib import contextmanager
+from dataclasses import replace
 
+import pytest
 import torch
 
 from engine.clock import ScaledClock
-from engine.config import ModelConfig, SamplerConfig
+from engine.config import ModelConfig, RuntimeConfig, SamplerConfig
+from engine.events import Phase
 from engine.models.load import load_adapter, trainable
 from engine.rollout.queue import Task
-from engine.rollout.request import Kind, RequestId, Score, WeightsKey
+from engine.rollout.request import (
+    Attempt,
+    Drain,
+    Exit,
+    Fenced,
+    Kind,
+    LoadWeights,
+    RequestId,
+    Score,
+    Wait,
+    WeightsKey,
+    Work,
+)
 from engine.rollout.sampler import plan_to_dict, rollout_plan
-from engine.rollout.wire import task_to_dict, weights_to_list
-from engine.runtime.worker import Worker, get_weights
-from tests.engine.test_server import Front
+from engine.rollout.trajectory import Trajectory
+from engine.rollout.wire import reply_to_dict, task_to_dict, weights_to_list
+from engine.runtime.worker import Worker, get_weights, is_out_of_memory, set_weights
+from tests.engine.served import Served
 
-LEASE_MS = 1500
+V0 = WeightsKey(version=0)
+STEPS = 8
+SAMPLER = json.dumps(plan_to_dict(rollout_plan(SamplerConfig(steps=STEPS), 0, 0)))
+LEASE = 7
+LEASE_SECONDS = 1.5
+
+
+class Toy:
+    """A model of two weights. `largest`: more pictures than this do not fit into its memory."""
+
+    def __init__(self, largest=None, error=torch.OutOfMemoryError):
+        self.transformer = torch.nn.Linear(1, 1)
+        self.largest, self.error = largest, error
+        self.steps = 0
+        self.between = lambda step: None
+        """Called in every step, with its number since the beginning."""
+
+    def encode(self, prompts):
+        return {"text": torch.tensor([[float(prompt)] for prompt in prompts])}
+
+    def latent_shape(self):
+        return (2,)
+
+    def velocity(self, x, sigma, conditioning, guidance):
+        self.steps += 1
+        self.between(self.steps)
+        if self.largest is not None and len(x) > self.largest:
+            raise self.error("DefaultCPUAllocator: can't allocate memory")
+        return 0.1 * x * conditioning["text"]
+
+    def decode(self, x):
+        return x[:, None, None, :]
+
+
+class Line:
+    """A coordinator that follows a script: orders for pulls, one answer for everything else of a kind."""
+
+    def __init__(self, *orders, **answers):
+        self.orders, self.answers = list(orders), answers
+        self.calls, self.blobs = [], {}
+        self.before = lambda head: None
+        """Called in the caller's thread before each answer."""
+
+    def call(self, head, blobs=None, *, wait=False):
+        self.calls.append(dict(head))
+        self.blobs |= blobs or {}
+        self.before(head)
+        match head["call"]:
+            case "pull":
+                reply = self.orders.pop(0) if self.orders else Exit(reason="done")
+            case "states":
+                return {"do": "states"}, {name: self.blobs[name] for name in head["names"]}
+            case other:
+                reply = self.answers.get(other, Wait())
+        return reply_to_dict(reply), {}
+
+    def of(self, *names):
+        return [call for call in self.calls if call["call"] in names]
+
+    def names(self):
+        return [call["call"] for call in self.calls if call["call"] != "heartbeat"]
+
+
+def order(count=1, shape=None, *, commit_every=0, kind=Kind.TRAIN, lease=LEASE):
+    requests = (RequestId(run="r", lineage=0, batch=0, prompt="3", seed=seed, kind=kind) for seed in range(count))
+    return Work(
+        lease=lease,
+        attempts=tuple(Attempt(request=request, weights=V0) for request in requests),
+        sampler=SAMPLER,
+        shape=shape or count,
+        dtype="float32",
+        expires_ms=0,
+        commit_every=commit_every,
+        pictures=(False,) * count,
+    )
+
+
+def worker(line, model=None, **options):
+    model = model or Toy()
+    options = {"overlap_scoring": False, "overlap_commits": False, "heartbeat_seconds": 60.0} | options
+    return Worker(
+        name="spot/0",
+        node="spot",
+        workers_of_node=1,
+        transport=line,
+        adapter=model,
+        parameters=dict(model.transformer.named_parameters()),
+        reward=lambda pictures, prompts: [Score(reward=float(p.sum()), metrics={}) for p in pictures],
+        clock=ScaledClock(origin_ms=0, factor=10.0),
+        **options,
+    )
+
+
+def trajectories(line):
+    """What the pictures of the last `finish` were made of."""
+    names = [result["trajectory"] for result in line.of("finish")[-1]["results"]]
+    return [Trajectory.from_bytes(line.blobs[name]) for name in names]
+
+
+def steps_committed(line):
+    return [call["states"][0][1] for call in line.of("commit")]
+
+
+# --- commits
+
+
+def test_a_training_rollout_is_committed_at_its_interval():
+    line = Line(order(2, commit_every=3))
+    worker(line).serve()
+    assert steps_committed(line) == [3, 6]
+    first, second = line.of("commit")
+    assert first["commit_ms"] is None
+    assert 0 < second["commit_ms"] < 60_000
+    for call in line.of("commit"):
+        for _, step, name in call["states"]:
+            assert Trajectory.from_bytes(line.blobs[name]).step == step
+
+
+@pytest.mark.parametrize(
+    ("work", "options"),
+    [
+        (order(commit_every=0), {}),
+        (order(commit_every=2, kind=Kind.EXPLORE), {}),
+        (order(commit_every=2), {"may_load": False}),
+    ],
+    ids=["on-notice-only", "exploration", "the-trainers-own-worker"],
+)
+def test_what_is_not_to_be_committed_is_not(work, options):
+    line = Line(work)
+    worker(line, **options).serve()
+    assert line.names() == ["pull", "finish", "pull"]
+
+
+def test_whoever_goes_on_from_a_commit_ends_on_the_same_bits():
+    whole = Line(order(2, commit_every=3))
+    worker(whole).serve()
+    _, step, _ = whole.of("commit")[1]["states"][0]
+    names = [name for _, _, name in whole.of("commit")[1]["states"]]
+    half = order(2)
+    attempts = tuple(replace(a, step=step, state=name) for a, name in zip(half.attempts, names, strict=True))
+    resumed = Line(replace(half, attempts=attempts))
+    resumed.blobs = dict(whole.blobs)
+    model = Toy()
+    worker(resumed, model).serve()
+    assert model.steps == STEPS - step
+    for one, other in zip(trajectories(whole), trajectories(resumed), strict=True):
+        assert torch.equal(one.x, other.x)
+        assert torch.equal(one.latents, other.latents)
+        assert torch.equal(one.log_probs, other.log_probs)
+
+
+def test_steps_do_not_wait_for_a_commit_and_no_two_are_under_way():
+    answered = threading.Event()
+    under_way, most = [], []
+
+    def before(head):
+        if head["call"] == "commit":
+            under_way.append(head)
+            most.append(len(under_way))
+            answered.wait(20)
+            under_way.remove(head)
+
+    model = Toy()
+
+    def let_go(step):
+        if step == 6:  # the first commit, of step 1, has not been answered so far
+            assert steps_committed(line) == [1]
+            answered.set()
+            while under_way:
+                time.sleep(0.001)
+
+    line = Line(order(commit_every=1))
+    line.before, model.between = before, let_go
+    worker(line, model, overlap_commits=True).serve()
+    assert steps_committed(line)[:2] == [1, 6]
+    assert set(most) == {1}
+
+
+def test_work_that_a_commits_answer_fences_is_dropped_at_the_next_look():
+    line = Line(order(commit_every=2), commit=Fenced(lease=LEASE))
+    model = Toy()
+    worker(line, model).serve()
+    assert model.steps == 3
+    assert line.names() == ["pull", "commit", "pull"]
+
+
+def test_a_fence_for_what_was_held_before_stops_nothing():
+    line = Line(order(commit_every=2), commit=Fenced(lease=LEASE - 1))
+    worker(line).serve()
+    assert "finish" in line.names()
+
+
+# --- notice
+
+
+def test_a_notice_commits_the_step_it_is_heard_at_and_gives_the_lease_back():
+    line = Line(order(2))
+    model = Toy()
+    serving = worker(line, model, draining=lambda: model.steps >= 4)
+    serving.serve_once(wait=False)
+    assert model.steps == 4
+    assert line.names() == ["pull", "commit", "give_back"]
+    assert steps_committed(line) == [4]
+
+
+def test_a_drained_worker_settles_the_commit_under_way_before_its_last():
+    line = Line(order(commit_every=3))
+    ended = []
+
+    def before(head):
+        if head["call"] == "commit":
+            time.sleep(0.1 if not ended else 0.0)
+            ended.append(head["states"][0][1])
+
+    line.before = before
+    model = Toy()
+    serving = worker(line, model, overlap_commits=True, draining=lambda: model.steps >= 4)
+    serving.serve_once(wait=False)
+    assert ended == [3, 4]
+    assert line.names() == ["pull", "commit", "commit", "give_back"]
+
+
+def test_a_drained_worker_sends_what_is_scored_and_asks_for_nothing():
+    line = Line(order())
+    model = Toy()
+    serving = worker(line, model, overlap_scoring=True, draining=lambda: model.steps >= STEPS)
+    serving.serve_once(wait=False)
+    assert isinstance(serving.serve_once(wait=False), Drain)
+    assert line.names() == ["pull", "finish"]
+
+
+def test_a_drained_worker_still_hears_that_it_is_over():
+    line = Line(heartbeat=Exit(reason="target"))
+    assert worker(line, draining=lambda: True).serve() == "target"
+
+
+# --- room
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, MemoryError, RuntimeError])
+def test_a_shape_that_does_not_fit_is_given_back_without_blame_and_not_asked_for_again(error):
+    line = Line(order(2, shape=4), order(2, shape=3), order(2, shape=2))
+    worker(line, Toy(largest=2, error=error)).serve()
+    assert line.names() == ["pull", "give_back", "pull", "give_back", "pull", "finish", "pull"]
+    assert [call["room"] for call in line.of("pull")] == [None, 3, 2, 2]
+
+
+def test_a_reward_that_runs_out_of_memory_is_nobodys_fault_either():
+    line = Line(order(2))
+    serving = worker(line)
+
+    def reward(pictures, prompts):
+        raise torch.OutOfMemoryError("no room to decode")
+
+    serving.reward = reward
+    serving.serve()
+    assert line.names() == ["pull", "give_back", "pull"]
+
+
+def test_other_errors_are_faults():
+    assert not is_out_of_memory(RuntimeError("shapes differ"))
+    line = Line(order())
+    worker(line, Toy(largest=0, error=ValueError)).serve()
+    assert line.names() == ["pull", "fault", "pull"]
+
+
+# --- pulls, pace, weights
+
+
+def test_pulls_are_numbered_and_every_call_names_the_process():
+    line = Line(Wait(), order(commit_every=4), Wait())
+    worker(line, boot=5).serve()
+    assert [call["seq"] for call in line.of("pull")] == [1, 2, 3, 4]
+    assert {call["boot"] for call in line.calls} == {5}
+
+
+def test_a_step_takes_at_least_as_long_as_it_is_told_to():
+    began = time.perf_counter()
+    worker(Line(order()), step_seconds=0.02).serve()
+    assert time.perf_counter() - began >= STEPS * 0.02
+
+
+def test_time_that_only_the_commits_thread_spends_is_not_counted_as_synchronisation():
+    line = Line(order(commit_every=STEPS - 1))
+
+    def slow(head):
+        if head["call"] == "commit":
+            time.sleep(0.3)
+
+    line.before = slow
+    serving = worker(line, overlap_commits=True)
+    serving.serve()
+    ms_per_second = 1 / serving.clock.wall_seconds(1)
+    assert serving.usage.total[str(Phase.SYNC)] < 0.1 * ms_per_second
+
+
+def test_weights_are_set_from_any_buffer_and_a_missing_one_changes_nothing():
+    one, other = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+    parameters = dict(other.named_parameters())
+    data = get_weights(dict(one.named_parameters()))
+    with pytest.raises(KeyError, match="scale"):
+        set_weights(parameters | {"scale": other.bias}, data)
+    assert not torch.equal(one.weight, other.weight)
+    set_weights(parameters, memoryview(bytearray(data)))
+    assert get_weights(parameters) == data
+
+
+def test_weights_that_were_published_anew_meanwhile_are_not_taken_for_held():
+    class Gone:
+        @contextmanager
+        def get(self, weights, digest):
+            yield None
+
+    line = Line(LoadWeights(weights=V0, digest="old"), Wait())
+    worker(line, source=Gone()).serve()
+    assert [call["holds"] for call in line.of("pull")] == [None, None, None]
+
+
+# --- over HTTP
 
 
 def test_a_reward_slower_than_a_lease_loses_nothing(tmp_path):
@@ -23,17 +359,17 @@ def test_a_reward_slower_than_a_lease_loses_nothing(tmp_path):
     torch.set_num_threads(1)
     clock = ScaledClock(origin_ms=time.time_ns() // 1_000_000)
     # Over HTTP, because there the coordinator looks at its leases while the worker waits.
-    front = Front(tmp_path, lease_ms=LEASE_MS)
+    front = Served(tmp_path, RuntimeConfig(lease_seconds=LEASE_SECONDS, first_lease_seconds=LEASE_SECONDS))
     transport, coordinator = front.transport(), front.coordinator
     adapter = load_adapter(ModelConfig())
     scored = []
 
     def slow(pictures, prompts):
-        time.sleep(2 * LEASE_MS / 1000)
+        time.sleep(2 * LEASE_SECONDS)
         scored.append(tuple(prompts))
         return [Score(reward=1.0, metrics={}) for _ in prompts]
 
-    worker = Worker(
+    serving = Worker(
         name="spot/0",
         node="spot",
         workers_of_node=1,
@@ -55,7 +391,7 @@ def test_a_reward_slower_than_a_lease_loses_nothing(tmp_path):
     transport.call({"call": "submit", "task": task_to_dict(task)})
     try:
         while coordinator.queue.wanted(Kind.TRAIN) and len(scored) < 4:
-            worker.serve_once(wait=False)
+            serving.serve_once(wait=False)
     finally:
         front.close()
     assert scored == [("0000",), ("0001",)]

@@ -1,0 +1,46 @@
+"""A coordinator behind its HTTP front on a loopback port, in a thread of the test, so that a test can look inside."""
+
+import threading
+import time
+
+import uvicorn
+
+from engine.clock import ScaledClock
+from engine.config import RuntimeConfig
+from engine.runtime.coordinator import open_coordinator
+from engine.runtime.server import CoordinatorServer, Front, bind
+from engine.runtime.transport import HttpTransport
+from tests.engine.fleet import TOKEN
+
+
+class Served:
+    """`calls`: every head that came in, with the moment (monotonic) it did."""
+
+    def __init__(self, folder, runtime=None, *, port=0):
+        clock = ScaledClock(origin_ms=time.time_ns() // 1_000_000)
+        self.coordinator = open_coordinator(folder, clock=clock, runtime=runtime or RuntimeConfig())
+        self.calls = []
+        answer = self.coordinator.call
+
+        def call(head, blobs):
+            self.calls.append((time.monotonic(), dict(head)))
+            return answer(head, blobs)
+
+        self.coordinator.call = call
+        self._listener = bind("127.0.0.1", port)
+        self.port = self._listener.getsockname()[1]
+        app = CoordinatorServer(Front(self.coordinator), TOKEN).app
+        self._server = uvicorn.Server(uvicorn.Config(app, log_level="warning", ws="none", timeout_graceful_shutdown=1))
+        self._thread = threading.Thread(target=self._server.run, args=([self._listener],))
+        self._thread.start()
+
+    def transport(self):
+        return HttpTransport("127.0.0.1", self.port, TOKEN, patience_seconds=5.0)
+
+    def of(self, name):
+        return [(at, head) for at, head in self.calls if head["call"] == name]
+
+    def close(self):
+        self._server.should_exit = True
+        self._thread.join()
+        self._listener.close()

@@ -1,0 +1,106 @@
+"""A disk that is full makes a run wait and say so; it ends nothing and loses nothing."""
+
+import errno
+import resource
+import subprocess
+from contextlib import contextmanager
+
+import pytest
+
+from engine.clock import ScaledClock
+from engine.events import Progress, Warned
+from engine.runtime import disk
+from engine.runtime.progress import ProgressLog
+from engine.training.checkpoint import CheckpointStore
+from tests.engine.test_checkpoint import FIRST, at
+from tests.engine.test_loop import TINY, build, progress
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch):
+    monkeypatch.setattr(disk, "ASK_AGAIN_SECONDS", 0.01)
+
+
+@contextmanager
+def files_no_larger_than(size):
+    """A write beyond this many bytes is cut short, and the next one fails, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def texts(path):
+    return [Progress.from_json(line).event.text for line in path.read_text().splitlines()]
+
+
+def test_progress_that_finds_no_room_is_kept_and_written_whole_and_in_order(tmp_path):
+    path = tmp_path / "trainer.jsonl"
+    log = ProgressLog(path, run="run", source="trainer", clock=ScaledClock(origin_ms=0))
+    log.write(1, Warned(text="a"))
+    with files_no_larger_than(path.stat().st_size + 20):
+        log.write(1, Warned(text="b"))
+        log.write(1, Warned(text="c"))
+        assert not log.flush()
+        assert texts(path) == ["a"]
+    log.write(1, Warned(text="d"))
+    assert texts(path) == ["a", "b", "c", "d"]
+    assert [Progress.from_json(line).seq for line in path.read_text().splitlines()] == [0, 1, 2, 3]
+
+
+@pytest.fixture
+def small(tmp_path):
+    """A file system of 64 KiB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", folder], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("only root can mount a small file system")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", folder], check=True)
+
+
+def test_a_checkpoint_that_finds_no_room_is_an_oserror_and_does_not_count(small):
+    store = CheckpointStore(f"file://{small}/store")
+    store.save(FIRST, keep=3)
+    rest = small / "rest"
+    rest.write_bytes(b"x" * 40_000)
+    large = at(2).__class__(**{**vars(at(2)), "files": {"weights": b"w" * 40_000}})
+    with pytest.raises(OSError) as full:
+        store.save(large, keep=3)
+    assert full.value.errno == errno.ENOSPC
+    assert store.newest() == FIRST
+    rest.unlink()
+    store.save(large, keep=3)
+    assert store.newest() == large
+
+
+class FullAtFirst(CheckpointStore):
+    """Has no room, `refusals` times."""
+
+    refusals = 0
+
+    def save(self, checkpoint, *, keep):
+        if self.refusals:
+            self.refusals -= 1
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().save(checkpoint, keep=keep)
+
+
+def test_the_trainer_waits_for_room_says_so_once_and_goes_on(tmp_path):
+    run = build(TINY, tmp_path)
+    store = FullAtFirst(f"file://{tmp_path}/store")
+    store.refusals = 3
+    object.__setattr__(run.loop.place, "store", store)
+    assert run.loop.run().reason == "iterations"
+    assert store.refusals == 0
+    warned = [event.text for event in progress(tmp_path, "warned") if "checkpoint store" in event.text]
+    assert len(warned) == 2
+    assert f"{tmp_path}/store" in warned[0]
+    assert "No space left" in warned[0]
+    assert "going on" in warned[1]
+    assert len(progress(tmp_path, "checkpoint_saved")) == TINY.iterations

@@ -1,0 +1,167 @@
+"""A node fetches a version once, however many workers it has and however often they die."""
+
+import multiprocessing
+import os
+import signal
+
+import pytest
+
+from engine.rollout.request import WeightsKey
+from engine.runtime import node_weights
+from engine.runtime.node_weights import SLOTS, NodeMemory, NodeWeights
+from engine.runtime.weight_book import digest_of
+
+V0 = WeightsKey(version=0)
+SIZE = 3_000_000
+CONTEXT = multiprocessing.get_context("forkserver")
+
+
+def weights(number, size=SIZE):
+    return bytes([number]) * size
+
+
+class Book:
+    """What the coordinator would answer, and how often it was asked."""
+
+    def __init__(self, *versions):
+        self.versions = {digest_of(data): data for data in versions}
+        self.asked = 0
+
+    def fetch(self, key, digest):
+        self.asked += 1
+        return self.versions.get(digest)
+
+
+def read(source, data):
+    with source.get(V0, digest_of(data)) as found:
+        return found is not None and bytes(found) == data
+
+
+def work(memory, asked, number, end):
+    """A worker process: loads one version, tells how often it asked for it, and may die afterwards."""
+    book = Book(weights(number))
+    assert read(NodeWeights(memory, book.fetch), weights(number))
+    asked.put(book.asked)
+    if end:
+        asked.close()
+        asked.join_thread()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def run(memory, number, *, killed=False):
+    asked = CONTEXT.Queue()
+    process = CONTEXT.Process(target=work, args=(memory, asked, number, killed))
+    process.start()
+    count = asked.get(timeout=20)
+    process.join()
+    assert process.exitcode == (-signal.SIGKILL if killed else 0)
+    return count
+
+
+def test_two_workers_of_a_node_and_one_that_was_killed_and_started_again_ask_once():
+    memory = NodeMemory.make()
+    assert [run(memory, 1), run(memory, 1, killed=True), run(memory, 1)] == [1, 0, 0]
+    assert run(memory, 2) == 1
+    assert run(memory, 1) == 0
+
+
+class DiesWriting(NodeWeights):
+    def _write(self, handle, data):
+        super()._write(handle, data[: len(data) // 2])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_writing(memory):
+    read(DiesWriting(memory, Book(weights(9)).fetch), weights(9))
+
+
+def test_a_writer_killed_half_way_leaves_no_lock_and_nothing_that_is_taken_for_whole():
+    memory = NodeMemory.make()
+    kept = [weights(number) for number in range(SLOTS)]
+    mine = NodeWeights(memory, Book(*kept, weights(9)).fetch)
+    assert all(read(mine, data) for data in kept)
+    process = CONTEXT.Process(target=die_writing, args=(memory,))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    book = Book(*kept, weights(9))
+    source = NodeWeights(memory, book.fetch)
+    assert all(read(source, data) for data in kept[1:])
+    assert book.asked == 0
+    assert read(source, weights(9))
+    assert read(source, weights(9))
+    assert book.asked == 1
+
+
+def hold(memory, held, let_go):
+    book = Book(weights(0))
+    with NodeWeights(memory, book.fetch).get(V0, digest_of(weights(0))) as data:
+        held.put(book.asked)
+        let_go.wait()
+        held.put(bytes(data) == weights(0))
+
+
+def test_what_is_being_read_is_not_overwritten():
+    memory = NodeMemory.make()
+    book = Book(weights(0), *(weights(number, SIZE // 2) for number in range(1, 6)))
+    source = NodeWeights(memory, book.fetch)
+    read(source, weights(0))
+    held, let_go = CONTEXT.Queue(), CONTEXT.Event()
+    process = CONTEXT.Process(target=hold, args=(memory, held, let_go))
+    process.start()
+    assert held.get(timeout=20) == 0
+    for number in range(1, 6):
+        assert read(source, weights(number, SIZE // 2))
+    let_go.set()
+    assert held.get(timeout=20)
+    process.join()
+
+
+def fetch_for_ever(memory, begun):
+    def fetch(key, digest):
+        begun.set()
+        signal.pause()
+
+    read(NodeWeights(memory, fetch), weights(1))
+
+
+def test_a_worker_that_freezes_while_it_fetches_holds_up_the_others_only_so_long(monkeypatch):
+    monkeypatch.setattr(node_weights, "PATIENCE_SECONDS", 0.2)
+    memory, begun = NodeMemory.make(), CONTEXT.Event()
+    process = CONTEXT.Process(target=fetch_for_ever, args=(memory, begun))
+    process.start()
+    try:
+        assert begun.wait(20)
+        book = Book(weights(1))
+        assert read(NodeWeights(memory, book.fetch), weights(1))
+        assert book.asked == 1
+    finally:
+        process.kill()
+        process.join()
+
+
+def test_the_memory_keeps_the_newest_versions_and_writes_over_the_oldest():
+    memory = NodeMemory.make()
+    versions = [weights(number, size=1000 + number) for number in range(SLOTS + 1)]
+    book = Book(*versions)
+    source = NodeWeights(memory, book.fetch)
+    assert all(read(source, data) for data in versions)
+    assert all(read(source, data) for data in versions[1:])
+    assert book.asked == len(versions)
+    assert read(source, versions[0])
+    assert book.asked == len(versions) + 1
+
+
+def test_what_was_published_anew_meanwhile_is_not_there():
+    with NodeWeights(NodeMemory.make(), Book().fetch).get(V0, "gone") as data:
+        assert data is None
+
+
+def test_an_error_while_fetching_leaves_the_way_free_for_the_next():
+    def broken(key, digest):
+        raise RuntimeError("no coordinator")
+
+    memory = NodeMemory.make()
+    with pytest.raises(RuntimeError, match="no coordinator"):
+        read(NodeWeights(memory, broken), weights(1))
+    assert run(memory, 1) == 1
