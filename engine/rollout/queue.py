@@ -181,8 +181,9 @@ class _Worker:
     work: Work | None = None
     """The answer to pull number `seq`, if it was work."""
     leases: set[int] = field(default_factory=set)
-    suspects: list[RequestId] = field(default_factory=list)
-    """What it held when it was last given up: to blame if the process turns out to have died while its node lives."""
+    suspects: list[tuple[RequestId, bool]] = field(default_factory=list)
+    """What it held when it was last given up, and whether alone in its lease: to blame if the process turns out to have
+    died while its node lives."""
     told_room: int | None = None
 
 
@@ -394,7 +395,7 @@ class Queue:
         self._requeue(number, now_ms)
         self.events.append(Warned(text=f"{worker} failed: {text}"))
         for request in reversed(requests):
-            self._blame(request, text)
+            self._blame(request, text, alone=len(requests) == 1)
         return Wait()
 
     # --- what is known of workers and nodes ---------------------------------------------------------------
@@ -498,7 +499,8 @@ class Queue:
         if record.boot > member.boot:
             for number in sorted(member.leases, reverse=True):
                 self._requeue(number, now_ms)
-        member.boot, member.seq = record.boot, max(member.seq, record.seq)
+            member.boot, member.seq = record.boot, -1
+        member.seq = max(member.seq, record.seq)
         wanted = (self._items[request] for request in record.requests if request in self._items)
         items = [i for i in wanted if i.attempt.weights == record.weights and i.attempt.request not in self.poisoned]
         if not record.copy:
@@ -626,8 +628,8 @@ class Queue:
             if lease.worker == worker or not pace or task.requests[0].kind is not kind:
                 continue
             items = [self._items[request] for request in lease.requests]
-            if any(len(item.leases) > 1 for item in items) or (room is not None and task.shape > room):
-                continue
+            if any(len(item.leases) > 1 or item.deaths for item in items) or (room is not None and task.shape > room):
+                continue  # a suspect is never made twice at once: it would bring down two workers at a time
             step = min(item.attempt.step for item in items)
             end_ms = lease.end_ms(now_ms)
             if end_ms > latest and now_ms + pace * (task.steps - step + 1) < end_ms:
@@ -773,13 +775,17 @@ class Queue:
         held = [(self._leases[number].worker, list(self._leases[number].requests)) for number in ordered]
         lost = sum(self._requeue(number, now_ms) for number in reversed(ordered))
         for worker, requests in held:
-            self._workers[worker].suspects += requests
+            self._workers[worker].suspects += [(request, len(requests) == 1) for request in requests]
         if ordered or reason == GIVEN_UP:
             fenced = sum(len(requests) for _, requests in held)
             self.events.append(NodeMissed(node=node, reason=reason, lost_steps=lost, fenced_requests=fenced))
 
-    def _blame(self, request: RequestId, text: str) -> None:
-        """A worker came down with this request. Who got further than the last time is not the cause."""
+    def _blame(self, request: RequestId, text: str, *, alone: bool) -> None:
+        """A worker came down with this request. Who got further than the last time is not the cause.
+
+        Nothing is reported that was not made `alone` at last: deaths are heard of late, so that the third of one that
+        is innocent may be of a lease that was given out before the first was known.
+        """
         item = self._items.get(request)
         if item is None or request in self.poisoned:
             return
@@ -788,7 +794,7 @@ class Queue:
             self._stop_waiting(item)
         item.deaths = 1 if item.attempt.step > item.died_at else item.deaths + 1
         item.died_at = item.attempt.step
-        if item.deaths >= MOST_DEATHS and not item.leases:
+        if item.deaths >= MOST_DEATHS and alone and not item.leases:
             self.poisoned[request] = text
             self.events.append(Warned(text=f"{request.prompt!r} brought down {item.deaths} workers and waits: {text}"))
         elif waits:
@@ -858,8 +864,8 @@ class Queue:
             self._give_away(member.leases, name, "its worker started anew", now_ms)
             suspects = member.suspects
             member.boot, member.seq, member.work, member.suspects = boot, -1, None, []
-            for request in reversed(suspects):
-                self._blame(request, f"{worker} died while it made this")
+            for request, alone in reversed(suspects):
+                self._blame(request, f"{worker} died while it made this", alone=alone)
         else:
             member.suspects = []
         return member

@@ -43,8 +43,10 @@ from engine.runtime.journal import Journal
 from engine.runtime.progress import ProgressLog
 from engine.runtime.weight_book import WeightBook, digest_of
 
-LEASES_PER_START = 1_000_000_000
-"""Every start of a coordinator begins a range of lease numbers of its own, so that none is given twice."""
+LEASES_PER_MS = 10_000
+LEASES_PER_START = 1_000_000
+"""Every start of a coordinator begins its lease numbers above those of all earlier ones: by the time of day, because
+one that starts on a new machine knows of none, and by what its journal holds, because clocks may be set back."""
 
 USAGE_EVERY_WALL_SECONDS = 1.0
 
@@ -65,7 +67,9 @@ class Coordinator:
         self.changes = 0
         """Grows whenever an answer of `Wait` might have become another one."""
         self.lineage = 0
-        self._starts = 0
+        self._first_lease = 0
+        self._heard = [0, 0]
+        """Boot and number of the trainer's newest order: one that comes late, from before it, changes nothing."""
         self._tasks: list[Task] = []
         self._digests: dict[WeightsKey, str] = {}
         self._order: dict[tuple[Kind, int], list[RequestId]] = defaultdict(list)
@@ -119,20 +123,29 @@ class Coordinator:
         match head["call"]:
             case "peek":
                 return self._known(), {}
+            case "collect":
+                return self._collect(head, now_ms)
+        said = [head.get("boot", 0), head.get("seq", 0)]
+        if said < self._heard:
+            return {"do": "late"}, {}
+        self._heard = said
+        match head["call"]:
             case "hello":
+                self._record({"op": "hello", "lineage": head["lineage"], "said": said})
                 self._hello(head["lineage"])
+                self._compact()
             case "submit":
                 task = task_from_dict(head["task"])
-                self._record({"op": "submit", "task": head["task"]})
+                self._record({"op": "submit", "task": head["task"], "said": said})
                 self._submit(task)
             case "publish":
                 digest = self._publish(weights_from_list(head["weights"]), blobs["weights"])
                 self.changes += 1
                 return {"do": "published", "digest": digest}, {}
             case "withdraw":
+                self._record({"op": "withdraw", "batches": head["batches"], "said": said})
                 self._withdraw([(Kind(kind), batch) for kind, batch in head["batches"]])
-            case "collect":
-                return self._collect(head, now_ms)
+                self._compact()
             case "stop":
                 self.stop(head["reason"])
             case other:
@@ -159,6 +172,7 @@ class Coordinator:
             self.changes += 1
         if self._progress is None:
             return
+        self._progress.flush()
         while self.queue.events:
             self._progress.write(self.lineage, self.queue.events[0])
             self.queue.events.pop(0)
@@ -188,6 +202,7 @@ class Coordinator:
         return reply
 
     def _finish(self, head: Mapping[str, Any], blobs: Blobs, now_ms: int) -> Reply:
+        self._renew(head, now_ms)
         # Only what the queue will take is remembered, or a restart would take what was fenced.
         held = set(self.queue.held(head["worker"], head["lease"]))
         results = [result for result in map(finished_from_dict, head["results"]) if result.request in held]
@@ -201,6 +216,7 @@ class Coordinator:
         return reply
 
     def _commit(self, head: Mapping[str, Any], blobs: Blobs, now_ms: int) -> Reply:
+        self._renew(head, now_ms)
         held = set(self.queue.held(head["worker"], head["lease"]))
         named = {request_from_list(raw): (step, name) for raw, step, name in head["states"]}
         states = {request: state for request, state in named.items() if request in held}
@@ -209,6 +225,10 @@ class Coordinator:
             self._record({"op": "commit", "states": kept}, {name: blobs[name] for _, name in states.values()})
         cost_ms = head.get("commit_ms")
         return self.queue.commit(head["worker"], head["node"], head["lease"], states, now_ms=now_ms, cost_ms=cost_ms)
+
+    def _renew(self, head: Mapping[str, Any], now_ms: int) -> None:
+        """Who speaks for its lease keeps it, even if there is no room for what it says."""
+        self.queue.heartbeat(head["worker"], head["node"], {head["lease"]: 0}, now_ms=now_ms)
 
     def _note_usage(self, head: Mapping[str, Any], now_ms: int) -> None:
         """Add what a worker says it did since it last called; `of` is the number of workers of its node."""
@@ -243,7 +263,6 @@ class Coordinator:
         if lineage != self.lineage:
             self.lineage = lineage
             self._withdraw_all()
-            self._compact()
 
     def _submit(self, task: Task) -> None:
         self._tasks.append(task)
@@ -252,7 +271,8 @@ class Coordinator:
     def _publish(self, weights: WeightsKey, data: bytes) -> str:
         digest = digest_of(data)
         self._book.write(weights, data)
-        self._record({"op": "publish", "weights": weights_to_list(weights), "digest": digest})
+        record = {"op": "publish", "weights": weights_to_list(weights), "digest": digest, "said": self._heard}
+        self._record(record)
         self._digests[weights] = digest
         self.queue.publish(weights, digest)
         return digest
@@ -270,7 +290,6 @@ class Coordinator:
         for weights in self.queue.forget_weights(keep):
             self._digests.pop(weights, None)
             self._book.drop(weights)
-        self._compact()
 
     def _collect(self, head: Mapping[str, Any], now_ms: int) -> tuple[Head, dict[str, bytes]]:
         """Results of a batch from the `have`-th on, in the order they came, with their trajectories.
@@ -279,6 +298,7 @@ class Coordinator:
         """
         kind, batch = Kind(head["kind"]), head["batch"]
         found = [self.queue.finished[request] for request in self._order[kind, batch][head["have"] :]]
+        self._remember_poison()
         poisoned = [text for request, text in self.queue.poisoned.items() if request.kind == kind]
         answer = {
             "do": "results",
@@ -317,11 +337,14 @@ class Coordinator:
     def _restore(self) -> None:
         leases: list[LeaseRecord] = []
         for record in self.journal.replay():
+            self._heard = max(self._heard, record.get("said", self._heard))
             match record["op"]:
                 case "start":
-                    self._starts = record["count"]
+                    self._first_lease = record["first_lease"]
                 case "hello":
-                    self.lineage = record["lineage"]
+                    self._hello(record["lineage"])
+                case "withdraw":
+                    self._withdraw([(Kind(kind), batch) for kind, batch in record["batches"]])
                 case "submit":
                     self._submit(task_from_dict(record["task"]))
                 case "publish":
@@ -345,10 +368,12 @@ class Coordinator:
         now_ms = self._clock.now_ms()
         for lease in leases:
             self.queue.restore_lease(lease, now_ms=now_ms)
+        self.queue.tick(now_ms)  # from here on a pause of our own is noticed
         self._poisoned_known = set(self.queue.poisoned)
-        self._starts += 1
-        self.queue.begin_leases(self._starts * LEASES_PER_START)
-        self._record({"op": "start", "count": self._starts})
+        known = max([self._first_lease, *(lease.number for lease in leases)])
+        self._first_lease = max(known + LEASES_PER_START, now_ms * LEASES_PER_MS)
+        self.queue.begin_leases(self._first_lease)
+        self._record({"op": "start", "first_lease": self._first_lease})
         self.journal.sync()
 
     def _withdraw_all(self) -> None:
@@ -361,8 +386,8 @@ class Coordinator:
     def _compact(self) -> None:
         """Rewrite the journal with what is still wanted; blobs of trained batches go."""
         records: list[tuple[Head, dict[str, bytes]]] = [
-            ({"op": "start", "count": self._starts}, {}),
-            ({"op": "hello", "lineage": self.lineage}, {}),
+            ({"op": "start", "first_lease": self._first_lease}, {}),
+            ({"op": "hello", "lineage": self.lineage, "said": self._heard}, {}),
         ]
         for weights, digest in self._digests.items():
             records.append(({"op": "publish", "weights": weights_to_list(weights), "digest": digest}, {}))
@@ -382,7 +407,10 @@ class Coordinator:
                 kept = result.trajectory
                 blobs = {} if kept is None else {kept: self.journal.blob(kept)}
                 records.append(({"op": "finish", "results": [finished_to_dict(result)]}, blobs))
-        self.journal.rewrite(records)
+        with contextlib.suppress(
+            OSError
+        ):  # the disk is full: what is not wanted stays in the journal until the next time
+            self.journal.rewrite(records)
 
 
 def open_coordinator(
