@@ -1,5 +1,7 @@
 # `make quickstart` and `make test` do all of their own set-up on a machine that has Python 3.11 or newer.
+# `make quickstart RUNTIME=ray` runs the same job on a Ray cluster, and installs Ray for it.
 PYTHON ?= python3
+RUNTIME ?= local
 VENV := .venv
 BIN := $(VENV)/bin
 LOCK := engine/versions.lock
@@ -24,10 +26,15 @@ $(VENV)/.engine: pyproject.toml $(LOCK) | $(BIN)/python
 $(VENV)/.everything: pyproject.toml $(LOCK) | $(BIN)/python
 	@echo "installing everything into $(VENV) (a few minutes the first time)"
 	$(PIP) --editable '.[all]'
-	@touch $(VENV)/.engine $@
+	@touch $(VENV)/.engine $(VENV)/.ray $@
 
-quickstart: $(VENV)/.engine
-	$(BIN)/spotrl launch sky_yamls/quickstart.yaml --yes --name quickstart-$$(date +%m%d-%H%M%S) \
+$(VENV)/.ray: $(VENV)/.engine
+	@echo "installing Ray into $(VENV)"
+	$(PIP) --editable '.[engine,ray]'
+	@touch $@
+
+quickstart: $(VENV)/.engine $(if $(filter ray,$(RUNTIME)),$(VENV)/.ray)
+	$(BIN)/spotrl launch sky_yamls/quickstart.yaml --yes --name quickstart-$$(date +%m%d-%H%M%S) --runtime $(RUNTIME) \
 	  --on-exit down --result result.json --html report.html
 	@echo "The report is in report.html, its figures in result.json."
 

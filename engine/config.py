@@ -200,6 +200,8 @@ class RuntimeConfig(Strict):
     """Mean life of a spot node (run's clock) that `auto` starts from; what the run itself sees is added to it."""
     step_seconds: Annotated[float, Field(ge=0.0)] = 0.0
     """A denoising step takes at least so long: for drills and benchmarks."""
+    trace_steps: bool = False
+    """Every worker writes down the steps that it finishes, with the time: `traces/` in its node's folder."""
     trainer_threads: Annotated[int, Field(ge=0)] = 0
     """torch threads of the trainer on a CPU; 0: one if spot workers explore beside it, else one per core."""
 

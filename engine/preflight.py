@@ -4,6 +4,7 @@ Imports the reward and calls it once on one picture, reads the prompts, and says
 Exit code 0: fine; 3: {"field", "found", "remedy"}. A process of its own, so that the launcher never loads torch.
 """
 
+import importlib.util
 import json
 import sys
 import traceback
@@ -27,6 +28,9 @@ class JobUnfit(Exception):
 
 def check(config: EngineConfig, workdir: str | None) -> dict[str, object]:
     """What was tried, as values to show. Raises JobUnfit."""
+    if config.runtime.name == "ray" and importlib.util.find_spec("ray") is None:
+        remedy = "pip install 'spotrl[ray]', or use runtime: local"
+        raise JobUnfit("runtime", "runtime is ray, which is not installed here", remedy)
     try:
         prompts = prompt_source(config, workdir)
         prompt = prompts.batch(0)[0]

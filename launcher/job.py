@@ -48,6 +48,7 @@ FLAGS = {
     "infra": "--infra",
     "iterations": "--iterations",
     "seed": "--seed",
+    "runtime": "--runtime",
     "budget.max_total": "--max-total",
     "budget.max_hourly": "--max-hourly",
 }

@@ -148,7 +148,7 @@ class _Lease:
     seq: int
     """The pull that it answered."""
     of: _Submitted
-    requests: list[RequestId]
+    requests: dict[RequestId, _Item]
     first_step: int
     granted_ms: int
     heard_ms: int
@@ -371,8 +371,9 @@ class Queue:
             return Fenced(lease=number)
         lease = self._leases[number]
         for request, (step, blob) in states.items():
-            if request in lease.requests:
-                self._commit_state(self._items[request], step, blob)
+            item = lease.requests.get(request)
+            if item is not None:
+                self._commit_state(item, step, blob)
         if states:
             self._hear(lease, max(step for step, _ in states.values()), now_ms)
         if cost_ms is not None:
@@ -550,13 +551,14 @@ class Queue:
         numbers = self._leases if number is None else [n for n in (number,) if n in self._leases]
         for known in numbers:
             lease = self._leases[known]
+            weights = lease.of.task.weights
             assert lease.requests, f"lease {known} holds nothing"
             assert known in self._workers[lease.worker].leases, f"lease {known} is unknown to its worker"
-            for request in lease.requests:
-                item = self._items[request]
+            for request, item in lease.requests.items():
+                assert self._items[request] is item, f"lease {known} holds an attempt at {request} that is over"
                 assert known in item.leases, f"{request} does not know its lease {known}"
                 assert item.place is None, f"{request} is leased and waits"
-                assert item.of.task.weights == item.attempt.weights == lease.of.task.weights, f"{request}: two versions"
+                assert item.attempt.weights is weights or item.attempt.weights == weights, f"{request}: two versions"
         if number is not None:
             return
         for request, item in self._items.items():
@@ -627,7 +629,7 @@ class Queue:
             task, pace = lease.of.task, lease.of.pace.step_ms
             if lease.worker == worker or not pace or task.requests[0].kind is not kind:
                 continue
-            items = [self._items[request] for request in lease.requests]
+            items = list(lease.requests.values())
             if any(len(item.leases) > 1 or item.deaths for item in items) or (room is not None and task.shape > room):
                 continue  # a suspect is never made twice at once: it would bring down two workers at a time
             step = min(item.attempt.step for item in items)
@@ -697,7 +699,7 @@ class Queue:
             boot=member.boot,
             seq=member.seq,
             of=of,
-            requests=[item.attempt.request for item in items],
+            requests={item.attempt.request: item for item in items},
             first_step=step,
             granted_ms=now_ms,
             heard_ms=now_ms,
@@ -731,7 +733,7 @@ class Queue:
             self._stop_waiting(item)
         for number in item.leases:
             lease = self._leases[number]
-            lease.requests.remove(item.attempt.request)
+            del lease.requests[item.attempt.request]
             if not lease.requests:
                 self._end(number)
         item.leases = []
@@ -761,8 +763,7 @@ class Queue:
         """
         lease = self._end(number)
         made, lost = lease.made_by(now_ms), 0
-        for request in reversed(lease.requests):
-            item = self._items[request]
+        for item in reversed(lease.requests.values()):
             item.leases.remove(number)
             if item.leases:
                 continue  # somebody else makes it too

@@ -20,6 +20,8 @@ class Kind(StrEnum):
     EVALUATE = "evaluate"
     EXPLORE = "explore"
 
+    __hash__ = str.__hash__
+
 
 class Stream(StrEnum):
     """Seeds of different streams never meet: exploration candidates are train seeds of their batch."""
@@ -48,6 +50,9 @@ class RequestId:
     prompt: str
     seed: int
     kind: Kind
+
+    def __hash__(self) -> int:
+        return hash((self.batch, self.seed))  # what tells them apart; the queue looks them up all the time
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

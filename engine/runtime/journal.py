@@ -55,7 +55,7 @@ class Journal:
         self._end = start + len(whole)
         if durable:
             self._appended += len(whole)
-        self._index(body, start + _HEAD.size)
+        self._index(blobs, self._end)
 
     def sync(self) -> None:
         """Everything appended so far survives the machine's power. May run in a thread."""
@@ -104,17 +104,18 @@ class Journal:
             body = data[start : start + size]
             if magic != _MAGIC or len(body) != size or zlib.crc32(body) != crc:
                 break
-            self._records.append(unpack(body)[0])
-            self._index(body, start)
+            record, blobs = unpack(body)
+            self._records.append(record)
             self._end = start + size
+            self._index(blobs, self._end)
         # Unbuffered: what a full disk refused must not be written later, when the file object is closed.
         file = self._path.open("a+b", buffering=0)
         file.truncate(self._end)
         return file
 
-    def _index(self, body: bytes, start: int) -> None:
-        _, blobs = unpack(body)
-        offset = start + len(body) - sum(len(data) for data in blobs.values())
+    def _index(self, blobs: Blobs, end: int) -> None:
+        """Remember where the blobs of the record that ends here are."""
+        offset = end - sum(len(data) for data in blobs.values())
         for name, data in blobs.items():
             self._blobs[name] = (offset, len(data))
             offset += len(data)

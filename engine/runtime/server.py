@@ -1,49 +1,166 @@
-"""The coordinator's HTTP front: loopback or a private address, a token on every call, JSON and raw bytes.
+"""The coordinator's front: patience, durability and waking, and HTTP over them.
+
+`Front` is what every carrier uses (HTTP here, Ray in ray_coordinator.py). Answers leave only after the journal is
+durable; callers that arrive while one fsync runs share the next. `CoordinatorServer` speaks HTTP on loopback or a
+private address, with a token on every call, JSON and raw bytes:
 
     POST /call       workers and trainer (engine/rollout/wire.py frames)
+    GET  /presence   ?worker=&node=&boot=: stays open as long as the worker lives; its end is the worker's end
     POST /capacity   the launcher's snapshot (engine/events.py, JSON)
     POST /stop       {"reason": ...}
     GET  /health     who is here
+    GET  /ray        {"address": ...} of this run's Ray cluster; 404 when it has none
 
-Answers leave only after the journal is durable; callers that arrive while one fsync runs share the next.
+A full disk is answered with 507: the caller asks again until there is room. A disk that fails to *keep* what was
+written ends this process: memory would be ahead of the journal, and the next process starts from the journal.
 """
 
 import asyncio
 import contextlib
 import hmac
 import json
+import os
 import socket
-from collections.abc import AsyncIterator
+import time
+import traceback
+from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from engine.events import Capacity
-from engine.rollout.wire import pack, unpack
+from engine.rollout.wire import Blobs, pack, unpack
 from engine.runtime.coordinator import Coordinator, is_nothing
 
 TICK_SECONDS = 0.05
 LONGEST_WAIT_SECONDS = 2.0
+BIND_SECONDS = 20.0
+"""How long a coordinator waits for its port: the one before it may still be ending."""
+
+PULSE_SECONDS = 5.0
+"""A presence connection carries a byte this often, so that nothing on the way takes it for dead."""
 
 
-class CoordinatorServer:
-    """Serves one coordinator. All state is touched from the event loop's thread only."""
+def bind(host: str, port: int) -> socket.socket:
+    """A socket on the coordinator's port. Raises OSError when somebody else keeps it."""
+    until = time.monotonic() + BIND_SECONDS
+    while True:
+        # With the protocol named asyncio turns Nagle's algorithm off; without it every answer takes 40 ms.
+        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((host, port))
+            return listener
+        except OSError:
+            listener.close()
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.2)
 
-    def __init__(self, coordinator: Coordinator, token: str) -> None:
-        self._coordinator = coordinator
-        self._token = token
+
+def end_process(reason: str) -> None:
+    """This memory is not to be trusted any more: nothing is acknowledged from it; the next process has the journal."""
+    print(f"the coordinator ends itself: {reason}", flush=True)
+    os._exit(1)
+
+
+class Front:
+    """Answers calls for one coordinator. All state is touched from one event loop's thread only."""
+
+    def __init__(self, coordinator: Coordinator, *, end: Callable[[str], None] = end_process) -> None:
+        self.coordinator = coordinator
+        self._end = end
         self._changed = asyncio.Event()
         self._seen_changes = 0
         self._sync_lock = asyncio.Lock()
         self._durable = 0
+        self._call_trouble: str | None = None
+        self._tick_trouble: str | None = None
+
+    @property
+    def trouble(self) -> str | None:
+        """Why the run stands still (a full disk), in words; None when it does not."""
+        return self._call_trouble or self._tick_trouble
+
+    async def answer(self, head: dict[str, Any], blobs: Blobs) -> tuple[dict[str, Any], dict[str, bytes]]:
+        """One call. Raises ValueError or KeyError for one that makes no sense, OSError when the disk is full."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + min(head.pop("wait_ms", 0) / 1000, LONGEST_WAIT_SECONDS)
+        while True:
+            changed = self._changed
+            try:
+                answer, answer_blobs = self.coordinator.call(head, blobs)
+            except OSError as error:
+                self._call_trouble = f"the coordinator's disk: {error}"
+                raise
+            head.pop("usage", None)  # counted once, however long the caller is kept
+            self.wake()
+            left = until - loop.time()
+            if not is_nothing(answer) or left <= 0:
+                break
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(changed.wait(), left)
+        await self._sync()
+        return answer, answer_blobs
+
+    async def keep_ticking(self) -> None:
+        """For ever: leases expire and the launcher hears what happened, whether anyone calls or not."""
+        while True:
+            try:
+                self.coordinator.tick()
+                self._tick_trouble = None
+            except OSError as error:
+                # A full disk under the progress file: leases must expire all the same; the next tick tries again.
+                if self._tick_trouble is None:
+                    print(f"the coordinator's disk: {error}", flush=True)
+                self._tick_trouble = f"the coordinator's disk: {error}"
+            except Exception as error:
+                traceback.print_exc()
+                self._end(f"leases would never expire again: {error!r}")
+                raise
+            self.wake()
+            await asyncio.sleep(TICK_SECONDS)
+
+    def wake(self) -> None:
+        """Let patient callers ask again, if anything changed."""
+        if self.coordinator.changes != self._seen_changes:
+            self._seen_changes = self.coordinator.changes
+            self._changed.set()
+            self._changed = asyncio.Event()
+
+    async def _sync(self) -> None:
+        wanted = self.coordinator.journal.position()
+        async with self._sync_lock:
+            if self._durable < wanted:
+                reached = self.coordinator.journal.position()
+                try:
+                    await asyncio.to_thread(self.coordinator.journal.sync)
+                except OSError as error:
+                    self._end(f"the journal is not durable: {error}")
+                    raise
+                self._durable = reached
+                self._call_trouble = None
+
+
+class CoordinatorServer:
+    """Carries HTTP to a front. `ray_address`: of this run's Ray cluster, if it has one."""
+
+    def __init__(self, front: Front, token: str, *, ray_address: str | None = None) -> None:
+        self._front = front
+        self._token = token
+        self._ray_address = ray_address
         routes = [
             Route("/call", self._call, methods=["POST"]),
+            Route("/presence", self._presence),
             Route("/capacity", self._capacity, methods=["POST"]),
             Route("/stop", self._stop, methods=["POST"]),
             Route("/health", self._health),
+            Route("/ray", self._ray),
         ]
         self.app = Starlette(routes=routes, lifespan=self._lifespan)
 
@@ -53,33 +170,9 @@ class CoordinatorServer:
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, _app: Starlette) -> AsyncIterator[None]:
-        ticking = asyncio.create_task(self._tick())
+        ticking = asyncio.create_task(self._front.keep_ticking())
         yield
         ticking.cancel()
-
-    async def _tick(self) -> None:
-        while True:
-            try:
-                self._coordinator.tick()
-            except OSError as error:
-                # A full disk under the progress file: leases must expire all the same; the next tick tries again.
-                print(f"the coordinator's disk: {error}", flush=True)
-            self._wake()
-            await asyncio.sleep(TICK_SECONDS)
-
-    def _wake(self) -> None:
-        if self._coordinator.changes != self._seen_changes:
-            self._seen_changes = self._coordinator.changes
-            self._changed.set()
-            self._changed = asyncio.Event()
-
-    async def _sync(self) -> None:
-        wanted = self._coordinator.journal.position()
-        async with self._sync_lock:
-            if self._durable < wanted:
-                reached = self._coordinator.journal.position()
-                await asyncio.to_thread(self._coordinator.journal.sync)
-                self._durable = reached
 
     def _refuse(self, request: Request) -> Response | None:
         given = request.headers.get("authorization", "")
@@ -90,36 +183,39 @@ class CoordinatorServer:
     async def _call(self, request: Request) -> Response:
         if refused := self._refuse(request):
             return refused
-        loop = asyncio.get_running_loop()
         try:
-            head, blobs = unpack(await request.body())
-            until = loop.time() + min(head.pop("wait_ms", 0) / 1000, LONGEST_WAIT_SECONDS)
-            while True:
-                changed = self._changed
-                answer, answer_blobs = self._coordinator.call(head, blobs)
-                head.pop("usage", None)  # counted once, however long the caller is kept
-                self._wake()
-                left = until - loop.time()
-                if not is_nothing(answer) or left <= 0:
-                    break
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(changed.wait(), left)
-            await self._sync()
+            answer, blobs = await self._front.answer(*unpack(await request.body()))
         except (ValueError, KeyError) as error:
             return PlainTextResponse(f"{type(error).__name__}: {error}", status_code=400)
         except OSError as error:
             return PlainTextResponse(f"the coordinator's disk: {error}", status_code=507)
-        return Response(pack(answer, answer_blobs), media_type="application/octet-stream")
+        return Response(pack(answer, blobs), media_type="application/octet-stream")
+
+    async def _presence(self, request: Request) -> Response:
+        if refused := self._refuse(request):
+            return refused
+        try:
+            asked = request.query_params
+            died = {
+                "call": "died",
+                "worker": asked["worker"],
+                "node": asked["node"],
+                "boot": int(asked["boot"]),
+                "reason": "its connection closed",
+            }
+        except (KeyError, ValueError) as error:
+            return PlainTextResponse(f"{type(error).__name__}: {error}", status_code=400)
+        return _Presence(self._front, died)
 
     async def _capacity(self, request: Request) -> Response:
         if refused := self._refuse(request):
             return refused
         try:
-            self._coordinator.set_capacity(Capacity.from_json((await request.body()).decode()))
+            self._front.coordinator.set_capacity(Capacity.from_json((await request.body()).decode()))
         except ValueError as error:
             return PlainTextResponse(str(error), status_code=400)
-        self._wake()
-        return JSONResponse({"ok": True})
+        self._front.wake()
+        return JSONResponse({"ok": True, "trouble": self._front.trouble})
 
     async def _stop(self, request: Request) -> Response:
         if refused := self._refuse(request):
@@ -129,9 +225,45 @@ class CoordinatorServer:
             reason = str(order.get("reason", "stopped"))
         except (ValueError, AttributeError) as error:
             return PlainTextResponse(f"not a stop order: {error}", status_code=400)
-        self._coordinator.stop(reason)
-        self._wake()
+        self._front.coordinator.stop(reason)
+        self._front.wake()
         return JSONResponse({"ok": True})
 
     async def _health(self, request: Request) -> Response:
-        return self._refuse(request) or JSONResponse({"lineage": self._coordinator.lineage})
+        known = {"lineage": self._front.coordinator.lineage, "trouble": self._front.trouble}
+        return self._refuse(request) or JSONResponse(known)
+
+    async def _ray(self, request: Request) -> Response:
+        if refused := self._refuse(request):
+            return refused
+        if self._ray_address is None:
+            return PlainTextResponse("this run has no Ray cluster", status_code=404)
+        return JSONResponse({"address": self._ray_address})
+
+
+class _Presence(Response):
+    """Held open while the worker lives. The kernel closes a killed process's connection, whoever killed it."""
+
+    def __init__(self, front: Front, died: dict[str, Any]) -> None:
+        super().__init__()
+        self._front, self._died = front, died
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = [(b"content-type", b"application/octet-stream")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        try:
+            while True:
+                await send({"type": "http.response.body", "body": b".", "more_body": True})
+                if await self._is_gone(receive):
+                    return
+        finally:
+            await self._front.answer(self._died, {})
+
+    async def _is_gone(self, receive: Receive) -> bool:
+        try:
+            async with asyncio.timeout(PULSE_SECONDS):
+                while (await receive())["type"] != "http.disconnect":
+                    pass
+        except TimeoutError:
+            return False
+        return True

@@ -68,6 +68,7 @@ RELEASE_SECONDS = 60.0
 @click.option("--max-hourly", help="Most that may run at once, per hour.")
 @click.option("--iterations", type=int, help="End after so many trained batches.")
 @click.option("--seed", type=int, help="Seed of everything random.")
+@click.option("--runtime", help="What carries the engine: local (processes) or ray.")
 @click.option("--set", "settings", multiple=True, metavar="FIELD=VALUE", help="Any field of the job; may be repeated.")
 @click.option("-y", "--yes", is_flag=True, help="Do not ask before starting.")
 @click.option("--dry-run", is_flag=True, help="Check the job and show the plan; start nothing.")

@@ -3,6 +3,7 @@
 Stands where the launcher would: starts nodes, takes them away, and says what there is.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -21,20 +22,21 @@ from engine.config import ClockConfig, EngineConfig, NodeSpec
 from engine.events import Capacity, Market, NodeCapacity, NodeState, Progress
 
 TOKEN = "test-token"
+AUTHORIZED = {"Authorization": f"Bearer {TOKEN}"}
 
 
 class Fleet:
     """Nodes of one run under a folder; `close` leaves no process behind."""
 
-    def __init__(self, folder: Path, engine: EngineConfig, *, run: str = "fleet") -> None:
-        self.folder, self.engine, self.run = folder, engine, run
+    def __init__(self, folder: Path, engine: EngineConfig, *, run: str = "fleet", workdir: Path | None = None) -> None:
+        self.folder, self.engine, self.run, self.workdir = folder, engine, run, workdir
         self.clock = ClockConfig(origin_ms=time.time_ns() // 1_000_000)
         self.port = free_port()
-        self.agents: dict[str, subprocess.Popen[bytes]] = {}
+        self.agents: dict[str, Any] = {}
         self._generation = 0
 
-    def start(self, node: str, *, workers: int = 1) -> None:
-        """A node called `trainer...` trains; any other is a spot node."""
+    def start(self, node: str, *, workers: int = 1, module: str = "engine.runtime.agent") -> None:
+        """A node called `trainer...` trains; any other is a spot node. `module`: what it runs."""
         folder = self.folder / "nodes" / node
         (folder / "logs").mkdir(parents=True, exist_ok=True)
         trains = node.startswith("trainer")
@@ -50,12 +52,16 @@ class Fleet:
             token=TOKEN,
             clock=self.clock,
             engine=self.engine,
+            workdir=None if self.workdir is None else str(self.workdir),
         )
         (folder / "node.json").write_text(spec.model_dump_json())
-        with (folder / "logs" / "agent.log").open("ab") as log:
-            self.agents[node] = subprocess.Popen(
-                [sys.executable, "-m", "engine.runtime.agent", str(folder / "node.json")],
-                stdout=log,
+        self.agents[node] = self._spawn(module, folder / "node.json", folder / "logs" / "agent.log")
+
+    def _spawn(self, module: str, node_file: Path, log: Path) -> Any:
+        with log.open("ab") as file:
+            return subprocess.Popen(
+                [sys.executable, "-m", module, str(node_file)],
+                stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
@@ -79,7 +85,8 @@ class Fleet:
 
     def signal_node(self, node: str, number: signal.Signals) -> None:
         for pid in self.pids(node):
-            os.kill(pid, number)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
 
     def notice(self, node: str, *, seconds: float) -> None:
         deadline_ms = self.clock.clock().now_ms() + round(seconds * 1000)
@@ -89,12 +96,17 @@ class Fleet:
         """What the controller would tell the engine."""
         self._generation += 1
         lost = NodeCapacity(node=node, market=Market.SPOT, state=NodeState.LOST, workers=1)
-        httpx.post(
-            f"http://127.0.0.1:{self.port}/capacity",
-            content=Capacity(generation=self._generation, nodes=(lost,)).to_json(),
-            headers={"Authorization": f"Bearer {TOKEN}"},
-            trust_env=False,
-        )
+        self.post("/capacity", Capacity(generation=self._generation, nodes=(lost,)).to_json())
+
+    def post(self, path: str, content: str) -> httpx.Response:
+        """As the launcher: ask the coordinator."""
+        return httpx.post(self._url(path), content=content, headers=AUTHORIZED, trust_env=False)
+
+    def get(self, path: str) -> httpx.Response:
+        return httpx.get(self._url(path), headers=AUTHORIZED, trust_env=False)
+
+    def _url(self, path: str) -> str:
+        return f"http://127.0.0.1:{self.port}{path}"
 
     def progress(self, source: str = "trainer") -> list[Progress]:
         """Events of every trainer node, in the order they were written; repeated numbers once."""
@@ -134,14 +146,14 @@ class Fleet:
         texts = [f"{path}:\n{path.read_text()[-1500:]}" for path in sorted(self.folder.glob("nodes/*/logs/*.log"))]
         return "\n".join(texts)
 
+    def end(self, node: str) -> None:
+        """Leave nothing of this node; it may be frozen."""
+        self.signal_node(node, signal.SIGKILL)
+        self.agents[node].wait()
+
     def close(self) -> None:
-        for node, agent in self.agents.items():
-            for pid in self.pids(node):
-                try:
-                    os.kill(pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    continue
-            agent.wait()
+        for node in self.agents:
+            self.end(node)
 
 
 def free_port() -> int:

@@ -10,32 +10,35 @@ import pytest
 import uvicorn
 
 from engine.clock import ScaledClock
+from engine.config import RuntimeConfig
 from engine.events import Capacity, Market, NodeCapacity, NodeState
 from engine.rollout.queue import Task
 from engine.rollout.request import Finished, Kind, RequestId, Score, WeightsKey
 from engine.rollout.wire import finished_to_dict, pack, task_to_dict, weights_to_list
-from engine.runtime.coordinator import Coordinator, digest_of
+from engine.runtime.coordinator import open_coordinator
 from engine.runtime.journal import Journal
-from engine.runtime.server import CoordinatorServer
+from engine.runtime.server import CoordinatorServer, Front, bind
 from engine.runtime.transport import CallRefused, CoordinatorLost, HttpTransport
+from engine.runtime.weight_book import digest_of
 
 TOKEN = "a token"
 V0 = WeightsKey(version=0)
 HOLDS = [0, False, digest_of(b"w")]
 
 
-class Front:
-    """A coordinator with its HTTP front on a loopback port, in a thread."""
+class Served:
+    """A coordinator with its HTTP front on a loopback port, in a thread. `ended`: why it would have ended itself."""
 
-    def __init__(self, folder, port=0, lease_ms=60_000):
+    def __init__(self, folder, port=0, ray_address=None):
         self.folder = folder
+        self.ended = []
         clock = ScaledClock(origin_ms=time.time_ns() // 1_000_000)
-        self.coordinator = Coordinator(folder, clock=clock, lease_ms=lease_ms)
-        self._listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-        self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._listener.bind(("127.0.0.1", port))
+        runtime = RuntimeConfig(lease_seconds=60.0, first_lease_seconds=60.0)
+        self.coordinator = open_coordinator(folder, clock=clock, runtime=runtime)
+        self._listener = bind("127.0.0.1", port)
         self.port = self._listener.getsockname()[1]
-        app = CoordinatorServer(self.coordinator, TOKEN).app
+        front = Front(self.coordinator, end=self.ended.append)
+        app = CoordinatorServer(front, TOKEN, ray_address=ray_address).app
         self._server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
         self._thread = threading.Thread(target=self._server.run, args=([self._listener],))
         self._thread.start()
@@ -47,6 +50,10 @@ class Front:
 
     def transport(self, *, token=TOKEN, patience_seconds=5.0):
         return HttpTransport("127.0.0.1", self.port, token, patience_seconds=patience_seconds)
+
+    def get(self, path, token=TOKEN):
+        url = f"http://127.0.0.1:{self.port}{path}"
+        return httpx.get(url, headers={"Authorization": f"Bearer {token}"}, trust_env=False)
 
     def post(self, path, content, token=TOKEN):
         url = f"http://127.0.0.1:{self.port}{path}"
@@ -69,14 +76,14 @@ class SlowJournal(Journal):
 
 @pytest.fixture(scope="module")
 def front(tmp_path_factory):
-    one = Front(tmp_path_factory.mktemp("server"))
+    one = Served(tmp_path_factory.mktemp("server"))
     yield one
     one.close()
 
 
 @pytest.fixture
 def fresh(tmp_path):
-    one = Front(tmp_path)
+    one = Served(tmp_path)
     yield one
     one.close()
 
@@ -91,10 +98,13 @@ def submit(transport, count, *, batch=0, shape=1):
     return requests
 
 
-def pull(transport, worker="spot/0", *, known=(), wait=False):
+def pull_head(worker="spot/0", *, boot=1, seq=1):
     node = worker.split("/")[0]
-    head = {"call": "pull", "worker": worker, "node": node, "holds": HOLDS, "known": list(known)}
-    return transport.call(head, wait=wait)[0]
+    return {"call": "pull", "worker": worker, "node": node, "boot": boot, "seq": seq, "holds": HOLDS}
+
+
+def pull(transport, worker="spot/0", *, boot=1, seq=1, wait=False):
+    return transport.call(pull_head(worker, boot=boot, seq=seq), wait=wait)[0]
 
 
 def test_a_wrong_token_is_refused_on_every_route(front):
@@ -102,13 +112,45 @@ def test_a_wrong_token_is_refused_on_every_route(front):
         front.transport(token="guessed").call({"call": "peek"})
     for path in ("/call", "/capacity", "/stop"):
         assert front.post(path, b"{}", token="guessed").status_code == 401
-    assert httpx.get(f"http://127.0.0.1:{front.port}/health", trust_env=False).status_code == 401
+    for path in ("/health", "/ray", "/presence?worker=spot/0&node=spot&boot=1"):
+        assert front.get(path, token="guessed").status_code == 401
 
 
 def test_health_says_the_lineage(front):
-    headers = {"Authorization": f"Bearer {TOKEN}"}
-    answer = httpx.get(f"http://127.0.0.1:{front.port}/health", headers=headers, trust_env=False)
-    assert answer.json() == {"lineage": 0}
+    assert front.get("/health").json() == {"lineage": 0, "trouble": None}
+
+
+def test_the_ray_cluster_of_a_run_is_told_if_it_has_one(front, tmp_path):
+    assert front.get("/ray").status_code == 404
+    served = Served(tmp_path, ray_address="127.0.0.1:4711")
+    try:
+        assert served.get("/ray").json() == {"address": "127.0.0.1:4711"}
+    finally:
+        served.close()
+
+
+@pytest.mark.parametrize("query", ["", "?worker=spot/0&node=spot", "?worker=spot/0&node=spot&boot=x"])
+def test_a_presence_that_does_not_say_whose_it_is_is_a_400(front, query):
+    assert front.get(f"/presence{query}").status_code == 400
+
+
+def test_a_worker_whose_connection_closes_loses_its_lease_at_once(fresh):
+    """The lease would last a minute. Its successor, another process, is not meant."""
+    transport = fresh.transport()
+    requests = submit(transport, 1)
+    assert pull(transport, "spot/0", boot=7)["do"] == "work"
+    assert pull(transport, "other/0")["do"] == "wait"
+    for boot, seq, taken in ((6, 2, "wait"), (7, 3, "work")):
+        url = f"http://127.0.0.1:{fresh.port}/presence?worker=spot/0&node=spot&boot={boot}"
+        with httpx.stream("GET", url, headers={"Authorization": f"Bearer {TOKEN}"}, trust_env=False) as presence:
+            assert presence.status_code == 200
+            assert pull(transport, "other/0", seq=10 * seq)["do"] == "wait"
+        closed = time.monotonic()
+        answer = pull(transport, "other/0", seq=10 * seq + 1, wait=True)
+        assert answer["do"] == taken
+        if taken == "work":
+            assert time.monotonic() - closed < 0.4
+            assert len(answer["attempts"]) == len(requests)
 
 
 @pytest.mark.parametrize("body", [b"", b"x", b"\0" * 8, pack({"no": "call"}), pack({"call": "dance"})])
@@ -131,7 +173,7 @@ def test_a_patient_pull_waits_for_work_and_wakes_when_it_comes(fresh):
     began = time.perf_counter()
     assert pull(worker, wait=True)["do"] == "wait"
     assert time.perf_counter() - began >= 0.4
-    patient = {"call": "pull", "worker": "spot/0", "node": "spot", "holds": HOLDS, "known": [], "wait_ms": 2000}
+    patient = {**pull_head(seq=2), "wait_ms": 2000}
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(worker.call, patient)
         time.sleep(0.05)
@@ -142,8 +184,7 @@ def test_a_patient_pull_waits_for_work_and_wakes_when_it_comes(fresh):
 
 
 def test_usage_of_a_call_that_is_kept_waiting_counts_once(fresh):
-    head = {"call": "pull", "worker": "spot/0", "node": "spot", "holds": HOLDS, "known": [], "of": 1}
-    fresh.transport().call(head | {"usage": {"sync": 7.0}}, wait=True)
+    fresh.transport().call({**pull_head(), "of": 1, "usage": {"sync": 7.0}}, wait=True)
     assert fresh.coordinator._usage["spot"]["sync"] == 7.0
 
 
@@ -197,15 +238,43 @@ def test_after_a_compaction_a_record_is_still_synced_before_it_is_acknowledged(f
     assert len(journal.synced) == before + 2
 
 
-def test_a_full_disk_is_said_and_nothing_is_remembered(fresh):
-    class FullJournal(Journal):
-        def append(self, record, blobs=None):
-            raise OSError(28, "No space left on device")
+class FullJournal(Journal):
+    """On a disk that has no room left, until it has."""
 
-    fresh.coordinator.journal = FullJournal(fresh.folder)
+    full = True
+
+    def append(self, record, blobs=None, **how):
+        if self.full:
+            raise OSError(28, "No space left on device")
+        super().append(record, blobs, **how)
+
+
+def test_a_full_disk_is_said_until_there_is_room_and_nothing_is_remembered(fresh):
+    fresh.coordinator.journal = journal = FullJournal(fresh.folder)
     task = Task(requests=(), weights=V0, sampler="plan", steps=8, shape=1, dtype="float32")
-    with pytest.raises(CallRefused, match="No space left"):
-        fresh.transport().call({"call": "submit", "task": task_to_dict(task)})
+    body = pack({"call": "submit", "task": task_to_dict(task)})
+    answer = fresh.post("/call", body)
+    assert (answer.status_code, "No space left" in answer.text) == (507, True)
+    capacity = Capacity(generation=1, nodes=()).to_json()
+    assert "No space left" in fresh.get("/health").json()["trouble"]
+    assert "No space left" in fresh.post("/capacity", capacity).json()["trouble"]
+    assert fresh.ended == []
+    journal.full = False
+    assert fresh.post("/call", body).status_code == 200
+    assert fresh.get("/health").json()["trouble"] is None
+    assert fresh.post("/capacity", capacity).json() == {"ok": True, "trouble": None}
+
+
+def test_a_coordinator_whose_disk_does_not_keep_what_was_written_ends_itself_and_acknowledges_nothing(fresh):
+    class BrokenJournal(Journal):
+        def sync(self):
+            raise OSError(5, "Input/output error")
+
+    fresh.coordinator.journal = BrokenJournal(fresh.folder)
+    task = Task(requests=(), weights=V0, sampler="plan", steps=8, shape=1, dtype="float32")
+    assert fresh.post("/call", pack({"call": "submit", "task": task_to_dict(task)})).status_code != 200
+    assert len(fresh.ended) == 1
+    assert "Input/output error" in fresh.ended[0]
 
 
 def test_a_coordinator_that_does_not_answer_is_lost_when_patience_ends():
@@ -219,13 +288,13 @@ def test_a_coordinator_that_does_not_answer_is_lost_when_patience_ends():
 
 
 def test_a_coordinator_that_comes_back_in_time_is_found_again(tmp_path):
-    first = Front(tmp_path)
+    first = Served(tmp_path)
     transport = first.transport()
     transport.call({"call": "hello", "lineage": 3})
     first.close()
     with ThreadPoolExecutor(1) as pool:
         asking = pool.submit(transport.call, {"call": "peek"})
-        second = Front(tmp_path, port=first.port)
+        second = Served(tmp_path, port=first.port)
         assert asking.result()[0]["lineage"] == 3
         second.close()
 
@@ -242,13 +311,16 @@ class FullDisk:
             raise OSError(28, "No space left on device")
         self.told.append(event.KIND)
 
+    def flush(self):
+        pass
+
 
 def test_a_full_disk_under_the_progress_file_delays_the_news_and_stops_nothing(tmp_path):
     disk = FullDisk()
-    front = Front(tmp_path)
+    front = Served(tmp_path)
     try:
         front.coordinator._progress = disk
-        front.transport().call({"call": "heartbeat", "worker": "w", "node": "n", "leases": {}})
+        pull(front.transport())
         time.sleep(0.3)
         assert disk.told == []
         disk.full = False

@@ -1,0 +1,135 @@
+"""What the processes of a node do when Ray carries it: head and supervisor beside the trainer, a raylet elsewhere."""
+
+import contextlib
+import json
+import sys
+import time
+from multiprocessing.synchronize import Event
+from typing import Any
+
+import httpx
+import psutil
+
+from engine.config import NodeSpec
+from engine.runtime.agent import FROZEN_SECONDS
+from engine.runtime.child import Beat, begin
+from engine.runtime.ray_cluster import (
+    broken,
+    connect_beside_head,
+    ray_file,
+    start_head,
+    start_raylet,
+)
+from engine.runtime.ray_supervisor import Supervisor
+from engine.runtime.ray_worker import forget_marks, states
+
+LOOK_SECONDS = 0.1
+
+ASK_SECONDS = 1.0
+"""How often a spot node asks whether its cluster is still this run's: a new trainer node makes a new one."""
+
+
+def run_ray_head(spec: NodeSpec, beat: Beat, ready: Event) -> None:
+    """GCS and raylet of the on-demand node, for as long as both live."""
+    begin(spec, "ray", beat)
+    ray_file(spec).unlink(missing_ok=True)
+    node, address = start_head(spec)
+    fresh = ray_file(spec).with_suffix(".new")
+    fresh.write_text(json.dumps({"address": address}))
+    fresh.replace(ray_file(spec))
+    print(f"Ray's head is at {address}", flush=True)
+    ready.set()
+    watch = _Watch(node)
+    while True:
+        watch.look()
+        time.sleep(LOOK_SECONDS)
+
+
+def run_ray_supervisor(spec: NodeSpec, beat: Beat, ready: Event) -> None:
+    """Coordinator and workers of the cluster, for as long as the head lives."""
+    begin(spec, "supervisor", beat)
+    supervisor = Supervisor(spec, connect_beside_head(spec))
+    supervisor.wait_for_coordinator()
+    ready.set()
+    supervisor.run()
+
+
+def run_raylet(spec: NodeSpec, beat: Beat, ready: Event) -> None:
+    """Take part in the run's cluster until every worker of this node was told to exit."""
+    begin(spec, "ray", beat)
+    forget_marks(spec)
+    with httpx.Client(headers={"Authorization": f"Bearer {spec.token}"}, timeout=1.0, trust_env=False) as client:
+        while (address := _ask_address(client, spec)) is None:
+            time.sleep(LOOK_SECONDS)
+        node = start_raylet(spec, address)
+        print(f"joined the Ray cluster at {address}", flush=True)
+        watch, asked = _Watch(node), time.monotonic()
+        while True:
+            watch.look()
+            found = states(spec)
+            if "broken" in found:
+                sys.exit(f"a worker died too often: {found}")
+            if all(state == "ready" for state in found):
+                ready.set()
+            if all(state == "exit" for state in found):
+                return
+            if time.monotonic() - asked > ASK_SECONDS:
+                asked = time.monotonic()
+                now = _ask_address(client, spec)
+                if now is not None and now != address:
+                    sys.exit(f"the run's Ray cluster is now at {now}, no longer at {address}")
+            time.sleep(LOOK_SECONDS)
+
+
+class _Watch:
+    """Ends this process, and with it what it started, when one of Ray's processes here ends or stands still.
+
+    An actor that stands still is killed: Ray sees that, and the supervisor makes another.
+    """
+
+    def __init__(self, node: Any) -> None:
+        self._node = node
+        self._still_since: float | None = None
+        self._looked_at_actors = 0.0
+        self._stopped: dict[psutil.Process, float] = {}
+        """Since when, of what the raylet started."""
+
+    def look(self) -> None:
+        self._look_at_actors()
+        wrong = broken(self._node)
+        if wrong is None:
+            self._still_since = None
+        elif not wrong.endswith("stands still"):
+            sys.exit(wrong)
+        elif self._still_since is None:
+            self._still_since = time.monotonic()
+        elif time.monotonic() - self._still_since > FROZEN_SECONDS:
+            sys.exit(wrong)
+
+    def _look_at_actors(self) -> None:
+        now = time.monotonic()
+        if now - self._looked_at_actors < ASK_SECONDS:
+            return
+        self._looked_at_actors = now
+        rays_own = {process.pid for _, process in self._node.live_processes()}
+        stopped = [p for p in psutil.Process().children(recursive=True) if p.pid not in rays_own and _is_stopped(p)]
+        self._stopped = {process: self._stopped.get(process, now) for process in stopped}
+        for process, since in self._stopped.items():
+            if now - since > FROZEN_SECONDS:
+                print(f"process {process.pid} is frozen: killed", flush=True)
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+
+
+def _is_stopped(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return bool(process.status() == psutil.STATUS_STOPPED)
+    return False
+
+
+def _ask_address(client: httpx.Client, spec: NodeSpec) -> str | None:
+    with contextlib.suppress(httpx.HTTPError, ValueError, KeyError):
+        answer = client.get(f"http://{spec.coordinator_host}:{spec.coordinator_port}/ray")
+        if answer.status_code == httpx.codes.OK:
+            return str(answer.json()["address"])
+    return None

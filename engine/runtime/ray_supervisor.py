@@ -1,0 +1,274 @@
+"""Keeps a coordinator and a worker in every place alive, on a Ray cluster whose spot nodes come and go.
+
+look (nodes, deaths, pings) -> compare with what should be there -> make what is missing, tell the coordinator
+
+It keeps no state: every actor has a name and outlives it, so a supervisor that is started again adopts what is there.
+A death is told to the coordinator at once. It may be wrong (Ray says "unavailable" of actors that come back): a
+worker that still lives is fenced at its next call, and pulls again.
+"""
+
+import contextlib
+import os
+import signal
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import psutil
+import ray
+from ray.exceptions import RayError, RayTaskError
+from ray.util.placement_group import get_placement_group, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from engine.config import NodeSpec
+from engine.runtime.agent import FROZEN_SECONDS
+from engine.runtime.child import died_too_often, read_note
+from engine.runtime.ray_cluster import NAMESPACE
+from engine.runtime.ray_coordinator import ANSWER_SECONDS, NAME, CoordinatorActor, pid_file
+from engine.runtime.ray_worker import WorkerActor
+
+LOOK_SECONDS = 0.1
+"""Between two looks at the nodes; a worker's death wakes the supervisor at once."""
+
+PING_SECONDS = 0.5
+LONGEST_PAUSE_SECONDS = 3.0
+"""Between a worker's death and its successor, when it dies again and again."""
+
+
+@dataclass(kw_only=True)
+class _Place:
+    """One worker's place on one node, as Ray knows it: a node that joins again has another id."""
+
+    node: str
+    node_id: str
+    number: int
+    actor: Any = None
+    boot_ref: Any = None
+    serve_ref: Any = None
+    boot: int | None = None
+    deaths: int = 0
+    not_before: float = 0.0
+
+    @property
+    def worker(self) -> str:
+        return f"{self.node}/{self.number}"
+
+    @property
+    def actor_name(self) -> str:
+        return f"{self.worker}@{self.node_id}"
+
+
+@dataclass
+class Supervisor:
+    spec: NodeSpec
+    address: str
+    places: dict[tuple[str, int], _Place] = field(default_factory=dict)
+    groups: dict[str, Any] = field(default_factory=dict)
+    told_lost: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._tells: list[dict[str, Any]] = []
+        self._telling: Any = None
+        self._ping: Any = None
+        self._pinged = 0.0
+        self._ping_again = 0.0
+        # GCS says of a node that it is alive before it takes part; a dead one stays listed.
+        self._coordinator = self._make_coordinator()
+
+    def wait_for_coordinator(self) -> None:
+        ray.get(self._coordinator.ping.remote(), timeout=60.0)
+
+    def run(self) -> None:
+        """For ever. Raises RayError when the cluster is gone; the agent then starts everything again."""
+        while True:
+            self.look()
+
+    def look(self) -> None:
+        """One pass; takes LOOK_SECONDS, or less when somebody dies."""
+        self._look_at_nodes()
+        for place in self.places.values():
+            self._look_at(place)
+        self._watch_coordinator()
+        self._tell()
+        waiting = [place.serve_ref for place in self.places.values() if place.serve_ref is not None]
+        if not waiting:
+            time.sleep(LOOK_SECONDS)
+        else:
+            ray.wait(waiting, num_returns=1, timeout=LOOK_SECONDS, fetch_local=False)
+
+    # --- nodes ------------------------------------------------------------------------------------------
+
+    def _look_at_nodes(self) -> None:
+        for node in ray.nodes():
+            labels, node_id = node["Labels"], node["NodeID"]
+            if labels.get("market") != "spot":
+                continue
+            if node["Alive"] and node_id not in self.groups:
+                self._adopt_node(labels["node"], node_id, int(node["Resources"].get("CPU", 0)), node["Resources"])
+            elif not node["Alive"] and node_id not in self.told_lost:
+                self.told_lost.add(node_id)
+                self._forget_node(labels["node"], node_id)
+
+    def _adopt_node(self, node: str, node_id: str, workers: int, resources: dict[str, float]) -> None:
+        """Its places in one placement group on this very node, so that they can form one SP group later."""
+        if workers == 0:
+            return
+        bundle = {"CPU": 1.0}
+        if gpus := resources.get("GPU", 0.0):
+            bundle["GPU"] = gpus / workers
+        name = f"{node}@{node_id}"
+        try:
+            group = get_placement_group(name)
+        except ValueError:
+            group = placement_group(
+                [bundle] * workers,
+                strategy="STRICT_PACK",
+                name=name,
+                lifetime="detached",
+                bundle_label_selector=[{"ray.io/node-id": node_id, "market": "spot"}] * workers,
+            )
+        print(f"{node} is here, with {workers} place(s)", flush=True)
+        self.groups[node_id] = (group, bundle)
+        for number in range(workers):
+            self.places[node_id, number] = _Place(node=node, node_id=node_id, number=number)
+
+    def _forget_node(self, node: str, node_id: str) -> None:
+        print(f"{node} is gone", flush=True)
+        came_back = any(other.node == node and other.node_id != node_id for other in self.places.values())
+        for place in [place for place in self.places.values() if place.node_id == node_id]:
+            self._say_died(place, "its node is gone")
+            del self.places[place.node_id, place.number]
+        if not came_back:
+            self._tells.append({"call": "node_lost", "node": node, "reason": "Ray lost its node"})
+        if node_id in self.groups:
+            with contextlib.suppress(RayError):
+                remove_placement_group(self.groups.pop(node_id)[0])
+
+    # --- workers ----------------------------------------------------------------------------------------
+
+    def _look_at(self, place: _Place) -> None:
+        if place.serve_ref is None:
+            if place.actor is None and time.monotonic() >= place.not_before:
+                self._start(place)
+            return
+        if place.boot is None:
+            done, _ = ray.wait([place.boot_ref], timeout=0)
+            if done:
+                with contextlib.suppress(RayError):
+                    place.boot = ray.get(place.boot_ref)
+        done, _ = ray.wait([place.serve_ref], timeout=0, fetch_local=False)
+        if not done:
+            return
+        try:
+            reason = ray.get(place.serve_ref)
+        except RayError as error:
+            self._died(place, error)
+        else:
+            print(f"{place.worker} has ended: {reason}", flush=True)
+            place.serve_ref = None  # the actor stays: nothing is started in its place
+
+    def _start(self, place: _Place) -> None:
+        group, bundle = self.groups[place.node_id]
+        make = ray.remote(WorkerActor).options(
+            name=place.actor_name,
+            namespace=NAMESPACE,
+            get_if_exists=True,
+            lifetime="detached",
+            max_restarts=0,
+            max_concurrency=8,  # serve for this supervisor, and for the one after it
+            num_cpus=1,
+            num_gpus=bundle.get("GPU", 0),
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=place.number),
+        )
+        place.actor = make.remote(place.number)
+        place.boot = None
+        place.boot_ref = place.actor.boot.remote()
+        place.serve_ref = place.actor.serve.remote()
+
+    def _died(self, place: _Place, error: RayError) -> None:
+        place.deaths += 1
+        text = " ".join(str(error).split())[:300]
+        print(f"{place.worker} died ({type(error).__name__}), death {place.deaths}: {text}", flush=True)
+        self._say_died(place, f"its process died ({type(error).__name__})")
+        with contextlib.suppress(RayError, ValueError):
+            ray.kill(place.actor)  # it may only have been unavailable, or have raised
+        place.actor = place.serve_ref = None
+        pause = 0.0 if place.deaths == 1 else min(LONGEST_PAUSE_SECONDS, 0.1 * 2**place.deaths)
+        place.not_before = time.monotonic() + pause
+
+    def _say_died(self, place: _Place, reason: str) -> None:
+        if place.boot is None and place.boot_ref is not None:
+            with contextlib.suppress(RayError):
+                place.boot = ray.get(place.boot_ref, timeout=0)
+        if place.boot is None:
+            return  # it never called in
+        self._tells.append(
+            {"call": "died", "worker": place.worker, "node": place.node, "boot": place.boot, "reason": reason}
+        )
+        self._tell()
+
+    # --- the coordinator --------------------------------------------------------------------------------
+
+    def _make_coordinator(self) -> Any:
+        make = ray.remote(CoordinatorActor).options(
+            name=NAME,
+            namespace=NAMESPACE,
+            get_if_exists=True,
+            lifetime="detached",
+            max_restarts=-1,
+            max_task_retries=0,  # callers repeat by themselves, and say so
+            max_concurrency=1000,
+            num_cpus=0,
+            label_selector={"market": "on-demand", "node": self.spec.node},
+        )
+        return make.remote(self.spec.model_dump_json(), self.address)
+
+    def _tell(self) -> None:
+        """In order, each until it is answered."""
+        while True:
+            if self._telling is not None:
+                done, _ = ray.wait([self._telling], timeout=0)
+                if not done:
+                    return
+                try:
+                    said = ray.get(self._telling)
+                except RayTaskError as error:
+                    print(f"the coordinator could not take {self._tells[0]}: {error}", flush=True)
+                except RayError:
+                    self._telling = None
+                    return  # it is being started again
+                else:
+                    if said[0] == "full":
+                        self._telling = None
+                        return
+                self._telling = None
+                self._tells.pop(0)
+            if not self._tells:
+                return
+            self._telling = self._coordinator.call.remote(self._tells[0], {})
+            ray.wait([self._telling], timeout=0.05)
+
+    def _watch_coordinator(self) -> None:
+        """Ray sees a coordinator that died; one that only stands still is found and killed here."""
+        now = time.monotonic()
+        if died_too_often(pid_file(self.spec)):
+            raise RuntimeError("the coordinator died too often")
+        if self._ping is None:
+            if now >= self._ping_again:
+                self._ping, self._pinged = self._coordinator.ping.remote(), now
+            return
+        done, _ = ray.wait([self._ping], timeout=0)
+        if done:
+            with contextlib.suppress(RayError):
+                ray.get(self._ping)
+            self._ping, self._ping_again = None, now + PING_SECONDS
+        elif now - self._pinged > FROZEN_SECONDS:
+            self._kill_coordinator()
+            self._pinged = now + ANSWER_SECONDS
+
+    def _kill_coordinator(self) -> None:
+        with contextlib.suppress(OSError, KeyError, psutil.NoSuchProcess):
+            process = read_note(pid_file(self.spec))
+            if psutil.Process(process["pid"]).create_time() == process["create_time"]:
+                print("the coordinator is frozen: killed", flush=True)
+                os.kill(process["pid"], signal.SIGKILL)

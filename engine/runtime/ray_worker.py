@@ -1,0 +1,89 @@
+"""A worker as a Ray actor: the same `Worker` class, on the spot node that the supervisor pinned it to.
+
+It tells its node how it goes by a file, `worker-N.json`: the agent of the node speaks no Ray.
+"""
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from engine.config import NodeSpec
+from engine.runtime.child import died_too_often, note_start, open_log, read_note, write_note
+from engine.runtime.ray_cluster import die_with_raylet
+from engine.runtime.ray_coordinator import RayTransport, RayWeights
+from engine.runtime.ray_environment import NODE_VARIABLE
+
+PATIENCE_SECONDS = 60.0
+"""How long a worker goes on asking a coordinator that does not answer (wall time)."""
+
+
+class WorkerActor:
+    """Dies with its raylet. Its supervisor makes another one while the node lives."""
+
+    def __init__(self, number: int) -> None:
+        die_with_raylet()
+        spec = NodeSpec.model_validate_json(os.environ[NODE_VARIABLE])
+        open_log(spec, f"worker-{number}")
+        self._mark = mark_file(spec, number)
+        self._starts = note_start(self._mark, state="starting")
+        # torch only here: supervisor and coordinator know this class too.
+        from engine.runtime.processes import make_worker
+
+        transport = RayTransport(patience_seconds=PATIENCE_SECONDS)
+        noticed = _exists(Path(spec.folder) / "notice.json")
+        self._worker = make_worker(spec, number, transport, RayWeights(transport), noticed)
+        self._serving = threading.Lock()
+        self._reason: str | None = None
+        self._say("ready")
+
+    def boot(self) -> int:
+        """Which process this is, for whoever reports its death."""
+        return self._worker.boot
+
+    def serve(self) -> str:
+        """Work until told to exit; returns the reason. Whoever asks while another waits gets the same answer."""
+        import torch
+
+        with self._serving:
+            if self._reason is None:
+                torch.set_num_threads(1)  # of this thread
+                reason = self._worker.serve()
+                print("exit:", reason, flush=True)
+                self._say("exit")
+                self._reason = reason
+        return self._reason
+
+    def _say(self, state: str) -> None:
+        if read_note(self._mark).get("starts", [])[-1:] == self._starts[-1:]:  # else another process has this place
+            write_note(self._mark, starts=self._starts, state=state)
+
+
+def mark_file(spec: NodeSpec, number: int) -> Path:
+    return Path(spec.folder) / f"worker-{number}.json"
+
+
+def forget_marks(spec: NodeSpec) -> None:
+    """Before a raylet starts: what workers of an earlier one said counts no more, but how often they died does."""
+    for number in range(spec.workers):
+        mark = mark_file(spec, number)
+        if mark.exists():
+            write_note(mark, starts=read_note(mark).get("starts", []))
+
+
+def states(spec: NodeSpec) -> Sequence[str]:
+    """starting, ready, exit, broken (it died too often), or "" (not there yet), of each worker of this node."""
+    marks = [mark_file(spec, number) for number in range(spec.workers)]
+    return ["broken" if died_too_often(mark) else read_note(mark).get("state", "") for mark in marks]
+
+
+def _exists(path: Path) -> Callable[[], bool]:
+    """Whether this file is there; once it is, it stays."""
+    seen = False
+
+    def look() -> bool:
+        nonlocal seen
+        seen = seen or path.exists()
+        return seen
+
+    return look
