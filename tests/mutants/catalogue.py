@@ -1,0 +1,329 @@
+"""Bugs that could be in the queue or the coordinator, planted one at a time.
+
+Each is a few lines over the real classes and a sentence of what it forgets. The simulator must find every one of them;
+one that survives says that the simulator is too kind.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from engine.rollout import queue as queue_module
+from engine.rollout.queue import LeaseRecord, Queue
+from engine.rollout.request import Exit, Fenced, Finished, Reply, RequestId, Wait, request_from_list
+from engine.rollout.wire import finished_from_dict, finished_to_dict
+from engine.runtime.coordinator import Coordinator
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mutant:
+    """`patches`: (where, name, what stands there instead)."""
+
+    name: str
+    forgets: str
+    patches: tuple[tuple[Any, str, Any], ...]
+
+    @contextmanager
+    def planted(self) -> Iterator[None]:
+        before = [(where, name, vars(where)[name]) for where, name, _ in self.patches]
+        for where, name, instead in self.patches:
+            setattr(where, name, instead)
+        try:
+            yield
+        finally:
+            for where, name, there in before:
+                setattr(where, name, there)
+
+
+MUTANTS: dict[str, Mutant] = {}
+
+
+def mutant(where: Any, name: str, forgets: str) -> Callable[[Any], Any]:
+    """The function below stands in the place of `where.name`; its own name is the mutant's."""
+
+    def plant(instead: Any) -> Any:
+        title = instead.__name__.strip("_")
+        MUTANTS[title] = Mutant(name=title, forgets=forgets, patches=((where, name, instead),))
+        return instead
+
+    return plant
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """In the place of a method: it does nothing."""
+
+
+def forgotten(title: str, where: Any, name: str, forgets: str, instead: Any = _nothing) -> None:
+    MUTANTS[title] = Mutant(name=title, forgets=forgets, patches=((where, name, instead),))
+
+
+# --- fences
+
+
+@mutant(Coordinator, "_finish", "whether the one who says that it is finished still holds the lease")
+def no_fence_on_finish(self: Coordinator, head: Mapping[str, Any], blobs: Any, now_ms: int) -> Reply:
+    results = [r for r in map(finished_from_dict, head["results"]) if r.request in self.queue._items]
+    if results:
+        kept = {r.trajectory: blobs[r.trajectory] for r in results if r.trajectory is not None}
+        self._record({"op": "finish", "results": [finished_to_dict(r) for r in results]}, kept)
+    for result in results:
+        self.queue._done(result)
+    self._in_order(results)
+    return Wait()
+
+
+@mutant(Coordinator, "_commit", "whether the one who commits still holds the lease")
+def no_fence_on_commit(self: Coordinator, head: Mapping[str, Any], blobs: Any, now_ms: int) -> Reply:
+    kept = [s for s in head["states"] if request_from_list(s[0]) in self.queue._items]
+    if kept:
+        self._record({"op": "commit", "states": kept}, {name: blobs[name] for _, _, name in kept})
+    for raw, step, name in kept:
+        self.queue._commit_state(self.queue._items[request_from_list(raw)], step, name)
+    return self.queue._pending(head["node"])
+
+
+@mutant(Queue, "_meet", "that a newer process of this worker has called in")
+def old_boot_accepted(self: Queue, worker: str, name: str, boot: int, now_ms: int, real: Any = Queue._meet) -> Any:
+    known = self._workers.get(worker)
+    return real(self, worker, name, max(boot, known.boot if known else 0), now_ms)
+
+
+@mutant(Queue, "died", "of which process of a worker the death was told")
+def death_of_an_old_boot_counts(
+    self: Queue, worker: str, boot: int, reason: str, *, now_ms: int, real: Any = Queue.died
+) -> None:
+    known = self._workers.get(worker)
+    real(self, worker, known.boot if known else boot, reason, now_ms=now_ms)
+
+
+@mutant(Queue, "held", "which requests left the lease since it was given")
+def what_left_a_lease_is_taken(self: Queue, worker: str, number: int) -> Any:
+    return tuple(self._items) if self.may_finish(worker, number) else ()
+
+
+@mutant(Queue, "_leave", "the second maker of a request, when the first one finished it")
+def tail_copy_accepted_twice(self: Queue, item: Any) -> None:
+    if item.place is not None:
+        self._stop_waiting(item)
+    for number in item.leases[:1]:
+        del self._leases[number].requests[item.attempt.request]
+        if not self._leases[number].requests:
+            self._end(number)
+    item.leases = []
+
+
+@mutant(Queue, "withdraw", "that somebody still makes what nobody wants any more")
+def withdraw_leaves_leases_alive(self: Queue, requests: Any) -> None:
+    for request in requests:
+        self.finished.pop(request, None)
+        self.poisoned.pop(request, None)
+        item = self._items.pop(request, None)
+        if item is not None and item.place is not None:
+            self._stop_waiting(item)
+
+
+# --- exactly once
+
+
+@mutant(Queue, "_done", "to take what is finished out of the queue")
+def finished_work_is_given_out_again(self: Queue, result: Finished, real: Any = Queue._done) -> None:
+    item = self._items.get(result.request)
+    real(self, result)
+    if item is not None:
+        self._items[result.request] = item
+        self._wait(item)
+
+
+@mutant(Queue, "finish", "the requests of a lease but the first")
+def half_a_lease_is_lost(
+    self: Queue, worker: str, node: str, number: int, results: Any, *, now_ms: int, real: Any = Queue.finish
+) -> Reply:
+    reply: Reply = real(self, worker, node, number, results[:1], now_ms=now_ms)
+    if number in self._leases:
+        for request in list(self._leases[number].requests):
+            self._leave(self._items.pop(request))
+    return reply
+
+
+@mutant(Queue, "begin_leases", "which lease numbers an earlier coordinator gave")
+def lease_number_reused(self: Queue, first: int) -> None:
+    self._next_lease = 1
+
+
+@mutant(Queue, "pull", "what it answered when its answer is asked for again")
+def pull_replay_forgotten(self: Queue, worker: str, node: str, *, real: Any = Queue.pull, **asked: Any) -> Reply:
+    known = self._workers.get(worker)
+    if known is not None and known.boot == asked["boot"] and known.seq == asked["seq"]:
+        known.seq -= 1
+        known.work = None
+        for number in known.leases:
+            self._leases[number].seq = -1
+    return real(self, worker, node, **asked)  # type: ignore[no-any-return]
+
+
+@mutant(Queue, "pull", "that a pull which comes late is answered already")
+def late_pull_gets_work(self: Queue, worker: str, node: str, *, real: Any = Queue.pull, **asked: Any) -> Reply:
+    known = self._workers.get(worker)
+    if known is not None and known.boot == asked["boot"] and asked["seq"] < known.seq:
+        asked["seq"] = known.seq + 1
+    return real(self, worker, node, **asked)  # type: ignore[no-any-return]
+
+
+# --- durable
+
+
+@mutant(Coordinator, "_record", "to wait for the disk before it answers")
+def acknowledged_before_durable(self: Coordinator, record: Any, blobs: Any = None) -> None:
+    self.journal.append(record, blobs, durable=False)
+
+
+forgotten("restore_forgets_finished", Queue, "restore_finished", "results, when it starts again")
+forgotten("restore_forgets_committed", Queue, "restore_state", "in-flight state, when it starts again")
+forgotten("restore_forgets_leases", Queue, "restore_lease", "who is at work, when it starts again")
+forgotten(
+    "compaction_drops_committed", Queue, "committed", "in-flight state, when it rewrites its journal", lambda *_: []
+)
+forgotten("compaction_drops_leases", Queue, "lease_records", "leases, when it rewrites its journal", lambda _: [])
+
+
+@mutant(Coordinator, "_restore", "published weights, when it starts again")
+def restore_forgets_weights(self: Coordinator, real: Any = Coordinator._restore) -> None:
+    records = [record for record in self.journal.replay() if record["op"] != "publish"]
+    self.journal.replay = lambda: iter(records)  # type: ignore[method-assign]
+    real(self)
+
+
+@mutant(Coordinator, "_compact", "results of the batches that stay, when it rewrites its journal")
+def compaction_drops_finished(self: Coordinator, real: Any = Coordinator._compact) -> None:
+    order = self._order
+    self._order = type(order)(list)
+    real(self)
+    self._order = order
+
+
+@mutant(Coordinator, "_call_of_trainer", "that orders of the trainer may come late")
+def late_orders_are_obeyed(
+    self: Coordinator, head: Any, blobs: Any, now_ms: int, real: Any = Coordinator._call_of_trainer
+) -> Any:
+    self._heard = [0, 0]
+    return real(self, head, blobs, now_ms)
+
+
+# --- versions and steps
+
+
+@mutant(Queue, "submit", "that committed state belongs to the weights it was made with")
+def version_ignored_at_resume(self: Queue, task: Any, real: Any = Queue.submit) -> None:
+    before = {r: self._items[r].attempt for r in task.requests if r in self._items}
+    real(self, task)
+    for request, attempt in before.items():
+        if request in self._items and attempt.state is not None:
+            self._commit_state(self._items[request], attempt.step, attempt.state)
+
+
+@mutant(Queue, "restore_lease", "with which weights a lease was given, when it starts again")
+def version_ignored_in_a_restored_lease(
+    self: Queue, record: LeaseRecord, *, now_ms: int, real: Any = Queue.restore_lease
+) -> None:
+    wanted = [self._items[request].attempt.weights for request in record.requests if request in self._items]
+    real(self, replace(record, weights=wanted[0]) if wanted else record, now_ms=now_ms)
+
+
+@mutant(Queue, "_load", "to look at the bytes: the same version may have been published anew")
+def digest_ignored(self: Queue, weights: Any, holds: Any, real: Any = Queue._load) -> Any:
+    return None if holds is not None and holds[0] == weights else real(self, weights, holds)
+
+
+@mutant(Queue, "_commit_state", "that a commit may come late")
+def commit_goes_backwards(self: Queue, item: Any, step: int, blob: str, real: Any = Queue._commit_state) -> None:
+    if step < item.attempt.step:
+        item.attempt = replace(item.attempt, step=0)
+    real(self, item, step, blob)
+
+
+@mutant(Queue, "_place_of", "that pictures of one lease must stand at one step")
+def steps_mixed_in_a_lease(self: Queue, item: Any) -> Any:
+    return (item.of.number, 0, None)
+
+
+# --- nodes that go
+
+
+forgotten("notice_forgotten", Queue, "notice", "what the node's agent said")
+forgotten("lost_node_forgotten", Queue, "lost", "what the launcher said of a lost node")
+
+
+@mutant(Queue, "_pending", "to say between two steps that the node drains")
+def drain_forgotten(self: Queue, name: str) -> Reply:
+    return Wait() if self.stop_reason is None else Exit(reason=self.stop_reason)
+
+
+@mutant(Queue, "capacity", "that snapshots may come in another order")
+def older_generation_accepted(self: Queue, snapshot: Any, *, now_ms: int, real: Any = Queue.capacity) -> None:
+    self._capacity_generation = -1
+    real(self, snapshot, now_ms=now_ms)
+
+
+@mutant(Queue, "tick", "leases whose worker is silent")
+def expired_lease_never_requeued(self: Queue, now_ms: int) -> None:
+    self._ticked_ms = now_ms
+
+
+@mutant(Queue, "tick", "that it stood still itself")
+def freeze_gap_not_granted(self: Queue, now_ms: int, real: Any = Queue.tick) -> None:
+    self._ticked_ms = None
+    real(self, now_ms)
+
+
+@mutant(Queue, "heartbeat", "to renew a lease when its worker calls in")
+def heartbeat_renews_nothing(self: Queue, worker: str, node: str, leases: Any, *, now_ms: int) -> Reply:
+    self._see(node, now_ms)
+    for number in leases:
+        if not self.may_finish(worker, number):
+            return Fenced(lease=number)
+    return self._pending(node)
+
+
+@mutant(Queue, "_order", "how much room a worker has")
+def room_ignored(
+    self: Queue, member: Any, now_ms: int, holds: Any, kinds: Any, room: Any, real: Any = Queue._order
+) -> Reply:
+    return real(self, member, now_ms, holds, kinds, None)  # type: ignore[no-any-return]
+
+
+# --- what cannot be made
+
+
+forgotten("poison_never_reported", queue_module, "MOST_DEATHS", "that some requests can never be made", 10**9)
+
+
+@mutant(Queue, "_blame", "to make suspects one at a time before one is reported")
+def innocent_reported_with_the_guilty(
+    self: Queue, request: RequestId, text: str, *, alone: bool, real: Any = Queue._blame
+) -> None:
+    real(self, request, text, alone=True)
+
+
+@mutant(Queue, "_place_of", "to make suspects one at a time")
+def suspects_never_parted(self: Queue, item: Any) -> Any:
+    return (item.of.number, item.attempt.step, None)
+
+
+@mutant(Queue, "_slowest", "that a suspect made twice at once brings down two workers at a time, and is never alone")
+def suspects_are_copied(self: Queue, *asked: Any, real: Any = Queue._slowest) -> Any:
+    suspects = [(item, item.deaths) for item in self._items.values() if item.deaths]
+    for item, _ in suspects:
+        item.deaths = 0
+    found = real(self, *asked)
+    for item, deaths in suspects:
+        item.deaths = deaths
+    return found
+
+
+@mutant(Queue, "_blame", "that two of three deaths may be the cloud's")
+def reported_too_early(self: Queue, request: RequestId, text: str, *, alone: bool, real: Any = Queue._blame) -> None:
+    if request in self._items:
+        self._items[request].deaths += 1
+        self._items[request].died_at = self._items[request].attempt.step
+    real(self, request, text, alone=alone)

@@ -1,0 +1,149 @@
+"""Twenty thousand hostile schedules, and hypothesis with its own hands on the same world."""
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from tests.simulation.schedules import broken_by, kinds_of, play_all
+from tests.simulation.world import World
+
+SCHEDULES = 20_000
+
+
+@pytest.mark.timeout(600)
+def test_no_schedule_breaks_a_promise():
+    played = play_all(SCHEDULES)
+    report = "\n".join(
+        f"{len(seeds)} x {text}\n    python -m tests.simulation --seed {seeds[0]} --verbose"
+        for text, seeds in kinds_of(played.broken).items()
+    )
+    assert not played.broken, report
+    assert played.schedules == SCHEDULES
+    assert played.fewest >= 200
+
+
+def test_a_schedule_is_a_function_of_its_seed():
+    def told(seed):
+        lines = []
+        World(seed, log=lines.append).run()
+        return lines
+
+    assert told(11) == told(11)
+    assert told(11) != told(12)
+    assert broken_by(11) == broken_by(11)
+
+
+def test_the_worlds_are_as_hostile_as_they_say():
+    """Every fault of the catalogue really befalls somebody, and work is resumed from commits."""
+    lines = []
+    for seed in range(60):
+        World(seed, log=lines.append).run()
+    told = "\n".join(lines)
+    for sign in (
+        ": dies, boot",
+        ": stands still",
+        "coordinator: dies",
+        "its disk is gone",
+        "coordinator: stands still",
+        "no room on the disk",
+        ": taken",
+        "says the cloud",
+        "is said to have died",
+        "-> fenced",
+        "-> drain",
+        "-> exit",
+        "-> late",
+        " give_back ",
+        " states ",
+        " fault ",
+        "'poisoned': ['",
+        " commit ",
+    ):
+        assert sign in told, sign
+
+
+class Fates(RuleBasedStateMachine):
+    """The same world and judge; what befalls it is chosen by hypothesis, which shrinks what it finds."""
+
+    @initialize(seed=st.integers(0, 50))
+    def begin(self, seed):
+        self.world = World(seed, quota=10**9, chaos=False)
+
+    @rule(events=st.integers(1, 25))
+    def time_passes(self, events):
+        until = self.world.events + events
+        while self.world.events < until and not self.world.done:
+            self.world.happen()
+
+    @rule(share=st.sampled_from([0.0, 0.05, 0.3]))
+    def the_network_loses(self, share):
+        self.world.loss = share
+
+    @rule(share=st.sampled_from([0.0, 0.1, 0.5]))
+    def the_network_repeats(self, share):
+        self.world.repeat = share
+
+    @rule()
+    def a_node_is_bought(self):
+        self.world.buy()
+
+    @rule(data=st.data(), told=st.booleans())
+    def a_process_dies(self, data, told):
+        if found := self.world.workers():
+            self.world.kill(data.draw(st.sampled_from(found)), told=float(told))
+
+    @rule(data=st.data(), duration_ms=st.sampled_from([300, 1500, 4000]))
+    def a_process_stands_still(self, data, duration_ms):
+        if found := self.world.workers():
+            self.world.freeze(data.draw(st.sampled_from(found)), duration_ms)
+
+    @rule(data=st.data(), left_ms=st.sampled_from([50, 600, 2000]))
+    def a_node_is_noticed(self, data, left_ms):
+        if found := self.world.spot():
+            self.world.notice(data.draw(st.sampled_from(found)), left_ms)
+
+    @rule(data=st.data())
+    def a_node_is_taken(self, data):
+        if found := self.world.spot():
+            self.world.take(data.draw(st.sampled_from(found)))
+
+    @rule()
+    def the_launcher_speaks(self):
+        self.world.snapshot()
+
+    @rule()
+    def the_coordinator_dies(self):
+        self.world.crash_coordinator()
+
+    @rule(duration_ms=st.sampled_from([300, 1500, 4000]))
+    def the_coordinator_stands_still(self, duration_ms):
+        self.world.freeze_coordinator(duration_ms)
+
+    @rule()
+    def the_disk_fills(self):
+        self.world.fate_disk_full()
+
+    @rule()
+    def the_batch_is_asked_for_at_the_next_version(self):
+        self.world.fate_next_version()
+
+    @precondition(lambda self: self.world.coordinator is not None)
+    @invariant()
+    def the_queue_is_of_one_mind(self):
+        self.world.coordinator.queue.check()
+
+    def teardown(self):
+        if hasattr(self, "world"):
+            self.world.quota = 0
+            self.world.run()
+
+
+Fates.TestCase.settings = settings(
+    max_examples=500,
+    stateful_step_count=25,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+TestFates = Fates.TestCase

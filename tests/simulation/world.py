@@ -1,0 +1,666 @@
+"""A hostile world around one real coordinator: what happens, when, and to whom, follows from one integer.
+
+    coordinator   the real `Coordinator` with the real `Queue`, on a disk in memory, behind a front that lets answers
+                  leave only when they are durable; it crashes, freezes, and its disk fills up
+    network       delays, repeats, reorders and cuts calls and answers; who hears nothing asks again
+    nodes         spot nodes with a few workers each; noticed, taken, lost from view, flapping, coming back
+    processes     workers and the trainer (actors.py), killed, frozen, thawed; rumours of their death, true and false
+    launcher      capacity snapshots, in order and out of order
+
+After `quota` events the world calms down, and everything must come to its end within `PATIENCE` more.
+"""
+
+import heapq
+import random
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.events import Capacity, Market, NodeCapacity, NodeState
+from engine.rollout.queue import Rules
+from engine.runtime.coordinator import Coordinator
+from tests.simulation.actors import Trainer, Worker
+from tests.simulation.disk import Disk, MemoryBook, MemoryJournal
+from tests.simulation.oracle import Broken, Key, Oracle, key_of
+
+LEASE_MS = 1000
+FIRST_LEASE_MS = 2000
+TICK_MS = 130
+STEPS = 6
+PATIENCE = 2500
+"""Events in which a calm world comes to its end, whatever it went through."""
+
+Head = dict[str, Any]
+Body = Generator[Any, Any, None]
+TRAINER_NODE = "t"
+
+
+@dataclass(slots=True, eq=False)
+class Lane:
+    """One thread of a process: it yields a call to make, or milliseconds to wait."""
+
+    process: "Process"
+    body: Body | None
+    turn: int = 0
+    """Grows with every answer: what belongs to an earlier question is ignored."""
+    head: Head = field(default_factory=dict)
+    blobs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
+class Process:
+    """One process of a node. `boot` tells it from earlier ones of the same name."""
+
+    name: str
+    node: "Node"
+    boot: int
+    actor: Any = None
+    alive: bool = True
+    frozen: bool = False
+    stalled: list[tuple[Any, ...]] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    name: str
+    market: Market
+    workers: int
+    alive: bool = True
+    deadline_ms: int | None = None
+    heard: bool = False
+    """The node's own agent knows of the notice."""
+    seen_lost: bool = False
+    """What the launcher believes."""
+    processes: dict[str, Process] = field(default_factory=dict)
+    zombies: list[Process] = field(default_factory=list)
+
+
+class Clock:
+    """The world's time, as the coordinator asks for it."""
+
+    def __init__(self, world: "World") -> None:
+        self._world = world
+
+    def now_ms(self) -> int:
+        return self._world.now_ms
+
+    def wall_seconds(self, duration_ms: int) -> float:
+        return duration_ms / 1000
+
+
+class World:
+    """One schedule. `run()` plays it; Broken says what the coordinator did wrong."""
+
+    def __init__(self, seed: int, *, quota: int = 200, chaos: bool = True, log: Any = None) -> None:
+        self.random = random.Random(seed).random
+        self.seed, self.quota, self.chaos, self.log = seed, quota, chaos, log
+        self.now_ms = 0
+        self.events = 0
+        self.calm = False
+        self.calm_at = 0
+        self.done = False
+        self.later: list[tuple[int, int, Any, tuple[Any, ...]]] = []
+        self._tie = 0
+        self._boot = 0
+        self.oracle = Oracle(LEASE_MS, STEPS)
+        self.disk = Disk(self.oracle.wrote, self.oracle.wrote_anew)
+        self.stored = {"iteration": 0, "lineage": 0, "claimed": 0}
+        """The checkpoint store, which no machine takes with it."""
+        self.poison: dict[Key, tuple[int, bool]] = {}
+        """Request -> (step at which whoever makes it comes down, by a fault or by death)."""
+        self.deaths_of_poison: dict[Key, int] = {}
+        self.coordinator: Coordinator | None = None
+        self.epoch = 0
+        self.asleep_from: int | None = None
+        self.backlog: list[tuple[Any, ...]] = []
+        self.held: list[tuple[Any, ...]] = []
+        self.syncing = False
+        self.durable = 0
+        self.generation = 0
+        self.old_snapshots: list[tuple[int, dict[str, str]]] = []
+        self.nodes: dict[str, Node] = {}
+        self.trainer: Process | None = None
+        self._calls = 0
+        # Every world has its own temper.
+        self.loss = 0.06 * self.random() ** 2
+        self.repeat = 0.10 * self.random() ** 2
+        self.slow = 0.10 * self.random() ** 2
+        self.violence = [0.05 + self.random() ** 2 for _ in FATES]
+        self.fate_every_ms = 60 + int(500 * self.random())
+        self.poison_share = 0.25 if self.random() < 0.3 else 0.0
+        self.zero_spot_at_the_end = self.random() < 0.4
+        self.rules = Rules(
+            lease_ms=LEASE_MS,
+            first_lease_ms=FIRST_LEASE_MS,
+            commit_every=None if self.random() < 0.3 else 1 + int(3 * self.random()),
+            preemption_ms=20_000,
+        )
+        self._start_coordinator()
+        self.add_node(TRAINER_NODE, Market.ON_DEMAND, 0)
+        self.start_trainer()
+        for _ in range(int(3 * self.random())):
+            self.buy()
+        self.at(TICK_MS, self._tick)
+        if chaos:
+            self.at(self.fate_every_ms, self._fate)
+
+    # --- time ---------------------------------------------------------------------------------------------
+
+    def at(self, delay_ms: float, what: Any, *arguments: Any) -> None:
+        self._tie += 1
+        heapq.heappush(self.later, (self.now_ms + int(delay_ms), self._tie, what, arguments))
+
+    def happen(self) -> None:
+        """The next event."""
+        self.now_ms, _, what, arguments = heapq.heappop(self.later)
+        self.oracle.now_ms = self.now_ms
+        what(*arguments)
+
+    def run(self) -> None:
+        while not self.done:
+            self.happen()
+            if not self.calm and self.events >= self.quota:
+                self.calm_down()
+            if self.calm and self.events > self.calm_at + PATIENCE:
+                raise Broken(f"{PATIENCE} events after the world calmed down it is not done")
+        if self.coordinator is not None:
+            self.coordinator.queue.check()
+
+    def tell(self, text: str) -> None:
+        if self.log is not None:
+            self.log(f"{self.now_ms:7d} {text}")
+
+    # --- the coordinator and its front ----------------------------------------------------------------------
+
+    def _start_coordinator(self) -> None:
+        try:
+            self.coordinator = Coordinator(
+                MemoryJournal(self.disk),  # type: ignore[arg-type]
+                MemoryBook(self.disk),  # type: ignore[arg-type]
+                clock=Clock(self),
+                rules=self.rules,
+            )
+        except OSError:
+            self.at(200, self._start_coordinator)
+            return
+        self.durable = self.coordinator.journal.position()
+        self.tell(f"coordinator: starts, {len(self.disk.records)} records")
+
+    def crash_coordinator(self, *, wiped: bool = False) -> None:
+        """It dies, and starts again a little later, with what its disk kept."""
+        if self.coordinator is None:
+            return
+        self.epoch += 1
+        self.coordinator, self.syncing = None, False
+        if self.asleep_from is not None:
+            self.asleep_from = None
+            for lane, turn, _, _ in self.backlog:
+                self._again(lane, turn)
+            self.backlog.clear()
+        for _, lane, turn, *_ in self.held:
+            self._again(lane, turn)
+        self.held.clear()
+        if wiped:
+            self.disk.records, self.disk.synced = [], 0
+            self.disk.weights.clear()
+            self.oracle.wiped()
+        self.disk.crash(self.random())
+        self.tell(f"coordinator: dies, {len(self.disk.records)} records left{' (its disk is gone)' if wiped else ''}")
+        self.oracle.crashed(self.disk.records)
+        self.at(30 + 500 * self.random() ** 2, self._start_coordinator)
+
+    def freeze_coordinator(self, duration_ms: float) -> None:
+        if self.coordinator is not None and self.asleep_from is None:
+            self.tell(f"coordinator: stands still for {duration_ms:.0f} ms")
+            self.asleep_from = self.now_ms
+            self.at(duration_ms, self._wake_coordinator, self.epoch)
+
+    def _wake_coordinator(self, epoch: int) -> None:
+        if self.asleep_from is None or epoch != self.epoch:
+            return
+        self.oracle.slept(self.now_ms - self.asleep_from)
+        self.asleep_from = None
+        backlog, self.backlog = self.backlog, []
+        if self.random() < 0.5:
+            self._tick_once()
+        for call in backlog:
+            self.at(3 * self.random(), self._deliver, *call)
+        if self.held:
+            self._sync()
+
+    def _tick(self) -> None:
+        if self.asleep_from is None:
+            self._tick_once()
+        self.at(TICK_MS, self._tick)
+
+    def _tick_once(self) -> None:
+        if self.coordinator is not None:
+            self.coordinator.tick()
+
+    def _deliver(self, lane: Lane | None, turn: int, head: Head, blobs: Mapping[str, Any]) -> None:
+        """A call reaches the coordinator, or the place where it was."""
+        self.events += 1
+        coordinator = self.coordinator
+        if coordinator is None:
+            return self._again(lane, turn)
+        if self.asleep_from is not None:
+            self.backlog.append((lane, turn, head, blobs))
+            if self.random() < 0.3:
+                self._again(lane, turn, 600)
+            return None
+        self.oracle.hear(head)
+        try:
+            answer, answer_blobs = coordinator.call(head, blobs)
+        except OSError:
+            self.oracle.refused(head)
+            self.tell(f"{head['call']} of {head.get('worker', 'trainer')}: no room on the disk")
+            return self._again(lane, turn, 150)
+        except (KeyError, ValueError) as error:
+            if head["call"] not in ("states", "weights"):
+                raise Broken(f"{head} was refused: {error!r}") from error
+            answer, answer_blobs = {"do": "refused"}, {}
+        if self.log is not None:
+            self.tell(f"{head.get('worker', '-')} {_short(head)} -> {_short(answer)}")
+        promised = self.oracle.said(head, answer)
+        self._calls += 1
+        queue = coordinator.queue
+        if queue.poisoned or self.oracle.reported:
+            self.oracle.poisoned({r.lineage * 1_000_000 + r.seed for r in queue.poisoned})
+        if not self._calls % 8:
+            queue.check()
+        if answer["do"] == "wait" and head["call"] == "pull" and self.random() < 0.2:  # a patient call
+            self.at(50 + 200 * self.random(), self._deliver, lane, turn, head, blobs)
+            return None
+        wanted = coordinator.journal.position()
+        if wanted <= self.durable:
+            self._leave(lane, turn, head, promised, answer, answer_blobs)
+            return None
+        self.held.append((wanted, lane, turn, head, promised, answer, answer_blobs))
+        if not self.syncing:
+            self._sync()
+        return None
+
+    def _sync(self) -> None:
+        assert self.coordinator is not None
+        self.syncing = True
+        reached, count, rewrites = self.coordinator.journal.position(), len(self.disk.records), self.disk.rewrites
+        self.at(1 + 25 * self.random() ** 2, self._synced, self.epoch, reached, count, rewrites)
+
+    def _synced(self, epoch: int, reached: int, count: int, rewrites: int) -> None:
+        if epoch != self.epoch:
+            return
+        if rewrites == self.disk.rewrites:
+            self.disk.synced = max(self.disk.synced, count)
+        self.durable, self.syncing = reached, False
+        if self.asleep_from is not None:
+            return
+        held, self.held = self.held, []
+        for wanted, *answer in held:
+            if wanted <= reached:
+                self._leave(*answer)
+            else:
+                self.held.append((wanted, *answer))
+        if self.held:
+            self._sync()
+
+    def _leave(
+        self, lane: Lane | None, turn: int, head: Head, promised: Any, answer: Head, blobs: Mapping[str, Any]
+    ) -> None:
+        """A durable answer goes on its way."""
+        self.oracle.left(head, promised)
+        if lane is None:
+            return
+        if not self.calm and self.random() < self.loss:
+            self._again(lane, turn)
+        else:
+            self.at(self._delay_ms(lane, turn), self.resume, lane, turn, (answer, blobs))
+
+    # --- the network ----------------------------------------------------------------------------------------
+
+    def send(self, lane: Lane | None, turn: int, head: Head, blobs: Mapping[str, Any]) -> None:
+        if self.calm:
+            self.at(1 + 9 * self.random(), self._deliver, lane, turn, head, blobs)
+            return
+        if self.random() < self.repeat:
+            self.at(20 + 3000 * self.random() ** 2, self._deliver, None, 0, head, blobs)
+        if self.random() < self.loss:
+            self._again(lane, turn)
+            return
+        self.at(self._delay_ms(lane, turn), self._deliver, lane, turn, head, blobs)
+
+    def _delay_ms(self, lane: Lane | None, turn: int) -> float:
+        if self.calm or self.random() >= self.slow:
+            return 1 + 12 * self.random()
+        delay_ms = 50 + 2500 * self.random() ** 2
+        if delay_ms > 600:
+            self._again(lane, turn, 600)
+        return delay_ms
+
+    def _again(self, lane: Lane | None, turn: int, delay_ms: float = 250) -> None:
+        """Who hears nothing asks again."""
+        if lane is not None:
+            self.at(delay_ms, self._ask_again, lane, turn)
+
+    def _ask_again(self, lane: Lane, turn: int) -> None:
+        process = lane.process
+        if not process.alive or lane.turn != turn:
+            return
+        if process.frozen:
+            process.stalled.append((self._ask_again, lane, turn))
+        else:
+            self.send(lane, turn, lane.head, lane.blobs)
+
+    # --- processes --------------------------------------------------------------------------------------------
+
+    def resume(self, lane: Lane, turn: int, value: Any) -> None:
+        process = lane.process
+        if not process.alive or lane.turn != turn or lane.body is None:
+            return
+        if process.frozen:
+            process.stalled.append((self.resume, lane, turn, value))
+            return
+        self.events += 1
+        lane.turn += 1
+        try:
+            wanted = lane.body.send(value)
+        except StopIteration:
+            lane.body = None
+            return
+        if isinstance(wanted, int):
+            self.at(wanted, self.resume, lane, lane.turn, None)
+            return
+        lane.head, lane.blobs = wanted
+        self.send(lane, lane.turn, lane.head, lane.blobs)
+
+    def thread(self, process: Process, body: Body) -> Lane:
+        lane = Lane(process, body)
+        self.at(0, self.resume, lane, 0, None)
+        return lane
+
+    def start_worker(self, node: Node, name: str) -> Process:
+        self._boot += 1
+        process = node.processes[name] = Process(name, node, self._boot)
+        self.oracle.born[name] = self._boot
+        process.actor = Worker(self, process)
+        self.thread(process, process.actor.serve())
+        self.tell(f"{name}: starts, boot {process.boot}")
+        return process
+
+    def start_trainer(self) -> None:
+        node = self.nodes[TRAINER_NODE]
+        self._boot += 1
+        self.trainer = node.processes["t/trainer"] = Process("t/trainer", node, self._boot)
+        self.oracle.born["t/trainer"] = self._boot
+        self.trainer.actor = Trainer(self, self.trainer)
+        self.thread(self.trainer, self.trainer.actor.run())
+        self.thread(self.trainer, self.trainer.actor.worker.serve())
+        self.tell(f"trainer: starts, boot {self.trainer.boot}")
+
+    def kill(self, process: Process, *, told: float = 0.6, back: bool = True) -> None:
+        """This process dies; somebody may see it, and its node's agent starts it again."""
+        if not process.alive:
+            return
+        self.tell(f"{process.name}: dies, boot {process.boot}")
+        process.alive = False
+        self.oracle.process_died(process.name, process.boot)
+        if self.random() < told:
+            self.rumour(process)
+        if back and process.node.alive:
+            self.at(100 + 500 * self.random(), self._start_again, process)
+
+    def _start_again(self, process: Process) -> None:
+        if not process.node.alive or process.node.processes[process.name] is not process or self.done:
+            return
+        if process.name == "t/trainer":
+            self.start_trainer()
+        else:
+            self.start_worker(process.node, process.name)
+
+    def rumour(self, process: Process) -> None:
+        """Somebody says that this process died; it may be wrong, and it may be late."""
+        head = {"call": "died", "worker": process.name, "node": process.node.name, "boot": process.boot}
+        self.send(None, 0, head | {"reason": "its connection was closed"}, {})
+
+    def freeze(self, process: Process, duration_ms: float) -> None:
+        if process.alive and not process.frozen:
+            self.tell(f"{process.name}: stands still for {duration_ms:.0f} ms")
+            process.frozen = True
+            self.at(duration_ms, self.thaw, process)
+
+    def thaw(self, process: Process) -> None:
+        if process.frozen:
+            process.frozen = False
+            stalled, process.stalled = process.stalled, []
+            for what, *arguments in stalled:
+                self.at(3 * self.random(), what, *arguments)
+
+    def comes_down(self, process: Process, keys: list[Key], step: int) -> bool | None:
+        """Whether one of these is more than its maker can bear at this step: True for death, False for a fault."""
+        for key in keys:
+            found = self.poison.get(key)
+            if found is not None and found[0] == step:
+                self.deaths_of_poison[key] = self.deaths_of_poison.get(key, 0) + self.calm
+                if self.deaths_of_poison[key] > 12:
+                    raise Broken(f"{key} brought down 12 workers of a calm world and is not reported")
+                if found[1]:
+                    self.kill(process)
+                else:
+                    self.oracle.faulted(keys)
+                return found[1]
+        return None
+
+    def wish(self, key: Key) -> None:
+        """The trainer asks for this for the first time: it may be more than a worker can bear."""
+        if key not in self.poison and self.random() < self.poison_share * 0.4:
+            self.poison[key] = (int(self.random() * 4), self.random() < 0.5)
+            self.oracle.poisonous.add(key)
+
+    # --- nodes ------------------------------------------------------------------------------------------------
+
+    def add_node(self, name: str, market: Market, workers: int) -> Node:
+        node = self.nodes[name] = Node(name, market, workers)
+        for number in range(workers):
+            self.start_worker(node, f"{name}/{number}")
+        return node
+
+    def buy(self) -> None:
+        if sum(n.alive for n in self.nodes.values()) < 5:
+            self.add_node(f"n{len(self.nodes)}", Market.SPOT, 1 + int(2 * self.random()))
+
+    def notice(self, node: Node, left_ms: float) -> None:
+        if node.deadline_ms is not None:
+            return
+        node.deadline_ms = self.now_ms + int(left_ms)
+        self.tell(f"{node.name}: gone in {left_ms:.0f} ms, says the cloud")
+        self.at(left_ms, self.take, node)
+        if self.random() < 0.7:
+            node.heard = True
+            call = {"call": "notice", "node": node.name, "deadline_ms": node.deadline_ms}
+            self.send(None, 0, call, {})
+
+    def take(self, node: Node) -> None:
+        """The cloud takes a node back: nobody on it can say a word, or perhaps a connection is seen to close."""
+        if not node.alive or node.market is not Market.SPOT:
+            return
+        self.tell(f"{node.name}: taken")
+        node.alive = False
+        for process in [*node.processes.values(), *node.zombies]:
+            self.kill(process, told=0.3, back=False)
+        if self.random() < 0.3:
+            self.send(None, 0, {"call": "node_lost", "node": node.name, "reason": "no answer"}, {})
+
+    def snapshot(self, *, right: bool = False) -> None:
+        """The launcher tells what it knows: everything (`right`), or with its usual delay and errors."""
+        self.generation += 1
+        facts = {}
+        for node in self.nodes.values():
+            if not node.alive and (right or self.random() < 0.7):
+                node.seen_lost = True
+            if right and node.alive:
+                node.seen_lost = False
+            draining = node.deadline_ms is not None and (right or self.random() < 0.8)
+            facts[node.name] = "lost" if node.seen_lost else "draining" if draining else "ready"
+        for node in self.nodes.values():
+            node.seen_lost = node.seen_lost and not node.alive
+        self.old_snapshots.append((self.generation, facts))
+        self.at(1 + (0 if right else 400 * self.random() ** 3), self._capacity, self.generation, facts)
+
+    def _capacity(self, generation: int, facts: dict[str, str]) -> None:
+        self.events += 1
+        if self.coordinator is None or self.asleep_from is not None:
+            if self.calm:  # it is sent again until it arrives
+                self.at(200, self._capacity, generation, facts)
+            return
+        nodes = tuple(
+            NodeCapacity(
+                node=name,
+                market=self.nodes[name].market,
+                state=NodeState(state),
+                workers=1,
+                deadline_ms=self.nodes[name].deadline_ms,
+            )
+            for name, state in facts.items()
+        )
+        self.tell(f"capacity {generation}: {facts}")
+        self.coordinator.set_capacity(Capacity(generation=generation, nodes=nodes))
+        self.oracle.heard_capacity(generation, facts)
+
+    # --- fate -------------------------------------------------------------------------------------------------
+
+    def _fate(self) -> None:
+        if self.calm:
+            return
+        self.events += 1
+        point = self.random() * sum(self.violence)
+        for weight, fate in zip(self.violence, FATES, strict=True):
+            point -= weight
+            if point <= 0:
+                fate(self)
+                break
+        self.at(self.fate_every_ms * (0.3 + 1.4 * self.random()), self._fate)
+
+    def _any(self, things: list[Any]) -> Any:
+        return things[int(self.random() * len(things))] if things else None
+
+    def spot(self) -> list[Node]:
+        return [n for n in self.nodes.values() if n.alive and n.market is Market.SPOT]
+
+    def workers(self) -> list[Process]:
+        return [p for n in self.nodes.values() for p in n.processes.values() if p.alive]
+
+    def fate_kill(self) -> None:
+        if process := self._any(self.workers()):
+            self.kill(process)
+
+    def fate_freeze(self) -> None:
+        if process := self._any(self.workers()):
+            self.freeze(process, 200 + 5000 * self.random() ** 2)
+
+    def fate_zombie(self) -> None:
+        """A frozen process is given up for dead and started anew, and then the old one wakes."""
+        process = self._any([p for p in self.workers() if p.name != "t/trainer"])
+        if process is None:
+            return
+        self.freeze(process, 800 + 3000 * self.random())
+        self.oracle.process_died(process.name, process.boot)
+        process.node.zombies.append(process)
+        self.start_worker(process.node, process.name)
+
+    def fate_rumour(self) -> None:
+        if process := self._any([p for p in self.workers() if p.node.market is Market.SPOT]):
+            self.tell(f"{process.name}: is said to have died")
+            self.rumour(process)
+
+    def fate_notice(self) -> None:
+        if node := self._any(self.spot()):
+            self.notice(node, 30 + 2500 * self.random() ** 2)
+
+    def fate_take(self) -> None:
+        if node := self._any(self.spot()):
+            self.take(node)
+
+    def fate_take_all(self) -> None:
+        if self.random() < 0.3:
+            for node in self.spot():
+                self.take(node)
+
+    def fate_buy(self) -> None:
+        self.buy()
+        if self.random() < 0.5:
+            self.buy()
+
+    def fate_snapshot(self) -> None:
+        if self.random() < 0.15 and (node := self._any(self.spot())):
+            node.seen_lost = True  # a flapping node: it lives and is said to be lost
+        self.snapshot()
+
+    def fate_old_snapshot(self) -> None:
+        if found := self._any(self.old_snapshots):
+            self.at(0, self._capacity, *found)
+
+    def fate_node_unseen(self) -> None:
+        if node := self._any(self.spot()):
+            self.send(None, 0, {"call": "node_lost", "node": node.name, "reason": "no answer"}, {})
+
+    def fate_coordinator_dies(self) -> None:
+        self.crash_coordinator()
+
+    def fate_coordinator_sleeps(self) -> None:
+        self.freeze_coordinator(100 + 5000 * self.random() ** 2)
+
+    def fate_disk_full(self) -> None:
+        if not self.disk.full:
+            self.tell("the disk is full")
+            self.disk.full = True
+            self.at(200 + 1500 * self.random(), self._disk_has_room)
+
+    def _disk_has_room(self) -> None:
+        self.disk.full = False
+
+    def fate_trainer_dies(self) -> None:
+        if self.trainer is not None:
+            self.kill(self.trainer)
+
+    def fate_machine_lost(self) -> None:
+        """The on-demand node is gone with its disk; another one takes its place."""
+        if self.random() < 0.2 and self.trainer is not None:
+            self.crash_coordinator(wiped=True)
+            self.kill(self.trainer)
+
+    def fate_next_version(self) -> None:
+        if self.trainer is not None:
+            self.trainer.actor.hurry = True
+
+    def calm_down(self) -> None:
+        """Nothing bad happens from here on; somebody lives."""
+        self.tell("--- the world calms down")
+        self.calm, self.calm_at = True, self.events
+        self.disk.full = False
+        if self.zero_spot_at_the_end:
+            for node in self.spot():
+                self.take(node)
+        for node in self.nodes.values():
+            for process in [*node.processes.values(), *node.zombies]:
+                self.thaw(process)
+        self._wake_coordinator(self.epoch)
+        self.snapshot(right=True)
+
+
+FATES = [getattr(World, name) for name in vars(World) if name.startswith("fate_")]
+
+
+def _short(head: Mapping[str, Any]) -> str:
+    """A call or an answer in a few words."""
+    skip = ("call", "do", "worker", "node", "of", "usage", "sampler", "dtype", "pictures", "kinds")
+    said = {name: value for name, value in head.items() if name not in skip}
+    for name in ("states", "attempts", "results"):
+        if name in said:
+            said[name] = [
+                (key_of(x["request"]), x["reward"]) if isinstance(x, dict) else (key_of(x[0]), *x[1:])
+                for x in said[name]
+                if not isinstance(x, str)
+            ]
+    if "task" in said:
+        task = said["task"]
+        said["task"] = [key_of(raw) for raw in task["requests"]], task["weights"]
+    return f"{head.get('call') or head.get('do')} {said}"
