@@ -112,7 +112,7 @@ class Loop:
             reward=reward,
             clock=place.clock,
             heartbeat_seconds=config.runtime.heartbeat_seconds,
-            kinds=(Kind.TRAIN, Kind.EVALUATE),
+            kinds=(Kind.TRAIN,),
             may_load=False,
             overlap_scoring=False,
             overlap_commits=False,

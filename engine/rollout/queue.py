@@ -15,12 +15,12 @@ What changes the future is returned to the caller, who makes it durable *before*
 All times are milliseconds of the run's clock, passed in by the caller.
 """
 
-import math
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from engine.events import Capacity, Market, NodeMissed, NodeSeen, NodeState, ProgressEvent, Warned
+from engine.rollout.pace import Pace, Rules, commit_interval
 from engine.rollout.request import (
     Attempt,
     Drain,
@@ -43,23 +43,6 @@ GIVEN_UP = "reported by the launcher"
 
 MOST_DEATHS = 3
 """A request that brought down this many workers, at the same step, is reported instead of being tried for ever."""
-
-STEPS_PER_LEASE = 4
-"""A lease lasts at least so many of the slowest steps that were seen of its kind of work."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Rules:
-    """How long leases last and how often in-flight state is committed."""
-
-    lease_ms: int
-    """The shortest lease."""
-    first_lease_ms: int
-    """The lease of work of which no step was seen yet."""
-    commit_every: int | None
-    """Steps between two commits; None: by cost and risk (`commit_interval`)."""
-    preemption_ms: int
-    """Mean life of a spot node to start from, before the run has seen any end."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,34 +77,13 @@ class LeaseRecord:
     copy: bool
 
 
-def commit_interval(cost_ms: float, preemption_ms: float, step_ms: float) -> int:
-    """Steps between commits that lose least: sqrt(2 c M) / t (Young 1974; research notes engine 4), at least 1."""
-    return max(1, round(math.sqrt(2 * cost_ms * preemption_ms) / step_ms))
-
-
-@dataclass(slots=True)
-class _Pace:
-    """How fast a kind of work goes: ms per denoising step."""
-
-    step_ms: float = 0.0
-    """Of finished leases, scoring and waiting included: an average that follows. 0: none was finished."""
-    slowest_ms: float = 0.0
-    """The slowest step that was heard of, forgotten slowly. 0: none was heard of."""
-
-    def hear(self, step_ms: float) -> None:
-        self.slowest_ms = max(step_ms, 0.98 * self.slowest_ms)
-
-    def learn(self, step_ms: float) -> None:
-        self.step_ms = 0.8 * self.step_ms + 0.2 * step_ms if self.step_ms else step_ms
-
-
 @dataclass(slots=True, eq=False)
 class _Submitted:
     """One task, with what is looked up for each of its requests."""
 
     number: int
     task: Task
-    pace: _Pace
+    pace: Pace
     shown: frozenset[RequestId]
 
 
@@ -218,7 +180,7 @@ class Queue:
         self._digests: dict[WeightsKey, str] = {}
         self._items: dict[RequestId, _Item] = {}
         self._waiting: dict[Kind, OrderedDict[_Place, OrderedDict[RequestId, _Item]]] = {k: OrderedDict() for k in Kind}
-        self._paces: dict[tuple[Kind, str, int, str], _Pace] = {}
+        self._paces: dict[tuple[Kind, str, int, str], Pace] = {}
         self._tasks_seen = 0
         self._leases: dict[int, _Lease] = {}
         self._next_lease = 1
@@ -239,7 +201,7 @@ class Queue:
         """
         if not task.requests:
             return
-        pace = self._paces.setdefault((task.requests[0].kind, task.sampler, task.shape, task.dtype), _Pace())
+        pace = self._paces.setdefault((task.requests[0].kind, task.sampler, task.shape, task.dtype), Pace())
         shown = frozenset(task.requests[: task.pictures])
         of = _Submitted(number=self._tasks_seen, task=task, pace=pace, shown=shown)
         self._tasks_seen += 1
@@ -528,7 +490,7 @@ class Queue:
             seq=lease.seq,
             weights=lease.of.task.weights,
             requests=tuple(lease.requests),
-            lease_ms=self._lease_ms(lease.of.pace),
+            lease_ms=self.rules.lease_of(lease.of.pace),
             copy=lease.copy,
         )
 
@@ -703,24 +665,19 @@ class Queue:
             first_step=step,
             granted_ms=now_ms,
             heard_ms=now_ms,
-            expires_ms=now_ms + self._lease_ms(of.pace),
+            expires_ms=now_ms + self.rules.lease_of(of.pace),
             step=step,
             copy=copy,
         )
         member.leases.add(number)
         return lease
 
-    def _lease_ms(self, pace: _Pace) -> int:
-        if not pace.slowest_ms:
-            return max(self.rules.lease_ms, self.rules.first_lease_ms)
-        return max(self.rules.lease_ms, math.ceil(STEPS_PER_LEASE * pace.slowest_ms))
-
     def _hear(self, lease: _Lease, step: int, now_ms: int) -> None:
         """Its worker called in: renew, and learn how long its steps take."""
         if step > lease.step:
             lease.of.pace.hear((now_ms - lease.heard_ms) / (step - lease.step))
             lease.step, lease.heard_ms = step, now_ms
-        lease.expires_ms = now_ms + self._lease_ms(lease.of.pace)
+        lease.expires_ms = now_ms + self.rules.lease_of(lease.of.pace)
 
     def _end(self, number: int) -> _Lease:
         lease = self._leases.pop(number)

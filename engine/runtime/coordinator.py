@@ -17,7 +17,8 @@ from typing import Any
 from engine.clock import Clock
 from engine.config import RuntimeConfig
 from engine.events import Capacity, NodeUsage
-from engine.rollout.queue import PRIORITY, LeaseRecord, Queue, Rules, Task
+from engine.rollout.pace import Rules
+from engine.rollout.queue import PRIORITY, LeaseRecord, Queue, Task
 from engine.rollout.request import (
     Finished,
     Kind,

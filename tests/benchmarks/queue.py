@@ -30,7 +30,8 @@ from engine.clock import ScaledClock
 from engine.config import EngineConfig, RuntimeConfig
 from engine.models.load import load_adapter, trainable
 from engine.rewards.load import load_reward
-from engine.rollout.queue import Queue, Rules, Task
+from engine.rollout.pace import Rules
+from engine.rollout.queue import Queue, Task
 from engine.rollout.request import Finished, Kind, RequestId, Score, WeightsKey, Work
 from engine.rollout.sampler import plan_to_dict, rollout_plan
 from engine.rollout.wire import pack, task_to_dict, weights_to_list

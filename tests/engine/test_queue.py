@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 
 from engine.events import Capacity, Market, NodeCapacity, NodeMissed, NodeSeen, NodeState, Warned
-from engine.rollout.queue import Queue, Rules, Task, commit_interval
+from engine.rollout.pace import Rules, commit_interval
+from engine.rollout.queue import Queue, Task
 from engine.rollout.request import (
     Drain,
     Exit,

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.events import Capacity, Market, NodeCapacity, NodeState
-from engine.rollout.queue import Rules
+from engine.rollout.pace import Rules
 from engine.runtime.coordinator import Coordinator
 from tests.simulation.actors import Trainer, Worker
 from tests.simulation.disk import Disk, MemoryBook, MemoryJournal
