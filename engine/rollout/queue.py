@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from engine.events import Capacity, Market, NodeMissed, NodeSeen, NodeState, ProgressEvent, Warned
-from engine.rollout.pace import Pace, Rules, commit_interval
+from engine.rollout.pace import STEPS_PER_LEASE, Pace, Rules, commit_interval
 from engine.rollout.request import (
     Attempt,
     Drain,
@@ -125,11 +125,16 @@ class _Lease:
         guess = self.first_step + int((min(now_ms, self.expires_ms) - self.granted_ms) / pace) if pace else 0
         return max(self.step, min(steps, guess))
 
-    def end_ms(self, now_ms: int) -> float:
-        """When it will be finished if it goes on as it did; a lease that stands still ends later and later."""
-        so_far = (now_ms - self.granted_ms) / (self.step - self.first_step + 1)
-        step_ms = max(self.of.pace.step_ms, so_far)
-        return max(now_ms, self.granted_ms + step_ms * (self.of.task.steps - self.first_step))
+    def end_ms(self, now_ms: int, silence_ms: int) -> float:
+        """When it will be finished: as fast as it was heard to go, but no faster than others of its kind.
+
+        Who was silent for longer than `silence_ms` may be so for as long again.
+        """
+        pace, made = self.of.pace.step_ms, self.step - self.first_step
+        own = max(pace, (self.heard_ms - self.granted_ms) / made) if made else pace
+        silent = now_ms - self.heard_ms
+        since = self.heard_ms if silent <= silence_ms else now_ms + silent
+        return since + own * (self.of.task.steps - self.step)
 
 
 @dataclass(slots=True, eq=False)
@@ -146,6 +151,8 @@ class _Worker:
     suspects: list[tuple[RequestId, bool]] = field(default_factory=list)
     """What it held when it was last given up, and whether alone in its lease: to blame if the process turns out to have
     died while its node lives."""
+    missed: tuple[int, _Lease] | None = None
+    """The last lease that it lost by silence, with its number."""
     told_room: int | None = None
 
 
@@ -287,6 +294,7 @@ class Queue:
         for number, step in leases.items():
             lease = self._leases.get(number)
             if lease is None or lease.worker != worker:
+                self._came_late(worker, number, now_ms)
                 return Fenced(lease=number)
             self._hear(lease, step, now_ms)
         return self._pending(node)
@@ -304,6 +312,7 @@ class Queue:
         """These pictures are made. Call only after their bytes are durable."""
         self._see(node, now_ms)
         if not self.may_finish(worker, number):
+            self._came_late(worker, number, now_ms)
             return Fenced(lease=number)
         lease = self._leases[number]
         lease.of.pace.learn((now_ms - lease.granted_ms) / max(1, lease.of.task.steps - lease.first_step))
@@ -352,13 +361,18 @@ class Queue:
     def fault(self, worker: str, node: str, number: int, text: str, *, now_ms: int) -> Reply:
         """A worker could not make these pictures."""
         self._see(node, now_ms)
-        if not self.may_finish(worker, number):
+        spoke = self.may_finish(worker, number)
+        lease = self._leases[number] if spoke else self._came_late(worker, number, now_ms)
+        if lease is None:
             return Fenced(lease=number)
-        requests = list(self._leases[number].requests)
-        self._requeue(number, now_ms)
+        requests = list(lease.requests)
+        if spoke:
+            self._requeue(number, now_ms)
         self.events.append(Warned(text=f"{worker} failed: {text}"))
         for request in reversed(requests):
             self._blame(request, text, alone=len(requests) == 1)
+        if not spoke:
+            return Fenced(lease=number)
         return Wait()
 
     # --- what is known of workers and nodes ---------------------------------------------------------------
@@ -416,6 +430,9 @@ class Queue:
                 lease.expires_ms += gap
             return
         late = {number for number, lease in self._leases.items() if lease.expires_ms < now_ms}
+        for number in late:
+            lease = self._leases[number]
+            self._workers[lease.worker].missed = (number, lease)
         for node in sorted({self._leases[number].node for number in late}):
             self._give_away({n for n in late if self._leases[n].node == node}, node, MISSED, now_ms)
             late &= self._leases.keys()
@@ -595,7 +612,7 @@ class Queue:
             if any(len(item.leases) > 1 or item.deaths for item in items) or (room is not None and task.shape > room):
                 continue  # a suspect is never made twice at once: it would bring down two workers at a time
             step = min(item.attempt.step for item in items)
-            end_ms = lease.end_ms(now_ms)
+            end_ms = lease.end_ms(now_ms, self.rules.lease_of(lease.of.pace) // 2)
             if end_ms > latest and now_ms + pace * (task.steps - step + 1) < end_ms:
                 found, latest = [item for item in items if item.attempt.step == step], end_ms
         return found
@@ -678,6 +695,19 @@ class Queue:
             lease.of.pace.hear((now_ms - lease.heard_ms) / (step - lease.step))
             lease.step, lease.heard_ms = step, now_ms
         lease.expires_ms = now_ms + self.rules.lease_of(lease.of.pace)
+
+    def _came_late(self, worker: str, number: int, now_ms: int) -> _Lease | None:
+        """A lease that was given away for silence is spoken of after all: the next ones last longer, up to twice.
+
+        Without that, work whose one step takes longer than a lease would be given away for ever.
+        """
+        member = self._workers.get(worker)
+        if member is None or member.missed is None or member.missed[0] != number:
+            return None
+        lease, member.missed = member.missed[1], None
+        pace = lease.of.pace
+        pace.hear(min(now_ms - lease.heard_ms, 2 * self.rules.lease_of(pace) / STEPS_PER_LEASE))
+        return lease
 
     def _end(self, number: int) -> _Lease:
         lease = self._leases.pop(number)

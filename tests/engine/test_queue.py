@@ -530,6 +530,42 @@ def test_a_lease_of_fast_steps_is_not_shorter_than_the_shortest():
     assert pull(queue, "b/0", now_ms=40).expires_ms == 40 + LEASE_MS
 
 
+def test_work_whose_step_takes_longer_than_a_lease_is_not_given_away_for_ever():
+    queue = queue_with(task(1))
+    now_ms, step_ms = 0, 10 * LEASE_MS
+    queue.tick(now_ms)
+    for _attempt in range(6):
+        work = pull(queue, now_ms=now_ms)
+        for _tick in range(step_ms // 400):
+            now_ms += 400
+            queue.tick(now_ms)
+        if beat(queue, work, 1, now_ms) == Wait():
+            return
+    pytest.fail("six attempts were given away")
+
+
+def test_a_node_that_stood_still_for_an_hour_makes_leases_no_more_than_twice_as_long():
+    queue = queue_with(task(2, shape=1))
+    beat(queue, work := pull(queue), 1, 300)
+    for now_ms in range(300, 3_600_000, 400):
+        queue.tick(now_ms)
+    beat(queue, work, 2, 3_600_000)
+    assert pull(queue, "b/0", now_ms=3_600_000).expires_ms <= 3_600_000 + 2 * 4 * 300
+
+
+def test_a_fault_that_is_told_after_its_lease_counts():
+    queue = queue_with(task(1))
+    now_ms = 0
+    queue.tick(now_ms)
+    for _death in range(3):
+        work = pull(queue, now_ms=now_ms)
+        while now_ms <= work.expires_ms:
+            now_ms += 400
+            queue.tick(now_ms)
+        assert queue.fault("a/0", "a", work.lease, "boom", now_ms=now_ms) == Fenced(lease=work.lease)
+    assert list(queue.poisoned) == list(requests(1))
+
+
 def test_each_kind_of_work_has_leases_of_its_own_length():
     queue = queue_with(task(2), task(2, Kind.EVALUATE))
     beat(queue, pull(queue), 1, 5000)
@@ -579,16 +615,24 @@ def learned(shape=2):
     return queue, pull(queue, now_ms=800)
 
 
+def slow():
+    """As `learned`, but a/0 takes a second for a step."""
+    queue, work = learned()
+    beat(queue, work, 2, 2800)
+    return queue, work
+
+
 def test_work_that_goes_as_fast_as_ever_is_not_made_twice():
     queue, work = learned()
+    assert pull(queue, "b/0", now_ms=1190) == Wait()  # it was not heard of yet, which says nothing
     beat(queue, work, 4, 1200)
     assert pull(queue, "b/0", now_ms=1200) == Wait()
 
 
 def test_the_slowest_lease_is_made_again_by_an_idle_worker_from_what_is_committed():
     queue, work = learned()
-    commit(queue, work, 2)
     beat(queue, work, 2, 1600)  # 400 ms a step instead of 100
+    commit(queue, work, 2)
     copy = pull(queue, "b/0", now_ms=1700)
     assert [(a.request, a.step) for a in copy.attempts] == [(a.request, 2) for a in work.attempts]
     assert pull(queue, "c/0", now_ms=1700) == Wait()  # twice is enough
@@ -598,7 +642,7 @@ def test_the_slowest_lease_is_made_again_by_an_idle_worker_from_what_is_committe
 
 @pytest.mark.parametrize("copy_wins", [True, False])
 def test_of_two_that_make_the_same_the_first_counts_and_the_other_is_fenced(copy_wins):
-    queue, work = learned()
+    queue, work = slow()
     copy = pull(queue, "b/0", now_ms=3000)
     first, second = ((copy, "b/0"), (work, "a/0")) if copy_wins else ((work, "a/0"), (copy, "b/0"))
     assert finish(queue, *first, now_ms=3000) == Wait()
@@ -608,16 +652,16 @@ def test_of_two_that_make_the_same_the_first_counts_and_the_other_is_fenced(copy
 
 
 def test_when_the_copy_is_lost_the_original_goes_on_and_nothing_waits():
-    queue, work = learned()
-    pull(queue, "b/0", now_ms=3000)
+    queue, work = slow()
+    assert isinstance(pull(queue, "b/0", now_ms=3000), Work)
     queue.lost("b", "gone", now_ms=3000)
-    assert queue.heartbeat("a/0", "a", {work.lease: 1}, now_ms=3000) == Wait()
-    assert isinstance(pull(queue, "c/0", now_ms=9000), Work)  # and may be copied again
+    assert pull(queue, "a/1", now_ms=3000) != Wait()  # and may be copied again
+    assert beat(queue, work, 3, 3500) == Wait()
     queue.check()
 
 
 def test_exploration_waits_for_the_tail_and_is_not_made_twice_itself():
-    queue, _ = learned()
+    queue, _ = slow()
     queue.submit(task(2, Kind.EXPLORE))
     assert pull(queue, "b/0", now_ms=3000).attempts[0].request.kind is Kind.TRAIN
     assert pull(queue, "c/0", now_ms=3000).attempts[0].request.kind is Kind.EXPLORE

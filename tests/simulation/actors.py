@@ -100,7 +100,7 @@ class Worker:
                 self.world.tell(f"{self.process.name}: goes on from {trails} with weights {self.weights}")
         committed = first
         for step in range(first, self.world.oracle.steps):
-            yield self.step_ms
+            yield self.step_ms + self.world.hang_ms(keys, step)
             came_down = self.world.comes_down(self.process, keys, step)
             if came_down:
                 return

@@ -23,6 +23,7 @@ from tests.simulation.actors import Trainer, Worker
 from tests.simulation.disk import Disk, MemoryBook, MemoryJournal
 from tests.simulation.oracle import Broken, Key, Oracle, key_of
 
+MOST_DEATHS_OF_POISON = 20
 LEASE_MS = 1000
 FIRST_LEASE_MS = 2000
 TICK_MS = 130
@@ -434,14 +435,21 @@ class World:
             for what, *arguments in stalled:
                 self.at(3 * self.random(), what, *arguments)
 
+    def hang_ms(self, keys: list[Key], step: int) -> int:
+        """What brings a worker down makes it stand still first, mostly for less than a lease."""
+        found = (self.poison.get(key) for key in keys)
+        return int(1.2 * LEASE_MS * self.random()) if any(one is not None and one[0] == step for one in found) else 0
+
     def comes_down(self, process: Process, keys: list[Key], step: int) -> bool | None:
         """Whether one of these is more than its maker can bear at this step: True for death, False for a fault."""
         for key in keys:
             found = self.poison.get(key)
             if found is not None and found[0] == step:
                 self.deaths_of_poison[key] = self.deaths_of_poison.get(key, 0) + self.calm
-                if self.deaths_of_poison[key] > 12:
-                    raise Broken(f"{key} brought down 12 workers of a calm world and is not reported")
+                # A death is blamed when its worker is back; until then every other worker may come down with it too.
+                if self.deaths_of_poison[key] > MOST_DEATHS_OF_POISON:
+                    text = f"brought down {MOST_DEATHS_OF_POISON} workers of a calm world and is not reported"
+                    raise Broken(f"{key} {text}")
                 if found[1]:
                     self.kill(process)
                 else:

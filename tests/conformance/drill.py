@@ -1,0 +1,240 @@
+"""The trainer's part of a drill: publish, submit, collect, and at the end the one assertion that every case makes."""
+
+import itertools
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from shutil import copyfile
+from typing import Any, TypeVar
+
+from engine.clock import ScaledClock
+from engine.events import Capacity, Market, NodeCapacity, NodeState
+from engine.rollout.queue import Task
+from engine.rollout.request import Finished, Kind, RequestId, WeightsKey
+from engine.rollout.sampler import plan_to_dict
+from engine.rollout.trajectory import Trajectory
+from engine.rollout.wire import finished_from_dict, task_to_dict, weights_to_list
+from engine.runtime.coordinator import open_coordinator
+from tests.conformance.stage import Stage, Step
+from tests.conformance.undisturbed import Undisturbed, equal
+
+PATIENCE_SECONDS = 90.0
+"""A machine for tests may be slow; nothing waits longer than it must."""
+
+LOOK_SECONDS = 0.005
+
+Found = TypeVar("Found")
+
+
+@dataclass
+class Batch:
+    """Requests that belong together, and the version that each must be made with."""
+
+    number: int
+    versions: dict[RequestId, int]
+
+    @property
+    def requests(self) -> list[RequestId]:
+        return list(self.versions)
+
+
+class Drill:
+    """One stage with its nodes, for case after case."""
+
+    def __init__(self, stage: Stage) -> None:
+        self.stage = stage
+        self.line = stage.line()
+        self.lease_seconds = stage.config.runtime.lease_seconds
+        self.steps_of_all, self.shape = stage.config.sampler.steps, stage.config.runtime.shape
+        self.undisturbed = Undisturbed(stage.config)
+        self.nodes: list[str] = []
+        self.came_back: set[str] = set()
+        self.version = -1
+        self._names = (f"spot-{number}" for number in itertools.count())
+        self._batches = itertools.count()
+        self._generation = itertools.count(1)
+        self.line.call({"call": "hello", "lineage": 1})
+        self.publish()
+
+    # --- nodes ----------------------------------------------------------------------------------------------
+
+    def need(self, count: int, *, spare: int) -> None:
+        """At least so many nodes are up, and others are coming."""
+        while len(self.nodes) < count + spare:
+            self._start()
+        self.wait(lambda: sum(self.stage.is_ready(node) for node in self.nodes) >= count, "nodes are up")
+
+    def lose(self, node: str) -> None:
+        """This node will not come back: another one is started in its place."""
+        self.stage.forget(node)
+        self.replace(node)
+
+    def replace(self, node: str) -> None:
+        """Start another node in its place, whatever becomes of it."""
+        self.nodes.remove(node)
+        self.came_back.discard(node)
+        self._start()
+
+    def must_work_again(self, node: str) -> None:
+        """This node comes back by itself, which may take a while: somebody will look."""
+        self.came_back.add(node)
+
+    def ready(self) -> list[str]:
+        return [node for node in self.nodes if self.stage.is_ready(node)]
+
+    def tell(self, *nodes: str, state: NodeState, seconds: float | None = None) -> None:
+        """The launcher's snapshot about these nodes."""
+        deadline_ms = None if seconds is None else time.time_ns() // 1_000_000 + round(seconds * 1000)
+        facts = [
+            NodeCapacity(node=node, market=Market.SPOT, state=state, workers=1, deadline_ms=deadline_ms)
+            for node in nodes
+        ]
+        self.stage.tell(Capacity(generation=next(self._generation), nodes=tuple(facts)))
+
+    def _start(self) -> None:
+        name = next(self._names)
+        self.stage.start(name)
+        self.nodes.append(name)
+
+    # --- as the trainer -----------------------------------------------------------------------------------------
+
+    def publish(self) -> int:
+        """New weights; returns their version."""
+        version = self.version + 1
+        weights, data = weights_to_list(WeightsKey(version=version)), self.undisturbed.weights(version)
+        self.line.call({"call": "publish", "weights": weights}, {"weights": data})
+        self.version = version
+        return version
+
+    def submit(self, count: int) -> Batch:
+        """A new batch of so many pictures, at the newest weights."""
+        number = next(self._batches)
+        requests = [
+            RequestId(run="drill", lineage=1, batch=number, prompt=str(i % 10), seed=i, kind=Kind.TRAIN)
+            for i in range(count)
+        ]
+        batch = Batch(number=number, versions=dict.fromkeys(requests, self.version))
+        self.submit_again(batch, requests)
+        return batch
+
+    def submit_again(self, batch: Batch, requests: list[RequestId]) -> None:
+        """Want these requests of a batch at the newest weights."""
+        task = Task(
+            requests=tuple(requests),
+            weights=WeightsKey(version=self.version),
+            sampler=json.dumps(plan_to_dict(self.undisturbed.plan)),
+            steps=self.steps_of_all,
+            shape=self.shape,
+            dtype="float32",
+        )
+        self.line.call({"call": "submit", "task": task_to_dict(task)})
+        batch.versions |= dict.fromkeys(requests, self.version)
+
+    def collect(self, batch: Batch, have: int = 0, *, wait: bool = False) -> tuple[list[Finished], dict[str, Any]]:
+        ask = {"call": "collect", "kind": "train", "batch": batch.number, "have": have}
+        answer, blobs = self.line.call(ask, wait=wait)
+        assert not answer["poisoned"], answer["poisoned"]
+        assert answer["stop"] is None
+        return [finished_from_dict(raw) for raw in answer["results"]], blobs
+
+    def collect_all(self, batch: Batch, *, seconds: float = PATIENCE_SECONDS) -> tuple[list[Finished], dict[str, Any]]:
+        found: list[Finished] = []
+        blobs: dict[str, Any] = {}
+
+        def everything_is_there() -> bool:
+            more, more_blobs = self.collect(batch, len(found), wait=True)
+            found.extend(more)
+            blobs.update(more_blobs)
+            return len({result.request for result in found}) >= len(batch.versions)
+
+        self.wait(everything_is_there, f"batch {batch.number} is finished", seconds=seconds)
+        return found, blobs
+
+    # --- looking --------------------------------------------------------------------------------------------
+
+    def wait(self, is_so: Callable[[], Found], what: str, *, seconds: float = PATIENCE_SECONDS) -> Found:
+        """The first true answer."""
+        until = time.monotonic() + seconds
+        while not (found := is_so()):
+            assert time.monotonic() < until, f"waited {seconds:.0f} s in vain until {what}"
+            time.sleep(LOOK_SECONDS)
+        return found
+
+    def steps(self, batch: Batch) -> list[Step]:
+        return [step for step in self.stage.steps() if step.batch == batch.number]
+
+    def in_the_middle(self, batch: Batch, step: int | None = None) -> Step:
+        """Wait until somebody is past this step of a lease that is not nearly finished, and say who it is."""
+        first = self.steps_of_all // 2 if step is None else step
+
+        def look() -> Step | None:
+            newest = {found.lease: found for found in self.steps(batch)}
+            for found in newest.values():
+                is_at_work = time.time_ns() - found.at_ns < 200_000_000 and found.node in self.nodes
+                if is_at_work and first <= found.step <= self.steps_of_all - 2:
+                    self.came_back.discard(found.node)
+                    return found
+            return None
+
+        return self.wait(look, f"somebody is past step {first}")
+
+    def works(self, node: str) -> None:
+        """Wait until this node finishes steps of a lease that nobody has begun yet."""
+        leases = {step.lease for step in self.stage.steps()}
+
+        def has_worked() -> bool:
+            return any(step.node == node and step.lease not in leases for step in self.stage.steps())
+
+        batches = []
+        until = time.monotonic() + PATIENCE_SECONDS
+        while not has_worked():
+            assert time.monotonic() < until, f"{node} does not work"
+            batches.append(self.submit(self.shape * len(self.nodes)))
+            self.collect_all(batches[-1])
+        for batch in batches:
+            self.assert_whole(batch)
+
+    def repeated(self, batch: Batch, lease: int) -> int:
+        """Steps of a lost lease that were made again, of the picture that lost most. It must have been taken over."""
+        steps = self.steps(batch)
+        lost = [step for step in steps if step.lease == lease]
+        reached = max(step.step for step in lost)
+        counts = []
+        for seed in lost[0].seeds:
+            later = [step for step in steps if seed in step.seeds and step.lease > lease]
+            assert later, f"nobody took over what lease {lease} had begun"
+            first = min(later, key=lambda step: (step.lease, step.step))
+            counts.append(max(0, reached - first.step + 1))
+        return max(counts)
+
+    # --- what every case ends with ------------------------------------------------------------------------------
+
+    def assert_whole(self, batch: Batch) -> None:
+        """Each request is finished exactly once, bit for bit as if nothing had happened, and the disk knows it."""
+        found, blobs = self.collect_all(batch)
+        assert sorted(result.request for result in found) == sorted(batch.requests)
+        for version in sorted(set(batch.versions.values())):
+            requests = [request for request, made_at in batch.versions.items() if made_at == version]
+            expected = self.undisturbed.results(requests, version)
+            for result in (result for result in found if result.request in expected):
+                trajectory, reward = expected[result.request]
+                made = Trajectory.from_bytes(blobs[str(result.trajectory)])
+                assert equal(made, trajectory), f"{result.request} at version {version}"
+                assert result.score.reward == reward
+        assert [result.request for result in self.collect(batch)[0]] == [result.request for result in found]
+        self.stage.check()
+        self._assert_durable(found)
+        self.line.call({"call": "withdraw", "batches": [["train", batch.number]]})
+
+    def _assert_durable(self, found: list[Finished]) -> None:
+        """A coordinator that started now from what is on disk would know all of it."""
+        with tempfile.TemporaryDirectory() as folder:
+            copyfile(self.stage.journal() / "journal", Path(folder) / "journal")
+            runtime = self.stage.config.runtime
+            successor = open_coordinator(Path(folder), clock=ScaledClock(origin_ms=0), runtime=runtime)
+            successor.queue.check()
+            assert {result.request for result in found} <= successor.queue.finished.keys()
+            successor.journal.close()

@@ -1,0 +1,92 @@
+"""The on-demand node of a drill: the real agent and coordinator, and in the trainer's place a seat for the test.
+
+    python -m tests.conformance.on_demand node.json
+
+The seat holds the trainer's own transport, and makes on it the calls that come in over a Unix socket.
+"""
+
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.synchronize import Event
+from pathlib import Path
+from typing import Any
+
+import engine.runtime.agent
+from engine.config import NodeSpec
+from engine.rollout.wire import Blobs
+from engine.runtime.agent import Agent
+from engine.runtime.child import Beat, begin
+from engine.runtime.transport import Answer, CallRefused
+
+
+class OnDemand(Agent):
+    """An agent that keeps a seat where the trainer would be."""
+
+    def _child(self, name: str, *arguments: Any) -> Any:
+        ready = super()._child(name, *arguments)
+        if name == "run_trainer":
+            child, spec_json = self.children[-1], self.spec.model_dump_json()
+
+            def start() -> Any:
+                process = self.context.Process(target=run_seat, args=(spec_json, child.beat, ready))
+                process.start()
+                return process
+
+            child.start = start
+        return ready
+
+
+def run_seat(spec_json: str, beat: Beat, ready: Event) -> None:
+    """Serve until the agent ends this process."""
+    from engine.runtime.processes import _transport_of_trainer
+
+    spec = NodeSpec.model_validate_json(spec_json)
+    begin(spec, "trainer", beat)
+    transport = _transport_of_trainer(spec)
+    path = seat_of(Path(spec.folder))
+    path.unlink(missing_ok=True)
+    listener = Listener(str(path), "AF_UNIX", backlog=16)
+    ready.set()
+    while True:
+        threading.Thread(target=_serve, args=(listener.accept(), transport.call), daemon=True).start()
+
+
+def _serve(connection: Connection, call: Callable[..., Answer]) -> None:
+    while True:
+        try:
+            head, blobs, wait = connection.recv()
+        except EOFError:
+            return
+        try:
+            answer: Answer | CallRefused = call(head, blobs, wait=wait)
+        except CallRefused as error:
+            answer = error
+        connection.send(answer)
+
+
+def seat_of(folder: Path) -> Path:
+    return folder / "seat"
+
+
+class SeatLine:
+    """A `Transport` through the seat; a connection for each thread."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._local = threading.local()
+
+    def call(self, head: Mapping[str, Any], blobs: Blobs | None = None, *, wait: bool = False) -> Answer:
+        if not hasattr(self._local, "connection"):
+            self._local.connection = Client(str(seat_of(self._folder)), "AF_UNIX")
+        self._local.connection.send((dict(head), blobs, wait))
+        answer = self._local.connection.recv()
+        if isinstance(answer, CallRefused):
+            raise answer
+        return answer
+
+
+if __name__ == "__main__":
+    engine.runtime.agent.Agent = OnDemand  # type: ignore[misc]
+    sys.exit(engine.runtime.agent.main())

@@ -1,0 +1,317 @@
+"""One suite for every runtime: whatever is killed, frozen, drained or cut, no picture is lost, doubled or different.
+
+Each case ends with the same assertion (`Drill.assert_whole`): every request finished exactly once, its latents,
+log-probs and reward bit for bit those of an undisturbed run in one process. No runtime may skip a case.
+"""
+
+import functools
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import torch
+
+from engine.clock import ScaledClock
+from engine.events import NodeState
+from engine.rollout.request import Exit, Kind, WeightsKey
+from engine.runtime.transport import Transport
+from engine.runtime.weight_book import digest_of
+from engine.runtime.worker import Worker, set_weights
+from tests.conformance.cluster import ClusterStage
+from tests.conformance.drill import Drill
+from tests.conformance.full_disk import NO_ROOM
+from tests.conformance.inproc import InprocStage
+from tests.conformance.stage import COMMIT_EVERY, SHAPE, STEPS, Stage, Step, engine_config
+
+NODES, SPARE = 2, 1
+WAVE = NODES * SHAPE
+"""Pictures that keep two nodes busy once."""
+
+
+def open_stage(runtime: Literal["inproc", "local", "ray"], folder: Path) -> Stage:
+    match runtime:
+        case "inproc":
+            return InprocStage(folder)
+        case "local" | "ray":
+            return ClusterStage(folder, engine_config(runtime))
+
+
+@pytest.fixture(scope="module", params=["inproc", "local", "ray"])
+def whole_drill(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Drill]:
+    threads = torch.get_num_threads()
+    stage = open_stage(request.param, tmp_path_factory.mktemp(request.param))
+    try:
+        yield Drill(stage)
+    finally:
+        stage.close()
+        torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def drill(whole_drill: Drill) -> Drill:
+    """With two nodes up: what the case before took away is replaced by the spare one, and that while we go on."""
+    whole_drill.need(NODES, spare=SPARE)
+    return whole_drill
+
+
+def in_time(case: Callable[..., bool]) -> Callable[..., None]:
+    """A case that also claims something of time: how many steps were lost, or that a lease was kept.
+
+    A machine that stands still for a whole lease breaks such a claim without any fault of ours, so it is tried three
+    times. What must never happen is asserted in each.
+    """
+
+    @functools.wraps(case)
+    def tried(drill: Drill, **arguments: object) -> None:
+        for _ in range(3):
+            drill.need(NODES, spare=SPARE)
+            if case(drill, **arguments):
+                return
+        pytest.fail("three times in a row more steps were lost than may be")
+
+    return tried
+
+
+@in_time
+def test_a_worker_killed_in_the_middle(drill: Drill) -> bool:
+    batch = drill.submit(3 * WAVE)
+    hit = drill.in_the_middle(batch)
+    drill.stage.kill(f"{hit.node}/worker-0")
+    drill.assert_whole(batch)
+    drill.must_work_again(hit.node)
+    return drill.repeated(batch, hit.lease) <= COMMIT_EVERY
+
+
+@pytest.mark.parametrize("part", ["/agent", ""], ids=["agent", "all of it"])
+@in_time
+def test_a_node_killed_in_the_middle(drill: Drill, part: str) -> bool:
+    """A worker ends with its agent."""
+    batch = drill.submit(3 * WAVE)
+    hit = drill.in_the_middle(batch)
+    drill.stage.kill(hit.node + part)
+    drill.assert_whole(batch)
+    drill.lose(hit.node)
+    return drill.repeated(batch, hit.lease) <= COMMIT_EVERY
+
+
+@in_time
+def test_a_coordinator_frozen_for_longer_than_a_lease_gives_nothing_away(drill: Drill) -> bool:
+    batch = drill.submit(4 * WAVE)
+    hit = drill.in_the_middle(batch, step=3)
+    drill.stage.freeze("coordinator")
+    time.sleep(2 * drill.lease_seconds)
+    drill.stage.thaw("coordinator")
+    drill.assert_whole(batch)
+    return last_step(drill, hit) == STEPS
+
+
+@pytest.mark.parametrize("part", ["/worker-0", ""], ids=["worker", "node"])
+def test_a_zombie_changes_nothing_and_works_again(drill: Drill, part: str) -> None:
+    batch = drill.submit(2 * WAVE)
+    hit = drill.in_the_middle(batch)
+    drill.stage.freeze(hit.node + part)
+    drill.collect_all(batch)
+    drill.stage.thaw(hit.node + part)
+    drill.works(hit.node)
+    assert last_step(drill, hit) < STEPS
+    drill.assert_whole(batch)
+
+
+def test_a_full_disk_pauses_the_run_and_loses_nothing(drill: Drill) -> None:
+    batch = drill.submit(3 * WAVE)
+    drill.in_the_middle(batch, step=2)
+    drill.stage.fill_disk()
+    try:
+        text = drill.wait(drill.stage.trouble, "the coordinator says that its disk is full")
+        assert any(os.strerror(number) in text for number in NO_ROOM), text
+        publishing = threading.Thread(target=drill.publish)
+        publishing.start()
+        time.sleep(drill.lease_seconds)
+        paused = drill.collect(batch)[0]
+        time.sleep(drill.lease_seconds)
+        assert drill.collect(batch)[0] == paused
+        assert publishing.is_alive()
+    finally:
+        drill.stage.free_disk()
+    drill.assert_whole(batch)
+    publishing.join()
+    drill.wait(lambda: drill.stage.trouble() is None, "the coordinator has room")
+
+
+@in_time
+def test_a_node_that_drains_within_its_notice_loses_no_step(drill: Drill) -> bool:
+    batch = drill.submit(3 * WAVE)
+    hit = drill.in_the_middle(batch, step=3)
+    drill.stage.notice(hit.node, drill.lease_seconds)
+    time.sleep(drill.lease_seconds)
+    drill.stage.kill(hit.node)
+    drill.lose(hit.node)
+    drill.assert_whole(batch)
+    return drill.repeated(batch, hit.lease) <= 1
+
+
+def test_a_node_that_is_noticed_and_ready_again_and_again(drill: Drill) -> None:
+    batch = drill.submit(4 * WAVE)
+    node = drill.in_the_middle(batch, step=2).node
+    for _ in range(3):
+        drill.tell(node, state=NodeState.DRAINING, seconds=5.0)
+        time.sleep(0.3 * drill.lease_seconds)
+        drill.tell(node, state=NodeState.READY)
+        time.sleep(0.3 * drill.lease_seconds)
+    drill.assert_whole(batch)
+    drill.works(node)
+
+
+@in_time
+def test_a_coordinator_killed_in_the_middle_forgets_nothing(drill: Drill) -> bool:
+    batch = drill.submit(4 * WAVE)
+    drill.wait(lambda: drill.collect(batch)[0], "something is finished")
+    hit = drill.in_the_middle(batch, step=3)
+    before = [result.request for result in drill.collect(batch)[0]]
+    drill.stage.kill("coordinator")
+    after = [result.request for result in drill.collect(batch)[0]]
+    assert after[: len(before)] == before
+    drill.assert_whole(batch)
+    return last_step(drill, hit) == STEPS
+
+
+def test_messages_that_are_late_doubled_and_cut(drill: Drill) -> None:
+    batch = drill.submit(4 * WAVE)
+    drill.in_the_middle(batch)
+    with drill.stage.bad_line() as line:
+        serve(drill, line.transport, lambda: len(drill.collect(batch)[0]) == len(batch.requests))
+        assert line.faults(), "nothing went wrong on this line"
+    drill.assert_whole(batch)
+
+
+@in_time
+def test_a_worker_that_stays_frozen_is_replaced_by_its_node(drill: Drill) -> bool:
+    batch = drill.submit(3 * WAVE)
+    hit = drill.in_the_middle(batch)
+    drill.stage.freeze(f"{hit.node}/worker-0")
+    drill.assert_whole(batch)
+    drill.must_work_again(hit.node)
+    return drill.repeated(batch, hit.lease) <= COMMIT_EVERY
+
+
+@in_time
+def test_a_notice_shorter_than_a_step_costs_what_a_kill_costs(drill: Drill) -> bool:
+    batch = drill.submit(3 * WAVE)
+    hit = drill.in_the_middle(batch)
+    drill.stage.notice(hit.node, 0.01)
+    time.sleep(0.01)
+    drill.stage.kill(hit.node)
+    drill.lose(hit.node)
+    drill.assert_whole(batch)
+    return drill.repeated(batch, hit.lease) <= COMMIT_EVERY
+
+
+def test_all_spot_gone_for_a_while_and_back(drill: Drill) -> None:
+    batch = drill.submit(2 * WAVE)
+    drill.in_the_middle(batch)
+    nodes = drill.ready()
+    for node in nodes:
+        drill.stage.freeze(node)
+    time.sleep(2 * drill.lease_seconds)
+    for node in nodes:
+        drill.stage.thaw(node)
+    drill.assert_whole(batch)
+
+
+def test_weights_published_in_the_middle_and_what_is_asked_for_again_is_made_with_them(drill: Drill) -> None:
+    drill.undisturbed.weights(drill.version + 1)  # made now, so that publishing takes no time
+    batch = drill.submit(3 * WAVE)
+    hit = drill.in_the_middle(batch, step=1)
+    drill.publish()
+    open_ones = [request for request in batch.requests if request.seed in hit.seeds] + batch.requests[-WAVE:]
+    finished = {result.request for result in drill.collect(batch)[0]}
+    drill.submit_again(batch, [request for request in open_ones if request not in finished])
+    drill.assert_whole(batch)
+    assert len(set(batch.versions.values())) == 2
+
+
+def test_a_node_that_the_launcher_gives_up_while_it_works(drill: Drill) -> None:
+    batch = drill.submit(3 * WAVE)
+    hit = drill.in_the_middle(batch)
+    drill.tell(hit.node, state=NodeState.LOST)
+    drill.assert_whole(batch)
+    drill.wait(lambda: drill.stage.has_ended(hit.node), "its worker was sent home")
+    drill.lose(hit.node)
+
+
+@in_time
+def test_workers_go_on_while_their_agent_is_frozen(drill: Drill) -> bool:
+    batch = drill.submit(3 * WAVE)
+    hit = drill.in_the_middle(batch)
+    drill.stage.freeze(f"{hit.node}/agent")
+    drill.assert_whole(batch)
+    drill.stage.thaw(f"{hit.node}/agent")
+    drill.works(hit.node)
+    return last_step(drill, hit) == STEPS
+
+
+def test_a_node_that_freezes_again_and_again(drill: Drill) -> None:
+    batch = drill.submit(4 * WAVE)
+    node = drill.in_the_middle(batch, step=2).node
+    for seconds in (0.1, 1.2 * drill.lease_seconds, 0.2):
+        drill.stage.freeze(node)
+        time.sleep(seconds)
+        drill.stage.thaw(node)
+        time.sleep(0.1)
+    drill.assert_whole(batch)
+    drill.works(node)
+
+
+def test_all_spot_gone_for_long_and_the_trainer_alone(drill: Drill) -> None:
+    """Long enough for every runtime to give the nodes up; they come back all the same."""
+    batch = drill.submit(2 * WAVE)
+    drill.in_the_middle(batch)
+    nodes, began = drill.ready(), time.monotonic()
+    for node in nodes:
+        drill.stage.freeze(node)
+    serve(drill, drill.line, lambda: len(drill.collect(batch)[0]) == len(batch.requests))
+    time.sleep(max(0.0, began + drill.stage.given_up_seconds - time.monotonic()))
+    for node in nodes:
+        drill.stage.thaw(node)
+        drill.must_work_again(node)
+    drill.assert_whole(batch)
+
+
+def test_everybody_who_came_back_works(drill: Drill) -> None:
+    for node in sorted(drill.came_back):
+        drill.works(node)
+
+
+# --- the trainer's own worker ---------------------------------------------------------------------------------------
+
+
+def serve(drill: Drill, line: Transport, is_enough) -> None:
+    """Work as the trainer's process does when it would wait otherwise: with its own model and its own line."""
+    undisturbed = drill.undisturbed
+    worker = Worker(
+        name="trainer/trainer",
+        node="trainer",
+        workers_of_node=1,
+        transport=line,
+        adapter=undisturbed.adapter,
+        parameters=undisturbed.parameters,
+        reward=undisturbed.reward,
+        clock=ScaledClock(origin_ms=0),
+        heartbeat_seconds=drill.stage.config.runtime.heartbeat_seconds,
+        kinds=(Kind.TRAIN,),
+        may_load=False,
+        step_seconds=drill.stage.config.runtime.step_seconds,
+    )
+    weights = undisturbed.weights(drill.version)
+    set_weights(undisturbed.parameters, weights)
+    worker.assume(WeightsKey(version=drill.version), digest_of(weights))
+    while not is_enough():
+        assert not isinstance(worker.serve_once(wait=False), Exit)
+
+
+def last_step(drill: Drill, hit: Step) -> int:
+    return max(step.step for step in drill.stage.steps() if step.lease == hit.lease)
