@@ -47,7 +47,7 @@ def dollars(run: dict[str, Any]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--iterations", type=int, default=12)
+    parser.add_argument("--iterations", type=int, default=9)
     parser.add_argument("--json", action="store_true", help="kept for symmetry: the last line is always JSON")
     options = parser.parse_args()
     load1 = load_now()
