@@ -27,9 +27,9 @@ from tests.conformance.unreliable import Unreliable
 
 LOOK_SECONDS = 0.01
 PATIENT_SECONDS = 0.2
-FROZEN_SECONDS = 1.0
+FROZEN_SECONDS = 1.5
 """A worker that stands still for so long is replaced."""
-RESTART_SECONDS = 0.1
+RESTART_SECONDS = 0.2
 """How long a killed coordinator is gone."""
 
 
