@@ -1,7 +1,8 @@
 """What the processes of a node do: coordinator and trainer on the on-demand node, workers on a spot node.
 
-Importing this module loads torch, diffusers and the recogniser: the node agent's forkserver does that once, and every
-process that it forks starts in a twentieth of a second instead of five.
+Importing this module loads torch and the recogniser: the node agent's forkserver does that once, and every process that
+it forks starts in well under a second instead of five. Not diffusers: what it is imported into before a fork computes
+a third slower afterwards (measured with tests/benchmarks/iteration.py: 1.18 s an iteration instead of .83).
 A process whose agent is gone ends itself: a node lives and dies as one.
 """
 
@@ -14,8 +15,7 @@ from pathlib import Path
 
 import torch
 
-import engine.models.digits  # preloaded, and with it diffusers
-import engine.rewards.ocr  # noqa: F401
+import engine.rewards.ocr  # noqa: F401  preloaded
 from engine.config import NodeSpec
 from engine.loop import Loop, Place
 from engine.models.load import load_adapter, trainable

@@ -8,7 +8,7 @@ GCS_LOST_SECONDS = 10
 """A raylet whose head does not answer for so long ends itself; its node then looks for a new head."""
 
 PRELOAD = "engine.runtime.processes"
-"""What the workers that a spot node keeps ready have imported: torch, diffusers, the recogniser (research engine 1)."""
+"""What the workers that a spot node keeps ready have imported: torch and the recogniser (research engine 1)."""
 
 NODE_VARIABLE = "SPOTRL_RAY_NODE"
 """Names to a worker actor the node that it runs on: its NodeSpec as JSON."""
