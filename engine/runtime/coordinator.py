@@ -1,6 +1,6 @@
 """The coordinator: the queue's state machine with a memory on disk, a weight book and a clock.
 
-One call in, one answer out, whatever carries it (in-process, HTTP, later Ray). A call that changes something
+One call in, one answer out, whatever carries it (in-process, HTTP, Ray). A call that changes something
 is written to the journal first and applied second, both before anyone else is heard; it is *acknowledged*
 only after `sync`. So memory and journal never disagree, and what a worker was told is never forgotten.
 
@@ -408,9 +408,8 @@ class Coordinator:
                 kept = result.trajectory
                 blobs = {} if kept is None else {kept: self.journal.blob(kept)}
                 records.append(({"op": "finish", "results": [finished_to_dict(result)]}, blobs))
-        with contextlib.suppress(
-            OSError
-        ):  # the disk is full: what is not wanted stays in the journal until the next time
+        # On a full disk what is not wanted stays in the journal until the next time.
+        with contextlib.suppress(OSError):
             self.journal.rewrite(records)
 
 
