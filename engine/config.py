@@ -203,7 +203,8 @@ class RuntimeConfig(Strict):
     trace_steps: bool = False
     """Every worker writes down the steps that it finishes, with the time: `traces/` in its node's folder."""
     trainer_threads: Annotated[int, Field(ge=0)] = 0
-    """torch threads of the trainer on a CPU; 0: one if spot workers explore beside it, else one per core."""
+    """torch threads of the trainer on a CPU; 0: one if spot workers explore beside it, else one per core. A run repeats
+    bit for bit with the same number."""
 
     @model_validator(mode="after")
     def _leases_outlive_heartbeats(self) -> Self:

@@ -33,6 +33,10 @@ from engine.runtime.disk import log_to
 from engine.runtime.node_weights import NodeMemory
 from engine.runtime.ray_environment import ray_environment
 
+MALLOC = "glibc.malloc.hugetlb=1:glibc.malloc.trim_threshold=536870912:glibc.malloc.mmap_threshold=268435456"
+"""For the node's processes: memory in huge pages, and kept when it is freed. A training step allocates and frees the
+same tens of megabytes each time; not faulting them in anew saves about 7 % of it (10 runs against 10)."""
+
 LOOK_SECONDS = 0.05
 """Between two looks at what only files say; a death wakes the agent at once."""
 FROZEN_SECONDS = 5.0
@@ -97,6 +101,7 @@ class Agent:
     def __post_init__(self) -> None:
         self.folder = Path(self.spec.folder)
         self.context = multiprocessing.get_context("forkserver")
+        os.environ.setdefault("GLIBC_TUNABLES", MALLOC)
         self.ray = self.spec.engine.runtime.name == "ray"
         if self.ray:
             os.environ.update(ray_environment(self.spec))

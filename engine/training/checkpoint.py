@@ -15,6 +15,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -78,9 +79,15 @@ class CheckpointStore:
     def save(self, checkpoint: Checkpoint, *, keep: int) -> str:
         """Write it, the manifest last; then drop all but the newest `keep`. Returns the digest of the weights."""
         folder = f"checkpoints/{checkpoint.name}"
-        digests = {name: hashlib.sha256(data).hexdigest() for name, data in checkpoint.files.items()}
-        for name, data in checkpoint.files.items():
+
+        def put(item: tuple[str, bytes]) -> tuple[str, str]:
+            name, data = item
             self.put(f"{folder}/{name}.safetensors", data)
+            return name, hashlib.sha256(data).hexdigest()
+
+        # Side by side: hashing and writing both let other threads run, and the trainer waits for nothing else.
+        with ThreadPoolExecutor() as pool:
+            digests = dict(pool.map(put, checkpoint.files.items()))
         manifest: dict[str, Any] = {
             "schema": SCHEMA,
             "iteration": checkpoint.iteration,

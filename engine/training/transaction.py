@@ -14,7 +14,8 @@ pass are (picture, step) pairs.
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,9 @@ from engine.training.advantages import group_advantages
 from engine.training.loss import gaussian_kl, grpo_loss
 
 ADAM_BETAS = (0.9, 0.99)
+
+LEAST_ROWS_OF_A_THREAD = 64
+"""Fewer rows than this, and a thread of their own gains nothing on a CPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,45 +231,114 @@ class Transaction:
 
     def _backward(self, groups: Sequence["_Rows"]) -> bool:
         """Backpropagate the rows of some groups. False, and nothing added, when a loss is not finite."""
-        trainer, plan, config = self._trainer, self._plan, self._trainer.config
-        parameters = trainer.parameters.values()
-        device = next(iter(parameters)).device
+        trainer, config = self._trainer, self._trainer.config
+        parameters = list(trainer.parameters.values())
+        device = parameters[0].device
         encoded = trainer.adapter.encode([group.prompt for group in groups])
         whose = torch.tensor([place for place, group in enumerate(groups) for _ in group.step], device=device)
         x, next_x, old, step, advantage = (
             torch.cat([getattr(group, name) for group in groups]).to(device)
             for name in ("x", "next_x", "old", "step", "advantage")
         )
-        # With one forward pass a bad loss is seen before anything is added; with several it must be taken back.
-        several = len(x) > config.rows_per_forward
-        before = [p.grad.clone() if several and p.grad is not None else None for p in parameters]
+        gradients: list[Tensor | None] = [None] * len(parameters)
         seen = Health()
         for some in torch.arange(len(x)).split(config.rows_per_forward):
-            conditioning = rows(encoded, whose[some])
-            mean, std = policy(trainer.adapter, plan, conditioning, x[some], step[some])
-            new = log_prob(next_x[some], mean, std)
-            loss, ratios = grpo_loss(new, old[some], advantage[some], config.clip_range)
+            batch = _Batch(
+                conditioning=rows(encoded, whose[some]),
+                x=x[some],
+                next_x=next_x[some],
+                old=old[some],
+                step=step[some],
+                advantage=advantage[some],
+                reference=None,
+            )
             if config.kl_beta > 0 and trainer.reference is not None:
-                with trainer.reference.active():
-                    reference_mean, _ = policy(trainer.adapter, plan, conditioning, x[some], step[some])
-                kl = gaussian_kl(mean, reference_mean, std)
-                loss = loss + config.kl_beta * kl
-                seen.kl_sum += float(kl.detach().sum())
-            total = loss.sum() / self._planned_rows
-            # Clipping can hide a ratio that is not finite from the loss, but not from its gradient.
-            if not torch.isfinite(total) or not math.isfinite(ratios.ratio_max):
-                if several:
-                    for parameter, gradient in zip(parameters, before, strict=True):
-                        parameter.grad = gradient
-                return False
-            total.backward()
-            seen.rows += len(some)
-            seen.ratio_sum += ratios.ratio_mean * len(some)
-            seen.ratio_max = max(seen.ratio_max, ratios.ratio_max)
-            seen.clipped += ratios.clip_share * len(some)
-            seen.dlogp_sum += float((new.detach() - old[some]).abs().sum())
+                with torch.no_grad(), trainer.reference.active():
+                    mean, _ = policy(trainer.adapter, self._plan, batch.conditioning, batch.x, batch.step)
+                batch = replace(batch, reference=mean)
+            for result in self._side_by_side(batch):
+                if result is None:
+                    return False
+                more, health = result
+                gradients = [_sum(before, gradient) for before, gradient in zip(gradients, more, strict=True)]
+                seen.add(health)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = _sum(parameter.grad, gradient)
         self.health.add(seen)
         return True
+
+    def _side_by_side(self, batch: "_Batch") -> "list[tuple[Sequence[Tensor | None], Health] | None]":
+        """The gradients of a batch: on a CPU of parts of it at once, a thread each.
+
+        Two threads with half the rows each take a sixth less time than one pass that divides every operation
+        between two threads and waits for both. The sum is over parts in order, whichever is ready first.
+        """
+        threads = torch.get_num_threads() if batch.x.device.type == "cpu" else 1
+        parts = min(threads, max(1, len(batch.x) // LEAST_ROWS_OF_A_THREAD))
+        if parts == 1:
+            return [self._gradient(batch)]
+
+        def one(some: Tensor) -> tuple[Sequence[Tensor | None], Health] | None:
+            torch.set_num_threads(threads // parts)  # of this thread
+            return self._gradient(batch.at(some))
+
+        with ThreadPoolExecutor(parts) as pool:
+            return list(pool.map(one, torch.arange(len(batch.x)).chunk(parts)))
+
+    def _gradient(self, batch: "_Batch") -> tuple[Sequence[Tensor | None], Health] | None:
+        """Of every parameter, None for one that had no part in it. None at all when the loss is not finite."""
+        trainer, config = self._trainer, self._trainer.config
+        mean, std = policy(trainer.adapter, self._plan, batch.conditioning, batch.x, batch.step)
+        new = log_prob(batch.next_x, mean, std)
+        loss, ratios = grpo_loss(new, batch.old, batch.advantage, config.clip_range)
+        seen = Health(
+            rows=len(batch.x),
+            ratio_sum=ratios.ratio_mean * len(batch.x),
+            ratio_max=ratios.ratio_max,
+            clipped=ratios.clip_share * len(batch.x),
+            dlogp_sum=float((new.detach() - batch.old).abs().sum()),
+        )
+        if batch.reference is not None:
+            kl = gaussian_kl(mean, batch.reference, std)
+            loss = loss + config.kl_beta * kl
+            seen.kl_sum = float(kl.detach().sum())
+        total = loss.sum() / self._planned_rows
+        # Clipping can hide a ratio that is not finite from the loss, but not from its gradient.
+        if not torch.isfinite(total) or not math.isfinite(ratios.ratio_max):
+            return None
+        return torch.autograd.grad(total, list(trainer.parameters.values()), allow_unused=True), seen
+
+
+def _sum(before: Tensor | None, more: Tensor | None) -> Tensor | None:
+    """Of two gradients; the first one's memory is used for it."""
+    if before is None or more is None:
+        return more if before is None else before
+    return before.add_(more)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Batch:
+    """Rows of one forward pass, each a (picture, step) pair; see `_Rows`. reference: means [R, *S], for the KL term."""
+
+    conditioning: Mapping[str, Tensor]
+    x: Tensor
+    next_x: Tensor
+    old: Tensor
+    step: Tensor
+    advantage: Tensor
+    reference: Tensor | None
+
+    def at(self, some: Tensor) -> "_Batch":
+        """Some of the rows."""
+        return _Batch(
+            conditioning=rows(self.conditioning, some),
+            x=self.x[some],
+            next_x=self.next_x[some],
+            old=self.old[some],
+            step=self.step[some],
+            advantage=self.advantage[some],
+            reference=None if self.reference is None else self.reference[some],
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

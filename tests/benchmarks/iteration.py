@@ -54,7 +54,7 @@ def ours(folder: Path, iterations: int, *, spot_nodes: int, shape: int) -> tuple
             fleet.start(f"spot-{number}")
         time.sleep(8.0)  # workers are up before the trainer begins, so that every iteration has the whole cluster
         fleet.start("trainer")
-        fleet.wait_until_finished()
+        fleet.wait_until_finished(every=0.5)
         time.sleep(1.5)  # the coordinator tells usage once a second
         seconds = [event.wall_seconds for event in fleet.events("iteration_done")][WARM_UP:]
         phases: Counter[str] = Counter()
@@ -116,8 +116,8 @@ class Plain:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--iterations", type=int, default=15)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--iterations", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--spot-nodes", type=int, default=1, help="with the trainer: one node per core on two cores")
     parser.add_argument("--shape", type=int, default=24)
     parser.add_argument("--json", action="store_true", help="kept for symmetry: the last line is always JSON")

@@ -123,18 +123,19 @@ class Fleet:
     def events(self, kind: str, source: str = "trainer") -> list[Any]:
         return [progress.event for progress in self.progress(source) if kind == progress.event.KIND]
 
-    def wait_for(self, what: Callable[[], bool], *, seconds: float = 120.0) -> None:
+    def wait_for(self, what: Callable[[], bool], *, seconds: float = 120.0, every: float = 0.02) -> None:
+        """`every`: seconds between two looks; looking costs time that a benchmark must not take."""
         until = time.monotonic() + seconds
         while not what():
             if time.monotonic() > until:
                 raise TimeoutError(f"waited {seconds} s in vain; logs:\n{self.logs()}")
-            time.sleep(0.02)
+            time.sleep(every)
 
     def wait_for_iteration(self, iteration: int) -> None:
         self.wait_for(lambda: any(e.iteration >= iteration for e in self.events("iteration_done")))
 
-    def wait_until_finished(self, *, seconds: float = 180.0) -> Any:
-        self.wait_for(lambda: bool(self.events("engine_finished")), seconds=seconds)
+    def wait_until_finished(self, *, seconds: float = 180.0, every: float = 0.02) -> Any:
+        self.wait_for(lambda: bool(self.events("engine_finished")), seconds=seconds, every=every)
         return self.events("engine_finished")[-1]
 
     def manifests(self) -> dict[int, str]:

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import threading
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ from engine.rollout.request import Group, Manifest
 from engine.rollout.sampler import advance, initial, log_prob, policy, rollout_plan
 from engine.rollout.trajectory import Trajectory
 from engine.runtime.worker import get_weights, set_weights
+from engine.training import transaction
 from engine.training.advantages import group_advantages
 from engine.training.loss import gaussian_kl, grpo_loss
 from engine.training.transaction import Average, FinishedGroup, Trainer
@@ -132,6 +134,49 @@ def test_a_group_cut_into_several_forward_passes_gives_the_same_gradient(model, 
     assert_close(gradients(trainer), expected)
 
 
+@pytest.fixture
+def parts_of_two_rows(monkeypatch):
+    """Two threads, and rows enough for both in every batch of more than three."""
+    monkeypatch.setattr(transaction, "LEAST_ROWS_OF_A_THREAD", 2)
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("kl_beta", [0.0, 0.1])
+def test_parts_on_threads_of_their_own_give_the_one_shot_gradient_and_the_same_numbers(
+    model, groups, kl_beta, parts_of_two_rows
+):
+    reference = ReferencePolicy.of(trainer_of(model).adapter)
+    expected = one_shot_gradients(trainer_of(model), groups, kl_beta=kl_beta, reference=reference)
+    trainer = trainer_of(model, reference=reference, kl_beta=kl_beta)
+    step = added(trainer, groups)
+    assert_close(gradients(trainer), expected)
+    assert step.health.rows == sum(len(g.trajectories) for g in groups) * len(PLAN.trained_steps)
+    assert torch.get_num_threads() == 2
+
+
+def test_parts_on_threads_of_their_own_give_the_same_bits_every_time(model, groups, parts_of_two_rows):
+    runs = []
+    for _ in range(4):
+        trainer = trainer_of(model)
+        added(trainer, groups)
+        runs.append({name: gradient.clone() for name, gradient in gradients(trainer).items()})
+    assert all(torch.equal(run[name], value) for run in runs for name, value in runs[0].items())
+
+
+def test_parts_are_really_run_side_by_side(model, groups, monkeypatch, parts_of_two_rows):
+    both = threading.Barrier(2)
+    plain = transaction.policy
+
+    def policy_that_meets(*args):
+        both.wait(timeout=20.0)
+        return plain(*args)
+
+    monkeypatch.setattr(transaction, "policy", policy_that_meets)
+    added(trainer_of(model), groups)
+
+
 def test_in_fixed_order_every_order_of_arrival_gives_the_same_bits(model, groups):
     weights = set()
     for order in itertools.permutations(range(3)):
@@ -206,8 +251,12 @@ def test_a_group_with_a_reward_that_is_not_finite_is_skipped_and_counted(model, 
 
 @pytest.mark.parametrize("rows", [64, 4])
 @pytest.mark.parametrize("kl_beta", [0.0, 0.1])
-def test_a_group_whose_loss_is_not_finite_leaves_neither_gradient_nor_numbers(model, groups, rows, kl_beta):
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_group_whose_loss_is_not_finite_leaves_neither_gradient_nor_numbers(
+    model, groups, rows, kl_beta, threads, parts_of_two_rows
+):
     """Also when the bad row comes after others of its group were backpropagated; health must stay writable as JSON."""
+    torch.set_num_threads(threads)
     config = {"kl_beta": kl_beta, "rows_per_forward": rows}
     reference = ReferencePolicy.of(trainer_of(model).adapter)
     expected = trainer_of(model, reference=reference, **config)
