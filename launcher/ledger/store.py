@@ -10,7 +10,7 @@ lineage counts once (`progress_of`).
 import fcntl
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from difflib import get_close_matches
 from pathlib import Path
@@ -35,7 +35,10 @@ BUSY_MS = 10_000
 def open_ledger(path: Path) -> sessionmaker[Session]:
     """The ledger in the file `path`, made or brought up to date if need be. Only its owner may read it."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
+    # Never opened when it exists: closing a file ends all POSIX locks that this process has on it, SQLite's too, and
+    # a ledger whose reader has lost its lock is taken apart under it by the next process that closes it.
+    with suppress(FileExistsError):
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
     engine = create_engine(f"sqlite:///{path}", connect_args={"timeout": BUSY_MS / 1000})
     event.listen(engine, "connect", _prepare_connection)
     event.listen(engine, "begin", _begin)

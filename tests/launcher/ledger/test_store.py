@@ -127,6 +127,30 @@ def open_and_write(path: Path, number: int) -> None:
         add_run(sessions, f"run-{number}-{count}")
 
 
+def test_opening_it_again_takes_no_lock_from_who_has_it_open(tmp_path):
+    """Another process that opens, writes and closes is not the last one, so it must leave the log where it is."""
+    path = tmp_path / "ledger.sqlite"
+    first = open_ledger(path)
+    add_run(first, "one")
+    again = open_ledger(path)
+    for name in ("two", "three"):
+        other = multiprocessing.get_context("spawn").Process(target=_add_run_and_close, args=(path, name))
+        other.start()
+        other.join()
+        assert other.exitcode == 0
+        assert path.with_name("ledger.sqlite-wal").exists()
+    for sessions in (first, again):
+        with sessions() as session:
+            assert find_run(session, "three").name == "three"
+            assert session.connection().exec_driver_sql("PRAGMA integrity_check").scalar() == "ok"
+
+
+def _add_run_and_close(path, name):
+    sessions = open_ledger(path)
+    add_run(sessions, name)
+    sessions.kw["bind"].dispose()
+
+
 def test_processes_may_open_a_new_ledger_at_the_same_moment(tmp_path):
     path = tmp_path / "ledger.sqlite"
     context = multiprocessing.get_context("fork")
