@@ -1,5 +1,6 @@
 """The coordinator forgets nothing that it acknowledged: dropped at any point, it goes on from its folder."""
 
+import errno
 import itertools
 import json
 
@@ -37,8 +38,9 @@ class HandClock:
 class Bench:
     """A coordinator on a folder, spoken to as trainer and worker do; `kill` drops it and opens another."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, *, at_ms=0):
         self.folder, self.clock = folder, HandClock()
+        self.clock.at_ms = at_ms
         self.open()
 
     def open(self):
@@ -329,6 +331,56 @@ def test_weights_of_two_versions_are_kept_and_older_ones_are_deleted(bench):
         bench.withdraw((Kind.TRAIN, version))
         names.append(sorted(path.name for path in (bench.folder / "weights").iterdir()))
     assert names[-1] == ["2.safetensors", "3.safetensors"]
+
+
+@pytest.mark.parametrize("dies", [False, True])
+@pytest.mark.parametrize("later", [(1, 9), (2, 1)])
+def test_an_order_of_the_trainer_that_comes_late_changes_nothing(bench, dies, later):
+    """A copy of it was on its way while the trainer, or the one after it, went on: what it withdraws is live again."""
+    bench.begin(train())
+    boot, seq = later
+    bench.say("withdraw", batches=[["train", 7]], boot=boot, seq=seq)
+    if dies:
+        bench.kill()
+    answer, _ = bench.say("withdraw", batches=[["train", 0]], boot=1, seq=8)
+    assert answer == {"do": "late"}
+    answer, _ = bench.say("hello", lineage=9, boot=1, seq=8)
+    assert answer == {"do": "late"}
+    assert seeds(bench.pull()) == [0, 1]
+
+
+def test_what_a_full_disk_refused_was_not_done(bench, monkeypatch):
+    """Written first and done second: or the coordinator would have forgotten what its journal still holds."""
+    bench.begin(train())
+
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "no room")
+
+    monkeypatch.setattr(bench.coordinator.journal, "append", full)
+    for order in ({"call": "hello", "lineage": 2}, {"call": "withdraw", "batches": [["train", 0]]}):
+        with pytest.raises(OSError, match="no room"):
+            bench.coordinator.call(order, {})
+    monkeypatch.undo()
+    assert bench.coordinator.lineage == 1
+    assert seeds(bench.pull()) == [0, 1]
+
+
+def test_a_coordinator_on_a_new_machine_gives_no_lease_number_of_the_one_before_it(bench, tmp_path):
+    bench.begin(train())
+    old = bench.pull()
+    elsewhere = Bench(tmp_path / "new", at_ms=1001)
+    elsewhere.begin(train())
+    assert elsewhere.pull("other/0").lease != old.lease
+    assert elsewhere.finish(old) == "fenced"
+
+
+def test_a_coordinator_that_freezes_right_after_its_restart_gives_restored_leases_the_gap(bench):
+    bench.begin(train())
+    work = bench.pull()
+    bench.kill()
+    bench.clock.at_ms = 60_000
+    bench.coordinator.tick()
+    assert bench.finish(work) == "wait"
 
 
 def test_a_new_lineage_begins_with_an_empty_queue(bench):

@@ -660,6 +660,15 @@ def test_when_the_copy_is_lost_the_original_goes_on_and_nothing_waits():
     queue.check()
 
 
+def test_what_may_have_killed_a_worker_is_made_in_one_place_only():
+    """A copy would kill a second worker for one look at it."""
+    queue, _ = learned(shape=1)
+    work = pull(queue, boot=2, now_ms=800)  # its first process died of it, perhaps
+    beat(queue, work, 2, 2800)
+    assert pull(queue, "b/0", now_ms=3000) == Wait()
+    queue.check()
+
+
 def test_exploration_waits_for_the_tail_and_is_not_made_twice_itself():
     queue, _ = slow()
     queue.submit(task(2, Kind.EXPLORE))
