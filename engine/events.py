@@ -142,11 +142,16 @@ class CheckpointSaved:
     digest: str
 
 
+WorkerSpan = tuple[str, str, int, int]
+"""Worker, phase, and from when to when in milliseconds."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeUsage:
     """What one node's workers did between two moments, in node-milliseconds by phase.
 
-    Divided by the node's workers, so that the phases of a node never sum to more than its time.
+    Divided by the node's workers, so that the phases of a node never sum to more than its time. `spans` say when,
+    worker by worker: what `spotrl trace` draws.
     """
 
     KIND: ClassVar[str] = "node_usage"
@@ -154,6 +159,7 @@ class NodeUsage:
     from_ms: int
     to_ms: int
     phase_ms: Mapping[str, int]
+    spans: tuple[WorkerSpan, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

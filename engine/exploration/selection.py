@@ -1,13 +1,15 @@
-"""Which of the explored seeds are trained: the subset whose rewards differ most.
+"""Which of the explored seeds are trained: the subset whose rewards differ most; and which others are checked.
 
 A group's gradient vanishes where its rewards agree, so the kept seeds are those of largest reward variance. The best
 subset of a given size is always a prefix plus a suffix of the sorted rewards (research notes rl 1.2), which leaves
 keep + 1 candidates to compare. Pure: equal rewards in equal order give equal choices on every machine.
 """
 
+import json
 from collections.abc import Sequence
+from hashlib import blake2b
 from itertools import accumulate
-from math import isfinite
+from math import floor, isfinite
 
 _TIE = 1e-12
 """Relative difference of variances below which two candidates are equal; the one with more high rewards is kept."""
@@ -37,6 +39,27 @@ def variance(values: Sequence[float]) -> float:
 def kept_variance(rewards: Sequence[float], keep: int) -> float:
     """Variance of the rewards that would be kept: what one more explored seed may increase."""
     return variance([rewards[index] for index in max_variance_subset(rewards, keep)])
+
+
+def control_slice(
+    unselected: Sequence[tuple[str, int]], fraction: float, *, run_seed: int, batch: int
+) -> tuple[tuple[str, int], ...]:
+    """The unselected (prompt, seed) of a batch that are rolled out afresh as well, and never trained.
+
+    A simple random sample without replacement of the share `fraction`, rounded to nearest, at least one: those whose
+    blake2b of (run seed, batch, prompt, seed) is smallest, so the order of `unselected` does not matter. Ascending by
+    that number, so that what is finished when spot goes is a random sample too. ValueError for a share outside 0 to 1.
+    """
+    if not 0 <= fraction <= 1:
+        raise ValueError(f"a control slice of {fraction} of the unselected seeds; use a share from 0 to 1, e.g. 0.125")
+    if fraction == 0 or not unselected:
+        return ()
+    count = max(1, floor(fraction * len(unselected) + 0.5))
+
+    def drawn(candidate: tuple[str, int]) -> bytes:
+        return blake2b(json.dumps(["control slice", run_seed, batch, *candidate]).encode(), digest_size=16).digest()
+
+    return tuple(sorted(unselected, key=drawn)[:count])
 
 
 def _best_prefix(ascending: Sequence[float], keep: int) -> int:

@@ -11,12 +11,13 @@ included: a worker in the middle of a picture does not notice. Every start begin
 import contextlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from engine.clock import Clock
 from engine.config import RuntimeConfig
-from engine.events import Capacity, NodeUsage
+from engine.events import Capacity, NodeUsage, WorkerSpan
 from engine.rollout.pace import Rules
 from engine.rollout.queue import PRIORITY, LeaseRecord, Queue, Task
 from engine.rollout.request import (
@@ -74,8 +75,7 @@ class Coordinator:
         self._tasks: list[Task] = []
         self._digests: dict[WeightsKey, str] = {}
         self._order: dict[tuple[Kind, int], list[RequestId]] = defaultdict(list)
-        self._usage: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-        self._usage_from: dict[str, int] = {}
+        self._usage: dict[str, _NodeBook] = defaultdict(_NodeBook)
         self._usage_told_ms = clock.now_ms()
         self._poisoned_known: set[RequestId] = set()
         self.queue = Queue(rules)
@@ -233,24 +233,16 @@ class Coordinator:
 
     def _note_usage(self, head: Mapping[str, Any], now_ms: int) -> None:
         """Add what a worker says it did since it last called; `of` is the number of workers of its node."""
-        usage = head.get("usage")
-        if usage:
-            node = head["node"]
-            self._usage_from.setdefault(node, now_ms - round(sum(usage.values())))
-            for phase, spent_ms in usage.items():
-                self._usage[node][phase] += spent_ms / head["of"]
+        if head.get("usage"):
+            worker = head.get("worker", f"{head['node']}/trainer")
+            self._usage[head["node"]].add(worker, head["usage"], head["of"])
 
     def _tell_usage(self, now_ms: int) -> None:
         self._usage_told_ms = now_ms
-        for node, usage in self._usage.items():
-            whole = {phase: int(spent) for phase, spent in usage.items() if spent >= 1}
-            if whole and self._progress is not None:
-                from_ms = self._usage_from.get(node, now_ms)
-                event = NodeUsage(node=node, from_ms=from_ms, to_ms=now_ms, phase_ms=whole)
+        for node, book in self._usage.items():
+            event = book.tell(node, now_ms)
+            if event is not None and self._progress is not None:
                 self._progress.write(self.lineage, event)
-                self._usage_from[node] = now_ms
-                for phase, spent in whole.items():
-                    usage[phase] -= spent
 
     # --- the trainer ------------------------------------------------------------------------------------
 
@@ -411,6 +403,38 @@ class Coordinator:
         # On a full disk what is not wanted stays in the journal until the next time.
         with contextlib.suppress(OSError):
             self.journal.rewrite(records)
+
+
+@dataclass
+class _NodeBook:
+    """What the workers of one node did and nobody was told yet."""
+
+    phase_ms: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    spans: list[WorkerSpan] = field(default_factory=list)
+    from_ms: int | None = None
+
+    def add(self, worker: str, spans: Sequence[Sequence[Any]], of: int) -> None:
+        for phase, begun, ended in spans:
+            self.phase_ms[phase] += (ended - begun) / of
+            self.spans.append((worker, phase, round(begun), round(ended)))
+            self.from_ms = round(begun) if self.from_ms is None else self.from_ms
+
+    def tell(self, node: str, now_ms: int) -> NodeUsage | None:
+        """The event; None when there is nothing to tell. Parts of a millisecond are left for the next one."""
+        whole = {phase: int(spent) for phase, spent in self.phase_ms.items() if spent >= 1}
+        if not whole or self.from_ms is None:
+            return None
+        event = NodeUsage(
+            node=node, from_ms=self.from_ms, to_ms=now_ms, phase_ms=whole, spans=tuple(sorted(self.spans, key=_begin))
+        )
+        for phase, spent in whole.items():
+            self.phase_ms[phase] -= spent
+        self.spans, self.from_ms = [], now_ms
+        return event
+
+
+def _begin(span: WorkerSpan) -> int:
+    return span[2]
 
 
 def open_coordinator(

@@ -8,6 +8,7 @@ at once. It always runs the full shape that the work names, padded with copies, 
 depend on who made it; a shape that does not fit into memory it gives back, and says how much room there is.
 """
 
+import contextlib
 import gc
 import json
 import time
@@ -404,13 +405,10 @@ class Worker:
 
     def _call(self, head: dict[str, Any], blobs: Blobs | None = None, *, wait: bool = False) -> Reply:
         whole = self._signed(head) | {"usage": self.usage.take()}
-        begun = time.perf_counter()
-        answer, _ = self.transport.call(whole, blobs, wait=wait)
+        with contextlib.nullcontext() if wait else self.usage.measure(Phase.SYNC):
+            answer, _ = self.transport.call(whole, blobs, wait=wait)
         self._called = time.perf_counter()
-        reply = reply_from_dict(answer)
-        if not wait:
-            self.usage.add(Phase.SYNC, self._called - begun)
-        return reply
+        return reply_from_dict(answer)
 
     def _signed(self, head: dict[str, Any]) -> dict[str, Any]:
         return {**head, "worker": self.name, "boot": self.boot, "node": self.node, "of": self.workers_of_node}

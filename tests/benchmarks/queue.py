@@ -222,7 +222,7 @@ class Client:
             leases -= finishing and hand.work is None
 
     def _one(self, hand: Hand) -> None:
-        me = {"worker": hand.name, "node": hand.node, "of": 1, "usage": {}, "boot": 1}
+        me = {"worker": hand.name, "node": hand.node, "of": 1, "usage": [], "boot": 1}
         if hand.work is None:
             hand.seq += 1
             ask = {"call": "pull", "seq": hand.seq, "holds": [0, False, DIGEST], "kinds": None, "room": None}

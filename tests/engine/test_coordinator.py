@@ -458,7 +458,9 @@ def test_usage_is_counted_once_and_divided_by_the_workers_of_the_node(bench):
     bench.begin()
     for worker in ("spot/0", "spot/1"):
         bench.clock.at_ms += 400
-        bench.pull(worker, of=2, usage={"rollout": 300.0, "sync": 0.5})
+        now_ms = bench.clock.at_ms
+        spans = [["rollout", now_ms - 300.5, now_ms - 0.5], ["sync", now_ms - 0.5, now_ms]]
+        bench.pull(worker, of=2, usage=spans)
     for _ in range(3):
         bench.clock.at_ms += 1000
         bench.coordinator.tick()
@@ -466,13 +468,15 @@ def test_usage_is_counted_once_and_divided_by_the_workers_of_the_node(bench):
     assert sum(event.phase_ms.get("rollout", 0) for event in events) == 300
     assert [event.phase_ms for event in events] == [{"rollout": 300}]
     assert (events[0].from_ms, events[0].to_ms) == (100, 1800)
+    rollouts = [tuple(span) for span in events[0].spans if span[1] == "rollout"]
+    assert rollouts == [("spot/0", "rollout", 100, 400), ("spot/1", "rollout", 500, 800)]
 
 
 def test_parts_of_a_millisecond_add_up(bench):
     bench.begin()
     for _ in range(10):
         bench.clock.at_ms += 1000
-        bench.pull(of=1, usage={"sync": 0.5})
+        bench.pull(of=1, usage=[["sync", bench.clock.at_ms - 0.5, bench.clock.at_ms]])
     assert sum(event.phase_ms["sync"] for event in usage_events(bench)) == 5
 
 

@@ -184,8 +184,8 @@ def test_a_patient_pull_waits_for_work_and_wakes_when_it_comes(fresh):
 
 
 def test_usage_of_a_call_that_is_kept_waiting_counts_once(fresh):
-    fresh.transport().call({**pull_head(), "of": 1, "usage": {"sync": 7.0}}, wait=True)
-    assert fresh.coordinator._usage["spot"]["sync"] == 7.0
+    fresh.transport().call({**pull_head(), "of": 1, "usage": [["sync", 0.0, 7.0]]}, wait=True)
+    assert fresh.coordinator._usage["spot"].phase_ms["sync"] == 7.0
 
 
 def test_the_launchers_snapshot_makes_a_node_drain(fresh):

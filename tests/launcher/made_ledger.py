@@ -134,6 +134,13 @@ class MadeLedger:
         event = NodeUsage(node=node.name, from_ms=START_MS + start, to_ms=START_MS + end, phase_ms=phase_ms)
         self.tell(event, end, lineage)
 
+    def worked(self, node: Node, worker: str, *spans: tuple[str, int, int]) -> None:
+        """What a worker did, phase by phase."""
+        whole = tuple((worker, phase, START_MS + start, START_MS + end) for phase, start, end in spans)
+        first, last = spans[0][1], spans[-1][2]
+        event = NodeUsage(node=node.name, from_ms=START_MS + first, to_ms=START_MS + last, phase_ms={}, spans=whole)
+        self.tell(event, last)
+
     def preempted(
         self, node: Node, at: int, *, signal: str | None = "SIGKILL", noticed: int | None = None, lost_steps: int = 0
     ) -> None:

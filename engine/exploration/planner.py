@@ -1,0 +1,475 @@
+"""Which prompt of the next batch gets the next candidate seeds (research notes papers 6.4 and rl 4.5; our reading).
+
+Arms are prompts, a pull is a chunk of candidate seeds, and what is to become large is the sum over the prompts of the
+*kept variance*: that of the `keep` rewards which `max_variance_subset` would keep. Every prompt first gets `keep`
+candidates; then the next chunk goes where a policy expects the kept variance to grow most:
+
+- `uniform`  no expectation: in turns
+- `greedy`   new rewards will be like those the prompt has shown; what it never showed is not expected
+- `ucb`      papers 6.4: growth of V times an upper quantile of the variance; of strict rewards, the headroom times an
+             upper quantile of the chance to see the missing class
+- `bayes`    the posterior predictive of a Beta-Bernoulli (strict rewards; the missing class at an upper quantile, as a
+             prompt that never showed it may be worth several chunks) or of a Gaussian with normal-inverse-gamma prior
+             (graded ones). Priors are fitted to the batch by moments and hold each prompt's last visit
+
+Candidates that are asked for and not told count as expected draws. The promises: pure, no clock, the only randomness
+is the caller's seed; what is asked next depends on what was asked and told so far, not on the order of the telling,
+so that `took` and `tell` restore a planner; and it may be cut short at any time.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heapreplace
+from itertools import count as count_from
+from itertools import pairwise
+from math import isfinite
+from statistics import NormalDist
+from typing import Literal, TypedDict, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.exploration.selection import kept_variance
+
+Policy = Literal["uniform", "greedy", "ucb", "bayes"]
+Array = NDArray[np.float64]
+Counts = NDArray[np.int64]
+Curves = Callable[[Counts, Counts], Array]
+"""(some prompts [N], draws ahead [D]) -> kept variance [N, D] after the pending draws and so many more."""
+Futures = Callable[[Counts, int], Array]
+"""(some prompts [N], number) -> the first draws of each future [N, PATHS, number]."""
+
+DISCOUNT = 0.5
+"""What a reward of a prompt's last visit counts, in rewards of this one: the weights have moved on since. Assumed."""
+
+UPPER_Z = 1.2816
+"""Optimism is the 0.9 quantile, in standard deviations. Chosen; for strict rewards .5 to 2 do about the same."""
+
+PATHS = 8
+"""Futures looked at for graded rewards, stratified. With 16 the kept variance was the same within its error."""
+
+DIGITS = 9
+"""Gains are compared to so many decimals of the largest there can be: rounding errors must not rank equal prompts."""
+
+_CERTAIN = 1e9
+"""Weight of what was seen when nothing else counts: Polya's urn then draws with a fixed chance."""
+
+_RHO = (1 / 33, 2 / 3)
+"""Correlation of a prompt's strict rewards: the prior weighs between 32 rewards and half a reward."""
+
+_LEAST = 1e-3
+"""Below this the prompts' variances do not differ: the prior then weighs 2,000 rewards."""
+
+_SHARED = 2
+"""Draws that all rewards of one future share: its variance and its mean."""
+
+_NORMAL = NormalDist()
+
+
+class Belief(TypedDict):
+    """What is known of a prompt's rewards: the moments of `count` of them. Plain JSON."""
+
+    count: float
+    mean: float
+    variance: float
+
+
+@dataclass(slots=True)
+class _Arm:
+    prompt: str
+    prior: Belief
+    asked: set[int] = field(default_factory=set)
+    told: set[int] = field(default_factory=set)
+    rewards: dict[int, float] = field(default_factory=dict)
+    """Of those told, the finite ones."""
+
+    def take(self) -> tuple[str, int]:
+        index = next(index for index in count_from() if index not in self.asked)
+        self.asked.add(index)
+        return self.prompt, index
+
+
+class Planner:
+    """Deals the candidate seeds of one batch."""
+
+    def __init__(
+        self,
+        prompts: Sequence[str],
+        *,
+        keep: int,
+        most: int,
+        policy: Policy = "bayes",
+        chunk: int = 2,
+        strict: bool | None = None,
+        priors: Mapping[str, Belief] | None = None,
+        seed: int = 0,
+    ) -> None:
+        """`keep`: rewards kept per prompt; `most`: candidates that a prompt may get; `chunk`: candidates to a pull.
+
+        `strict`: rewards have two values; None learns it. `priors`: `beliefs()` of earlier batches, of any prompts.
+        """
+        if len(set(prompts)) != len(prompts):
+            raise ValueError("a prompt is twice in this batch; give each prompt once, its candidates share one group")
+        if not 1 <= keep <= most:
+            raise ValueError(f"a prompt keeps {keep} of at most {most} candidates; use keep >= 1 and most >= keep")
+        if chunk < 1:
+            raise ValueError(f"chunk is {chunk}; a pull needs 1 candidate or more")
+        if policy not in get_args(Policy):
+            raise ValueError(f"no planner policy {policy!r}; use one of {', '.join(get_args(Policy))}")
+        self.keep, self.most, self.policy, self.chunk, self.strict = keep, most, policy, chunk, strict
+        self._arms = {prompt: _Arm(prompt, _discounted((priors or {}).get(prompt))) for prompt in prompts}
+        self._draws = _draws(seed, 2 * (most + chunk) + _SHARED)
+
+    def ask(self, count: int) -> tuple[tuple[str, int], ...]:
+        """The next (prompt, index) to try, each given once; fewer than `count` only when every prompt has `most`.
+
+        First every prompt gets `keep`, in turns, so that a budget cut short is spread evenly.
+        """
+        given: list[tuple[str, int]] = []
+        while len(given) < count and (arm := self._shortest()):
+            if self.policy == "uniform" or len(arm.asked) < self.keep:
+                given.append(arm.take())
+            else:
+                given += self._best(count - len(given))
+        return tuple(given)
+
+    def took(self, prompt: str, index: int) -> None:
+        """An earlier process asked for this candidate. In any order, beyond `most` too; twice is once."""
+        if index < 0:
+            raise ValueError(f"candidate {index} of {prompt!r} cannot be; indices count from 0")
+        self._arm(prompt).asked.add(index)
+
+    def tell(self, prompt: str, index: int, reward: float) -> None:
+        """The reward of a candidate, in any order. The first one holds; one that is not finite counts as tried only."""
+        arm = self._arm(prompt)
+        if index not in arm.asked:
+            raise ValueError(f"candidate {index} of {prompt!r} was not asked for; call took() for an earlier process's")
+        if index not in arm.told and isfinite(reward):
+            arm.rewards[index] = reward
+        arm.told.add(index)
+
+    def kept_variance(self) -> dict[str, float]:
+        """By prompt, of what is known now; with fewer than `keep` rewards, of all of them, and 0 without any."""
+        known = {prompt: _ascending(arm) for prompt, arm in self._arms.items()}
+        return {
+            prompt: kept_variance(rewards, min(self.keep, len(rewards))) if rewards else 0.0
+            for prompt, rewards in known.items()
+        }
+
+    def beliefs(self) -> dict[str, Belief]:
+        """What a later planner takes as `priors`, by prompt; a prompt of which nothing is known is left out."""
+        moments = {prompt: _moments(_ascending(arm), **arm.prior) for prompt, arm in self._arms.items()}
+        return {
+            prompt: Belief(count=count, mean=mean, variance=squares / count)
+            for prompt, (count, mean, squares) in moments.items()
+            if count
+        }
+
+    def _arm(self, prompt: str) -> _Arm:
+        if prompt not in self._arms:
+            raise ValueError(f"{prompt!r} is not in this batch; tell each planner of the prompts it was made with")
+        return self._arms[prompt]
+
+    def _shortest(self) -> _Arm | None:
+        """Of the prompts that may get more, the one with fewest candidates; None if there is none."""
+        arm = min(self._arms.values(), key=lambda arm: len(arm.asked), default=None)
+        return arm if arm and len(arm.asked) < self.most else None
+
+    def _best(self, count: int) -> list[tuple[str, int]]:
+        """Up to `count` candidates, each chunk where it is worth most; of equals the prompt with fewer, in order."""
+        arms = [arm for arm in self._arms.values() if len(arm.asked) < self.most]
+        worth = self._worth(arms)
+        gains = worth(range(len(arms)), 2 + min(count // len(arms), self.most) // self.chunk)
+        heap = [(-gains[number][0], len(arm.asked), number, 0) for number, arm in enumerate(arms)]
+        heapify(heap)
+        given: list[tuple[str, int]] = []
+        while heap and len(given) < count:
+            _, _, number, pulls = heap[0]
+            arm, pulls = arms[number], pulls + 1
+            given += [arm.take() for _ in range(min(self.chunk, count - len(given), self.most - len(arm.asked)))]
+            if len(arm.asked) >= self.most:
+                heappop(heap)
+                continue
+            if pulls == len(gains[number]):
+                gains[number] = worth([number], 2 * pulls)[0]
+            heapreplace(heap, (-gains[number][pulls], len(arm.asked), number, pulls))
+        return given
+
+    def _worth(self, arms: Sequence[_Arm]) -> Callable[[Sequence[int], int], list[list[float]]]:
+        """What the next chunks of some of these prompts are worth [prompts, chunks], after their pending draws.
+
+        In units of the largest kept variance there can be, a quarter of the squared range of the rewards so far. A
+        prompt with rewards that are not finite is worth less by the share of them.
+        """
+        everything = sorted({reward for arm in self._arms.values() for reward in arm.rewards.values()})
+        if not everything:
+            return lambda numbers, chunks: [[0.0] * chunks for _ in numbers]
+        low, span = everything[0], (everything[-1] - everything[0]) or 1.0
+        strict = len(everything) <= 2 if self.strict is None else self.strict
+        seen = _Seen(
+            keep=self.keep,
+            rewards=[[(reward - low) / span for reward in _ascending(arm)] for arm in arms],
+            prior_count=np.array([arm.prior["count"] for arm in arms]),
+            prior_mean=np.array([(arm.prior["mean"] - low) / span for arm in arms]).clip(0.0, 1.0),
+            prior_variance=np.array([arm.prior["variance"] / span**2 for arm in arms]),
+            pending=np.array([min(len(arm.asked) - len(arm.told), self.most) for arm in arms]),
+        )
+        expected = _expectation(seen, self.policy, strict, self._draws)
+        finite = np.array([(len(arm.rewards) + 1) / (len(arm.told) + 1) for arm in arms])
+
+        def worth(numbers: Sequence[int], chunks: int) -> list[list[float]]:
+            some = np.array(numbers)
+            growth = np.diff(expected(some, self.chunk * np.arange(chunks + 1)))
+            gains: list[list[float]] = (4 * growth * finite[some, None]).round(DIGITS).tolist()
+            return gains
+
+        return worth
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Seen:
+    """Of P prompts, with all rewards of the batch in [0, 1]."""
+
+    keep: int
+    rewards: list[list[float]]  # ascending
+    prior_count: Array  # [P], as the next two
+    prior_mean: Array
+    prior_variance: Array
+    pending: Counts  # [P]
+
+
+def _expectation(seen: _Seen, policy: Policy, strict: bool, draws: Array) -> Curves:
+    """The kept variance that a policy expects."""
+    if strict:
+        high = np.array([float(sum(reward > 0.5 for reward in rewards)) for rewards in seen.rewards])
+        low = np.array([float(len(rewards)) for rewards in seen.rewards]) - high
+        if policy == "greedy":
+            share = high / np.maximum(high + low, 1)
+            return _strict_curves(seen, high, low, _CERTAIN * share, _CERTAIN * (1 - share))
+        a, b = _optimistic(high, low, *_beta(seen, high, low))
+        return (_strict_curves if policy == "bayes" else _strict_upper_curves)(seen, high, low, a, b)
+    if policy == "ucb":
+        return _graded_upper_curves(seen)
+    return _graded_curves(seen, _predicted(seen, draws) if policy == "bayes" else _resampled(seen, draws))
+
+
+# --- strict rewards: two values, told apart as 0 and 1
+
+
+def _beta(seen: _Seen, high: Array, low: Array) -> tuple[Array, Array]:
+    """Parameters a, b [P] of each prompt's Beta posterior of the higher value.
+
+    The prior's mean is that of the batch, its strength a + b fits the spread of the prompts: with rho the correlation
+    of two rewards of a prompt, a + b = 1 / rho - 1 (method of moments for the Beta-binomial).
+    """
+    ones = high + seen.prior_count * seen.prior_mean
+    count = high + low + seen.prior_count
+    mean = (ones.sum() + 0.5) / (count.sum() + 1)
+    between = ((ones - count * mean) ** 2 - count * mean * (1 - mean)).sum()
+    pairs = (count * (count - 1)).clip(0).sum() * mean * (1 - mean)
+    rho = np.clip(between / pairs if pairs else 0.5, *_RHO)
+    strength = 1 / rho - 1
+    return strength * mean + ones, strength * (1 - mean) + count - ones
+
+
+def _optimistic(high: Array, low: Array, a: Array, b: Array) -> tuple[Array, Array]:
+    """The posterior with the chance of the class that a prompt has fewer of at its upper quantile, of equal weight."""
+    rate = np.where(high <= low, a, b) / (a + b)
+    upper = np.minimum(1.0, rate + UPPER_Z * np.sqrt(rate * (1 - rate) / (a + b + 1)))
+    mean = np.where(high <= low, upper, 1 - upper)
+    return mean * (a + b), (1 - mean) * (a + b)
+
+
+def _strict_curves(seen: _Seen, high: Array, low: Array, a: Array, b: Array) -> Curves:
+    """Exact: the number of ones among new draws is Beta-binomial, followed draw by draw as Polya's urn."""
+
+    def curves(some: Counts, ahead: Counts) -> Array:
+        at = seen.pending[some, None] + ahead
+        ones = np.arange(at.max() + 1)
+        chance = np.zeros((len(ones), len(some), len(ones)))  # [draws, N, ones among them]
+        chance[0, :, 0] = 1.0
+        weight, total = a[some, None] + ones, (a + b)[some, None]
+        for drawn in ones[:-1]:
+            one = chance[drawn] * weight / (total + drawn)
+            chance[drawn + 1] = chance[drawn] - one
+            chance[drawn + 1, :, 1:] += one[:, :-1]
+        low_then = low[some, None, None] + at[:, :, None] - ones
+        kept = _kept_strict(high[some, None, None] + ones, low_then, seen.keep)
+        expected: Array = (chance[at, np.arange(len(some))[:, None]] * kept).sum(axis=2)
+        return expected
+
+    return curves
+
+
+def _strict_upper_curves(seen: _Seen, high: Array, low: Array, a: Array, b: Array) -> Curves:
+    """Papers 6.4: headroom times the chance of the missing class among the draws; `a`, `b` are optimistic already."""
+    never = 1 - np.where(high <= low, a, b) / (a + b)
+    enough = np.array(float(seen.keep))
+    headroom = _kept_strict(enough, enough, seen.keep) - _kept_strict(high, low, seen.keep)
+
+    def curves(some: Counts, ahead: Counts) -> Array:
+        seen_one: Array = 1 - never[some, None] ** (seen.pending[some, None] + ahead)
+        return headroom[some, None] * seen_one
+
+    return curves
+
+
+def _kept_strict(high: Array, low: Array, keep: int) -> Array:
+    """Kept variance of so many ones and zeros; with fewer than `keep` the missing ones count as the mean."""
+    kept = np.minimum(high + low, keep)
+    ones = np.clip(kept // 2, kept - low, high)
+    variance: Array = ones * (kept - ones) / (np.maximum(kept, 1) * keep)
+    return variance
+
+
+# --- graded rewards
+
+
+def _normal_inverse_gamma(seen: _Seen) -> tuple[Array, Array, Array, Array]:
+    """Posterior of each prompt's mean and variance: mean, count, degrees of freedom, sum of squares, each [P].
+
+    The variance prior has the pooled variance as its mean, and degrees of freedom 4 + 2 / d, where d, the squared
+    coefficient of variation of the prompts' variances, is what remains of the observed one beyond chance (moments).
+    """
+    visits = zip(seen.prior_count, seen.prior_mean, seen.prior_variance, strict=True)
+    moments = [_moments(rewards, *visit) for rewards, visit in zip(seen.rewards, visits, strict=True)]
+    count, mean, squares = np.array(moments).T
+    free = (count - 1).clip(0.0)
+    total = max(free.sum(), 1.0)
+    pooled = squares.sum() / total
+    chance = 2 * np.count_nonzero(free) / total
+    observed = (free * (squares / free.clip(1.0) - pooled) ** 2).sum() / total / (pooled or 1.0) ** 2
+    degrees = 4 + 2 / max((observed - chance) / (1 + chance), _LEAST)
+    return np.where(count > 0, mean, 0.5), count.clip(1.0), degrees + free, (degrees - 2) * pooled + squares
+
+
+def _predicted(seen: _Seen, draws: Array) -> Futures:
+    """Posterior predictive futures: one variance and one mean to a path, no reward outside the range of the batch."""
+    mean, count, degrees, squares = _normal_inverse_gamma(seen)
+    deviation = np.sqrt(squares[:, None] / _chi_square(degrees[:, None], draws[:, 0]))
+    centre = mean[:, None] + deviation / np.sqrt(count[:, None]) * draws[:, 1]
+
+    def futures(some: Counts, number: int) -> Array:
+        new = draws[:, _SHARED : _SHARED + number]
+        return (centre[some, :, None] + deviation[some, :, None] * new).clip(0.0, 1.0)
+
+    return futures
+
+
+def _resampled(seen: _Seen, draws: Array) -> Futures:
+    """Futures made of the rewards that each prompt has shown."""
+    shown = [np.array(rewards or [0.5]) for rewards in seen.rewards]
+
+    def futures(some: Counts, number: int) -> Array:
+        new = draws[:, _SHARED : _SHARED + number]
+        quantile = np.array([_NORMAL.cdf(z) for z in new.flat]).reshape(new.shape)
+        return np.stack([shown[number][(quantile * len(shown[number])).astype(int)] for number in some])
+
+    return futures
+
+
+def _graded_curves(seen: _Seen, futures: Futures) -> Curves:
+    """Mean over the futures. Of a prompt only the `keep` lowest and the `keep` highest rewards matter."""
+    full = [_filled(rewards, seen.keep) for rewards in seen.rewards]
+    bottom = np.repeat([[rewards[: seen.keep]] for rewards in full], PATHS, axis=1)  # [P, PATHS, keep]
+    top = np.repeat([[rewards[-seen.keep :]] for rewards in full], PATHS, axis=1)
+    first = int(seen.pending.max())
+
+    def curves(some: Counts, ahead: Counts) -> Array:
+        new = futures(some, first + ahead[-1])
+        is_pending = np.arange(first) < seen.pending[some, None, None]
+        below, above = (np.where(is_pending, new[..., :first], without) for without in (np.inf, -np.inf))
+        lowest = [_merged(bottom[some], below)[..., : seen.keep]]
+        highest = [_merged(top[some], above)[..., -seen.keep :]]
+        for begin, end in pairwise(first + ahead):
+            lowest.append(_merged(lowest[-1], new[..., begin:end])[..., : seen.keep])
+            highest.append(_merged(highest[-1], new[..., begin:end])[..., -seen.keep :])
+        expected: Array = _kept_graded(np.stack(lowest), np.stack(highest)).mean(axis=2).T
+        return expected
+
+    return curves
+
+
+def _merged(rewards: Array, new: Array) -> Array:
+    return np.sort(np.concatenate([rewards, new], axis=-1), axis=-1)
+
+
+def _graded_upper_curves(seen: _Seen) -> Curves:
+    """Papers 6.4: sigma^2 V(keep / candidates), the variance at an upper quantile of its posterior."""
+    _, _, degrees, squares = _normal_inverse_gamma(seen)
+    variance = squares / _chi_square(degrees, np.array(-UPPER_Z))
+    candidates = np.array([len(rewards) for rewards in seen.rewards]) + seen.pending
+
+    def curves(some: Counts, ahead: Counts) -> Array:
+        number = np.maximum(candidates[some, None] + ahead, seen.keep)
+        different, where = np.unique(number, return_inverse=True)
+        growth = np.array([_selected_variance(seen.keep / n) for n in different])
+        expected: Array = variance[some, None] * growth[where.reshape(number.shape)]
+        return expected
+
+    return curves
+
+
+def _selected_variance(share: float) -> float:
+    """V: variance of the kept share of a standard normal, its two tails (papers 6.3)."""
+    z = _NORMAL.inv_cdf(1 - share / 2)
+    return 1 + 2 * z * _NORMAL.pdf(z) / share
+
+
+def _kept_graded(lowest: Array, highest: Array) -> Array:
+    """Largest variance of a prefix and a suffix that are `keep` together; [.., keep] each, ascending."""
+    keep = lowest.shape[-1]
+
+    def sums(low: Array, high: Array) -> Array:
+        nothing = np.zeros((*low.shape[:-1], 1))
+        prefix = np.concatenate([nothing, low.cumsum(axis=-1)], axis=-1)
+        suffix = np.concatenate([nothing, high[..., ::-1].cumsum(axis=-1)], axis=-1)
+        both: Array = prefix + suffix[..., ::-1]
+        return both
+
+    best: Array = (sums(lowest**2, highest**2) / keep - (sums(lowest, highest) / keep) ** 2).max(axis=-1)
+    return best
+
+
+def _chi_square(degrees: Array, z: Array) -> Array:
+    """Quantiles of chi-square at those of a standard normal (Wilson and Hilferty 1931)."""
+    part = 2 / (9 * degrees)
+    quantile: Array = degrees * (1 - part + z * np.sqrt(part)).clip(0.1) ** 3
+    return quantile
+
+
+# --- rewards and randomness
+
+
+def _draws(seed: int, width: int) -> Array:
+    """Standard normal draws [PATHS, width]; each column has one draw in each of PATHS equal parts of the normal."""
+    random = np.random.Generator(np.random.Philox(seed))
+    part = random.permuted(np.tile(np.arange(PATHS)[:, None], (1, width)), axis=0) + random.random((PATHS, width))
+    return np.array([[_NORMAL.inv_cdf(quantile) for quantile in path] for path in (part / PATHS).clip(1e-9, 1 - 1e-9)])
+
+
+def _discounted(belief: Belief | None) -> Belief:
+    if belief is None:
+        return Belief(count=0.0, mean=0.0, variance=0.0)
+    return Belief(count=DISCOUNT * belief["count"], mean=belief["mean"], variance=belief["variance"])
+
+
+def _ascending(arm: _Arm) -> list[float]:
+    return sorted(arm.rewards.values())
+
+
+def _filled(rewards: list[float], keep: int) -> list[float]:
+    """At least `keep`, those that are missing at the mean, where they add no variance."""
+    missing = keep - len(rewards)
+    return sorted([*rewards, *[sum(rewards) / len(rewards) if rewards else 0.5] * missing])
+
+
+def _moments(rewards: Sequence[float], count: float, mean: float, variance: float) -> tuple[float, float, float]:
+    """Count, mean and sum of squares about it, of these rewards together with a last visit."""
+    if not rewards:
+        return count, mean, count * variance
+    both = count + len(rewards)
+    own = sum(rewards) / len(rewards)
+    squares = sum((reward - own) ** 2 for reward in rewards)
+    between = count * len(rewards) / both * (own - mean) ** 2
+    return both, (count * mean + len(rewards) * own) / both, count * variance + squares + between

@@ -1,0 +1,134 @@
+"""What exploration is expected to add, and when spot GPUs pay (research notes papers 6.2 and 6.3). Closed forms.
+
+Exploration costs no time, because it runs while the trainer trains; it costs the spot GPUs. They also take part of the
+rollout work, which alone rarely pays for them: what must pay is that fewer iterations are needed. These are
+expectations from assumed figures; what a run really gains is measured by `engine.exploration.ranking`.
+"""
+
+from dataclasses import dataclass
+from math import floor
+from statistics import NormalDist
+from typing import Literal
+
+ASSUMED_RHO = 0.7
+"""Correlation of stale with fresh rewards while none is measured: below the 0.87 to 0.97 that was measured one version
+stale on `digits-ocr`, above the 0.52 of six versions (research notes rl 4.3)."""
+
+
+def selection_gain(kept_share: float) -> float:
+    """V(f): variance of the kept rewards over that of all, when the share f is kept, half from each end.
+
+    V(f) = 1 + 2 z phi(z) / f with z = Phi^-1(1 - f / 2): a normal distribution cut at both ends (papers 6.3).
+    1 when all are kept; rises without limit as f falls. Raises ValueError for a share of 0 or less.
+    """
+    if not kept_share > 0:
+        raise ValueError(f"a share of {kept_share} of the candidates is kept; keep more than none")
+    if kept_share >= 1:
+        return 1.0
+    normal = NormalDist()
+    z = -normal.inv_cdf(kept_share / 2)
+    return 1 + 2 * z * normal.pdf(z) / kept_share
+
+
+def variance_gain(rho: float, selection: float) -> float:
+    """Expected variance of the *fresh* rewards of the kept seeds, relative to a random choice: 1 + rho^2 (V - 1).
+
+    `rho`: correlation of stale with fresh rewards among all candidates; `selection`: V of the stale rewards. If fresh
+    follows stale in a line, the share rho^2 of its variance grows with V and the rest stays (papers 6.3).
+    """
+    return 1 + rho**2 * (selection - 1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class IterationCost:
+    """One iteration of a run without spot, and what a candidate costs. Measured in a run, or assumed by a plan."""
+
+    prompts: int
+    images_per_prompt: int
+    """Pictures of a prompt that are trained."""
+    reserved_gpus: int
+    """On-demand GPUs; they train, and take part in rollouts."""
+    rollout_gpu_seconds: float
+    """GPU-seconds of one trained picture, scoring included."""
+    candidate_gpu_seconds: float
+    """GPU-seconds of one explored candidate, scoring included; less than a rollout's with fewer steps or bfloat16."""
+    train_seconds: float
+    sync_seconds: float = 0.0
+    """Until spot workers hold the new weights."""
+    guard_seconds: float = 0.0
+    """Exploration ends this long before the trainer is expected to be done."""
+    max_candidates: int | None = None
+    """Most candidates of a batch, whatever time there is."""
+
+
+def candidates_that_fit(cost: IterationCost, spot_gpus: int) -> int:
+    """Candidates that spot GPUs finish while the trainer trains: E of papers 6.2."""
+    seconds = max(0.0, cost.train_seconds - cost.guard_seconds - cost.sync_seconds)
+    fit = floor(spot_gpus * seconds / cost.candidate_gpu_seconds)
+    return fit if cost.max_candidates is None else min(fit, cost.max_candidates)
+
+
+def iteration_seconds(cost: IterationCost, spot_gpus: int) -> float:
+    """T of papers 6.2: rollouts on all GPUs, then training, then the new weights go out to spot, if there is any."""
+    rollout = cost.prompts * cost.images_per_prompt * cost.rollout_gpu_seconds / (cost.reserved_gpus + spot_gpus)
+    return rollout + cost.train_seconds + (cost.sync_seconds if spot_gpus else 0.0)
+
+
+def relative_cost(cost: IterationCost, spot_gpus: int, spot_discount: float) -> float:
+    """c of papers 6.2: dollars of one iteration, relative to the reserved GPUs alone. Above 1, spot costs extra.
+
+    `spot_discount`: 1 - spot price / on-demand price of a GPU.
+    """
+    gpus = cost.reserved_gpus + spot_gpus * (1 - spot_discount)
+    return iteration_seconds(cost, spot_gpus) * gpus / (iteration_seconds(cost, 0) * cost.reserved_gpus)
+
+
+def spot_pays(iterations_ratio: float, cost_ratio: float) -> bool:
+    """Whether the run as a whole gets cheaper: iterations_ratio < 1 / c.
+
+    `iterations_ratio`: iterations to the target with exploration over those without.
+    """
+    return iterations_ratio < 1 / cost_ratio
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpectedExploration:
+    """What exploration is expected to add to each iteration. An expectation: `basis` says where rho comes from."""
+
+    candidates_per_prompt: int
+    """0 if no more fit than are trained: then nothing is explored and every gain is 1."""
+    selection_gain: float
+    rho: float
+    basis: Literal["assumed", "measured"]
+    variance_gain: float
+    """Variance of the trained rewards relative to a random choice of seeds."""
+    spot_idle_share: float | None
+    """Share of an iteration that spot GPUs would idle without exploration; None without spot."""
+    relative_cost: float
+    pays_below: float
+    """1 / relative_cost: spot pays if exploration cuts the iterations to less than this share."""
+
+
+def expected_exploration(
+    cost: IterationCost,
+    spot_gpus: int,
+    spot_discount: float,
+    *,
+    rho: float = ASSUMED_RHO,
+    basis: Literal["assumed", "measured"] = "assumed",
+) -> ExpectedExploration:
+    """What `spot_gpus` would explore, and what that is worth if stale and fresh rewards correlate by `rho`."""
+    each = candidates_that_fit(cost, spot_gpus) // cost.prompts
+    fits = each > cost.images_per_prompt
+    selection = selection_gain(cost.images_per_prompt / each) if fits else 1.0
+    ratio = relative_cost(cost, spot_gpus, spot_discount)
+    return ExpectedExploration(
+        candidates_per_prompt=each if fits else 0,
+        selection_gain=selection,
+        rho=rho,
+        basis=basis,
+        variance_gain=variance_gain(rho, selection),
+        spot_idle_share=cost.train_seconds / iteration_seconds(cost, spot_gpus) if spot_gpus else None,
+        relative_cost=ratio,
+        pays_below=1 / ratio,
+    )

@@ -1,0 +1,40 @@
+"""`spotrl trace`: what every worker of a run did and when, as a file that Perfetto opens."""
+
+import json
+import os
+from pathlib import Path
+
+import click
+from sqlalchemy.orm import Session, sessionmaker
+
+from launcher.ledger.store import find_run
+from launcher.report.trace import chrome_trace
+
+
+@click.command()
+@click.argument("run_name", metavar="RUN")
+@click.option(
+    "--out", "-o", type=click.Path(dir_okay=False, path_type=Path), help="File; without it, ./RUN.trace.json."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the trace instead of writing a file.")
+@click.pass_obj
+def trace(sessions: sessionmaker[Session], run_name: str, out: Path | None, as_json: bool) -> None:
+    """Write a timeline of RUN: phases of every worker, lives of the nodes, iterations. Also while it runs.
+
+    Open the file at https://ui.perfetto.dev or chrome://tracing.
+
+    \b
+    Example:
+      spotrl trace digits-ocr -o digits.json
+    """
+    with sessions() as session:
+        run = find_run(session, run_name)
+        name, made = run.name, json.dumps(chrome_trace(session, run))
+    if as_json:
+        click.echo(made)
+        return
+    path = out or Path(f"{name}.trace.json")
+    unfinished = path.with_name(f"{path.name}.part")
+    unfinished.write_text(made, "utf-8")
+    os.replace(unfinished, path)
+    click.echo(f"{path}: open it at https://ui.perfetto.dev")

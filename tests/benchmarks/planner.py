@@ -1,0 +1,313 @@
+"""planner: how much kept variance does each policy of the planner buy with the same number of candidates?
+
+    python -m tests.benchmarks.planner --json
+
+Matrices of rewards [prompt, seed], made by rule and recorded (tests/data/rewards/*.csv: prompt, seed, graded, strict).
+A policy is told the rewards of what it asks for; all policies see the same matrices, and each is asked for a few
+candidates at a time, as workers do. Nothing but the kept variance counts.
+"""
+
+import argparse
+import csv
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.exploration.planner import Planner, Policy
+from engine.exploration.selection import kept_variance
+from tests.benchmarks.page import ROOT, load_now, publish
+
+KEEP = 8
+BUDGETS = (1.0, 1.5, 2.0, 3.0)
+"""In keep x prompts."""
+PROMPTS = 24
+SEEDS = 64
+"""Of the matrices made by rule; no prompt may get more."""
+CHUNK = 2
+AT_A_TIME = 16
+"""Candidates asked for before the rewards of the last ones are known to be used."""
+ROUNDS = 60
+RECORDED = ROOT / "tests/data/rewards"
+TASKS = ("digits-ocr",)
+"""Recordings there should be, by the beginning of the file's name."""
+
+Matrix = NDArray[np.float64]
+Generator = np.random.Generator
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """A source of matrices [prompts, seeds]; `rates`: of strict ones made by rule, what each prompt's chance of 1 is."""
+
+    draw: Callable[[Generator], tuple[Matrix, Matrix | None]]
+    strict: bool
+    recorded: bool = False
+
+
+def gaussian(draw: Generator) -> tuple[Matrix, Matrix | None]:
+    """Sigma of a prompt is lognormal with spread 0.6 (papers 6.4)."""
+    sigma = np.exp(0.6 * draw.standard_normal((PROMPTS, 1)))
+    return sigma * draw.standard_normal((PROMPTS, SEEDS)), None
+
+
+def bernoulli(a: float, b: float) -> Callable[[Generator], tuple[Matrix, Matrix | None]]:
+    def drawn(draw: Generator) -> tuple[Matrix, Matrix | None]:
+        rates = draw.beta(a, b, (PROMPTS, 1))
+        return (draw.random((PROMPTS, SEEDS)) < rates).astype(float), rates[:, 0]
+
+    return drawn
+
+
+def levels(draw: Generator) -> tuple[Matrix, Matrix | None]:
+    """Five levels: the right ones of four characters, prompts unlike."""
+    rates = draw.beta(3.0, 1.0, (PROMPTS, 1))
+    return draw.binomial(4, np.broadcast_to(rates, (PROMPTS, SEEDS))) / 4, None
+
+
+def equal_levels(draw: Generator) -> tuple[Matrix, Matrix | None]:
+    """Five levels, all prompts alike: nothing is to be won by planning."""
+    return draw.binomial(4, 0.8, (PROMPTS, SEEDS)) / 4, None
+
+
+def recorded(matrix: Matrix) -> Callable[[Generator], tuple[Matrix, Matrix | None]]:
+    """The recorded rewards with the seeds of each prompt in another order."""
+    return lambda draw: (draw.permuted(matrix, axis=1), None)
+
+
+def read_matrices(path: Path) -> dict[str, Matrix]:
+    """Matrices of a recording by column, cut to the number of finite seeds that every prompt has."""
+    found: dict[str, dict[str, list[float]]] = {"graded": {}, "strict": {}}
+    with path.open(newline="") as file:
+        for row in csv.DictReader(file):
+            for column, by_prompt in found.items():
+                reward = float(row[column])
+                if np.isfinite(reward):
+                    by_prompt.setdefault(row["prompt"], []).append(reward)
+    return {
+        column: np.array([rewards[: min(map(len, by_prompt.values()))] for rewards in by_prompt.values()])
+        for column, by_prompt in found.items()
+        if by_prompt
+    }
+
+
+def data_sets() -> dict[str, Data]:
+    found = {
+        "gaussian": Data(draw=gaussian, strict=False),
+        "levels": Data(draw=levels, strict=False),
+        "levels, prompts alike": Data(draw=equal_levels, strict=False),
+        "bernoulli beta(.5,.5)": Data(draw=bernoulli(0.5, 0.5), strict=True),
+        "bernoulli beta(2,4)": Data(draw=bernoulli(2.0, 4.0), strict=True),
+    }
+    for path in sorted(RECORDED.glob("*.csv")):
+        for column, matrix in read_matrices(path).items():
+            found[f"{path.stem} {column}"] = Data(draw=recorded(matrix), strict=column == "strict", recorded=True)
+    return found
+
+
+# --- what a budget buys
+
+
+def spent(matrix: Matrix, policy: Policy, seed: int) -> list[float]:
+    """Kept variance, mean over the prompts, at each of BUDGETS."""
+    planner = Planner(
+        [str(i) for i in range(len(matrix))], keep=KEEP, most=matrix.shape[1], policy=policy, chunk=CHUNK, seed=seed
+    )
+    found, used = [], 0
+    for budget in candidates_of(matrix):
+        while used < budget and (asked := planner.ask(min(AT_A_TIME, budget - used))):
+            used += len(asked)
+            for prompt, index in asked:
+                planner.tell(prompt, index, float(matrix[int(prompt), index]))
+        found.append(statistics.fmean(planner.kept_variance().values()))
+    return found
+
+
+def candidates_of(matrix: Matrix) -> list[int]:
+    return [round(budget * KEEP * len(matrix)) for budget in BUDGETS]
+
+
+def best(matrix: Matrix) -> list[float]:
+    """The bound: who knows the whole matrix and may only choose how many seeds each prompt gets.
+
+    Every policy ends with the first n of each prompt's seeds, so none can have more in any round. By dynamic programme
+    over the prompts; above what every policy can reach, because it knows luck in advance.
+    """
+    most = candidates_of(matrix)[-1]
+    total = np.full(most + 1, -np.inf)
+    total[0] = 0.0
+    for rewards in matrix:
+        after = np.full(most + 1, -np.inf)
+        for n in range(KEEP, min(len(rewards), most) + 1):
+            np.maximum(after[n:], total[: most + 1 - n] + kept_variance(rewards[:n].tolist(), KEEP), out=after[n:])
+        total = after
+    return [float(total[: budget + 1].max()) / len(matrix) for budget in candidates_of(matrix)]
+
+
+def knows_rates(matrix: Matrix, rates: Matrix) -> list[float]:
+    """The nearer bound of strict rewards: who knows each prompt's chance of 1, but not its luck.
+
+    One candidate at a time to the largest expected gain. That is optimal: with `keep` seen, a prompt's expected gain
+    stays when a candidate brings nothing and falls when it brings something, so what is left for later never grows.
+    """
+    high = matrix[:, :KEEP].sum(axis=1)
+    tried = np.full(len(matrix), KEEP)
+
+    def gain(i: int) -> float:
+        now, one, zero = (
+            kept_of(high[i] + ones, tried[i] + more - high[i] - ones) for ones, more in ((0, 0), (1, 1), (0, 1))
+        )
+        return float(rates[i] * (one - now) + (1 - rates[i]) * (zero - now)) if tried[i] < matrix.shape[1] else -1.0
+
+    gains = [gain(i) for i in range(len(matrix))]
+    found = []
+    for budget in candidates_of(matrix):
+        while tried.sum() < budget:
+            i = int(np.argmax(gains))
+            high[i] += matrix[i, tried[i]]
+            tried[i] += 1
+            gains[i] = gain(i)
+        found.append(float(np.mean([kept_of(h, n - h) for h, n in zip(high, tried, strict=True)])))
+    return found
+
+
+def kept_of(high: float, low: float) -> float:
+    ones = min(max(KEEP // 2, KEEP - low), high)
+    return ones * (KEEP - ones) / KEEP**2
+
+
+def play(data: Data, rounds: int) -> dict[str, Matrix]:
+    """Kept variance [rounds, budgets] by policy, on the same matrices."""
+    found: dict[str, list[list[float]]] = {}
+    for seed in range(rounds):
+        matrix, rates = data.draw(np.random.default_rng(seed))
+        for policy in get_args(Policy):
+            found.setdefault(policy, []).append(spent(matrix, policy, seed))
+        if rates is not None:
+            found.setdefault("knows rates", []).append(knows_rates(matrix, rates))
+        found.setdefault("oracle", []).append(best(matrix))
+    return {policy: np.array(values) for policy, values in found.items()}
+
+
+# --- figures
+
+
+def standard_error(values: Matrix) -> float:
+    return float(values.std(ddof=1) / len(values) ** 0.5)
+
+
+def against_uniform(played: Mapping[str, Matrix]) -> float:
+    """z of bayes minus uniform, paired by round: the mean over the budgets above 1."""
+    difference = (played["bayes"] - played["uniform"])[:, 1:].mean(axis=1)
+    return float(difference.mean() / max(standard_error(difference), 1e-12))
+
+
+def two_for_three(played: Mapping[str, Matrix]) -> float:
+    two, three = (played[policy].mean(axis=0)[BUDGETS.index(at)] for policy, at in (("bayes", 2.0), ("uniform", 3.0)))
+    return float(two / three)
+
+
+def plan_ms(strict: bool, times: int = 21) -> float:
+    """Median milliseconds of one chunk for each of 64 prompts with 16 results each, dealt by `bayes`."""
+    found = []
+    for seed in range(times):
+        draw = np.random.default_rng(seed)
+        if strict:
+            matrix = (draw.random((64, 16)) < draw.beta(0.5, 0.5, (64, 1))).astype(float)
+        else:
+            matrix = np.exp(0.6 * draw.standard_normal((64, 1))) * draw.standard_normal((64, 16))
+        planner = Planner([str(i) for i in range(64)], keep=KEEP, most=SEEDS, policy="bayes", chunk=CHUNK, seed=seed)
+        for (i, index), reward in np.ndenumerate(matrix):
+            planner.took(str(i), index)
+            planner.tell(str(i), index, float(reward))
+        begun = time.perf_counter()
+        asked = planner.ask(64 * CHUNK)
+        found.append(1e3 * (time.perf_counter() - begun))
+        assert len(asked) == 64 * CHUNK
+    return statistics.median(found)
+
+
+def rows_of(played: Mapping[str, Mapping[str, Matrix]]) -> list[dict[str, str]]:
+    return [
+        {"rewards": name, "policy": policy}
+        | {
+            f"{budget:g}x": f"{values[:, at].mean():.4f} ± {standard_error(values[:, at]):.4f}"
+            for at, budget in enumerate(BUDGETS)
+        }
+        for name, by_policy in played.items()
+        for policy, values in by_policy.items()
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="paired rounds, 2 or more")
+    parser.add_argument("--json", action="store_true", help="kept for symmetry: the last line is always JSON")
+    options = parser.parse_args()
+    load1 = load_now()
+    begun = time.perf_counter()
+    data = data_sets()
+    milliseconds = {"strict": plan_ms(strict=True), "graded": plan_ms(strict=False)}
+    played = {name: play(one, options.rounds) for name, one in data.items()}
+    ratios = {name: two_for_three(played[name]) for name, one in data.items() if one.strict}
+    counted = [name for name in ratios if data[name].recorded] or ["bernoulli beta(2,4)"]
+    scores = {name: against_uniform(played[name]) for name, one in data.items() if not one.strict}
+    publish(
+        "planner",
+        question="how much kept variance does each policy buy with the same number of candidates?",
+        command="python -m tests.benchmarks.planner --json",
+        result={
+            "bayes_2x_vs_uniform_3x_strict": statistics.fmean(ratios[name] for name in counted),
+            "counted_in_bayes_2x_vs_uniform_3x_strict": counted,
+            "bayes_2x_vs_uniform_3x": ratios,
+            "bayes_vs_uniform_graded_z": min(scores.values()),
+            "bayes_vs_uniform_z": scores,
+            "plan_ms_64_prompts": max(milliseconds.values()),
+            "plan_ms": milliseconds,
+            "missing": missing_tasks(data),
+            "kept_variance": {
+                name: {
+                    policy: {
+                        f"{budget:g}": {"mean": float(values[:, at].mean()), "se": standard_error(values[:, at])}
+                        for at, budget in enumerate(BUDGETS)
+                    }
+                    for policy, values in by_policy.items()
+                }
+                for name, by_policy in played.items()
+            },
+            "keep": KEEP,
+            "chunk": CHUNK,
+            "at_a_time": AT_A_TIME,
+            "seconds": time.perf_counter() - begun,
+        },
+        runs=options.rounds,
+        seeds=[0, options.rounds - 1],
+        load1=load1,
+        rows=rows_of(played),
+        text=f"""
+Kept variance: mean over the prompts of the variance of the {KEEP} rewards kept, ± its standard error over
+{options.rounds} rounds; all policies see the same matrices. Budgets in keep x prompts; at 1x there is nothing to plan.
+By rule: {PROMPTS} prompts x {SEEDS} seeds. Recorded ones: the seeds of each prompt in another order every round.
+`oracle` knows the matrix and chooses how many of each prompt's seeds to take (dynamic programme): every policy ends
+with such a choice, so none can have more; it knows luck in advance, so none comes near. `knows rates` knows each
+prompt's chance but not its luck; for strict rewards nothing that cannot foresee luck does better on average.
+`bayes_2x_vs_uniform_3x_strict`: kept variance of `bayes` at 2x over `uniform` at 3x, on {", ".join(counted)}
+(recorded strict rewards where there are any). With q ~ Beta(.5,.5) a third of the prompts nearly always or never
+succeed; there even who knows every rate gets hardly more at 2x than `uniform` at 3x: see `knows rates`.
+`bayes_vs_uniform_graded_z`: paired z of `bayes` minus `uniform`, mean over 1.5x, 2x and 3x; the smallest over the
+graded data. `plan_ms_64_prompts`: one chunk for each of 64 prompts with 16 results each, of `bayes`, the slower kind.
+""",
+    )
+
+
+def missing_tasks(data: Sequence[str] | Mapping[str, Data]) -> list[str]:
+    return [task for task in TASKS if not any(name.startswith(task) for name in data)]
+
+
+if __name__ == "__main__":
+    main()
