@@ -8,9 +8,10 @@ candidates; then the next chunk goes where a policy expects the kept variance to
 - `greedy`   new rewards will be like those the prompt has shown; what it never showed is not expected
 - `ucb`      papers 6.4: growth of V times an upper quantile of the variance; of strict rewards, the headroom times an
              upper quantile of the chance to see the missing class
-- `bayes`    the posterior predictive of a Beta-Bernoulli (strict rewards; the missing class at an upper quantile, as a
-             prompt that never showed it may be worth several chunks) or of a Gaussian with normal-inverse-gamma prior
-             (graded ones). Priors are fitted to the batch by moments and hold each prompt's last visit
+- `bayes`    the posterior predictive of a Beta-Bernoulli (strict rewards) or of a Gaussian with normal-inverse-gamma
+             prior (graded ones), with the chance of the missing class, or the variance, at an upper quantile: a prompt
+             that never showed a class may still be worth several chunks. Priors are fitted to the batch by moments and
+             hold each prompt's last visit
 
 Candidates that are asked for and not told count as expected draws. The promises: pure, no clock, the only randomness
 is the caller's seed; what is asked next depends on what was asked and told so far, not on the order of the telling,
@@ -20,7 +21,6 @@ so that `took` and `tell` restore a planner; and it may be cut short at any time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heapreplace
-from itertools import count as count_from
 from itertools import pairwise
 from math import isfinite
 from statistics import NormalDist
@@ -43,7 +43,7 @@ DISCOUNT = 0.5
 """What a reward of a prompt's last visit counts, in rewards of this one: the weights have moved on since. Assumed."""
 
 UPPER_Z = 1.2816
-"""Optimism is the 0.9 quantile, in standard deviations. Chosen; for strict rewards .5 to 2 do about the same."""
+"""Optimism is the 0.9 quantile, in standard deviations. Chosen: .5 to 2 do about the same, and 0 a little worse."""
 
 PATHS = 8
 """Futures looked at for graded rewards, stratified. With 16 the kept variance was the same within its error."""
@@ -59,9 +59,6 @@ _RHO = (1 / 33, 2 / 3)
 
 _LEAST = 1e-3
 """Below this the prompts' variances do not differ: the prior then weighs 2,000 rewards."""
-
-_SHARED = 2
-"""Draws that all rewards of one future share: its variance and its mean."""
 
 _NORMAL = NormalDist()
 
@@ -82,11 +79,14 @@ class _Arm:
     told: set[int] = field(default_factory=set)
     rewards: dict[int, float] = field(default_factory=dict)
     """Of those told, the finite ones."""
+    least: int = 0
+    """All indices below were asked for."""
 
     def take(self) -> tuple[str, int]:
-        index = next(index for index in count_from() if index not in self.asked)
-        self.asked.add(index)
-        return self.prompt, index
+        while self.least in self.asked:
+            self.least += 1
+        self.asked.add(self.least)
+        return self.prompt, self.least
 
 
 class Planner:
@@ -118,7 +118,7 @@ class Planner:
             raise ValueError(f"no planner policy {policy!r}; use one of {', '.join(get_args(Policy))}")
         self.keep, self.most, self.policy, self.chunk, self.strict = keep, most, policy, chunk, strict
         self._arms = {prompt: _Arm(prompt, _discounted((priors or {}).get(prompt))) for prompt in prompts}
-        self._draws = _draws(seed, 2 * (most + chunk) + _SHARED)
+        self._draws = _draws(seed, 1 + 3 * (most + chunk))  # a mean, what is pending, and twice what may come
 
     def ask(self, count: int) -> tuple[tuple[str, int], ...]:
         """The next (prompt, index) to try, each given once; fewer than `count` only when every prompt has `most`.
@@ -179,20 +179,25 @@ class Planner:
         """Up to `count` candidates, each chunk where it is worth most; of equals the prompt with fewer, in order."""
         arms = [arm for arm in self._arms.values() if len(arm.asked) < self.most]
         worth = self._worth(arms)
-        gains = worth(range(len(arms)), 2 + min(count // len(arms), self.most) // self.chunk)
-        heap = [(-gains[number][0], len(arm.asked), number, 0) for number, arm in enumerate(arms)]
+        gains = worth(range(len(arms)), 3 + min(count // len(arms), self.most) // self.chunk)
+        pulls = [0] * len(arms)
+        heap = [(-gains[number][0], len(arm.asked), number) for number, arm in enumerate(arms)]
         heapify(heap)
         given: list[tuple[str, int]] = []
         while heap and len(given) < count:
-            _, _, number, pulls = heap[0]
-            arm, pulls = arms[number], pulls + 1
+            number = heap[0][-1]
+            arm = arms[number]
             given += [arm.take() for _ in range(min(self.chunk, count - len(given), self.most - len(arm.asked)))]
+            pulls[number] += 1
             if len(arm.asked) >= self.most:
                 heappop(heap)
                 continue
-            if pulls == len(gains[number]):
-                gains[number] = worth([number], 2 * pulls)[0]
-            heapreplace(heap, (-gains[number][pulls], len(arm.asked), number, pulls))
+            known = len(gains[number])
+            if pulls[number] == known:  # look twice as far, also for those who will soon need it
+                soon = [other for other, row in enumerate(gains) if len(row) == known and 2 * pulls[other] >= known]
+                for other, row in zip(soon, worth(soon, 2 * known), strict=True):
+                    gains[other] = row
+            heapreplace(heap, (-gains[number][pulls[number]], len(arm.asked), number))
         return given
 
     def _worth(self, arms: Sequence[_Arm]) -> Callable[[Sequence[int], int], list[list[float]]]:
@@ -201,10 +206,11 @@ class Planner:
         In units of the largest kept variance there can be, a quarter of the squared range of the rewards so far. A
         prompt with rewards that are not finite is worth less by the share of them.
         """
-        everything = sorted({reward for arm in self._arms.values() for reward in arm.rewards.values()})
+        everything = {reward for arm in self._arms.values() for reward in arm.rewards.values()}
         if not everything:
             return lambda numbers, chunks: [[0.0] * chunks for _ in numbers]
-        low, span = everything[0], (everything[-1] - everything[0]) or 1.0
+        low, span = min(everything), max(everything) - min(everything)
+        span = span if span * span > 0 else 1.0
         strict = len(everything) <= 2 if self.strict is None else self.strict
         seen = _Seen(
             keep=self.keep,
@@ -325,8 +331,8 @@ def _kept_strict(high: Array, low: Array, keep: int) -> Array:
 # --- graded rewards
 
 
-def _normal_inverse_gamma(seen: _Seen) -> tuple[Array, Array, Array, Array]:
-    """Posterior of each prompt's mean and variance: mean, count, degrees of freedom, sum of squares, each [P].
+def _normal_inverse_gamma(seen: _Seen) -> tuple[Array, Array, Array]:
+    """Posterior of each prompt's mean and variance: mean, count, and the variance at its upper quantile, each [P].
 
     The variance prior has the pooled variance as its mean, and degrees of freedom 4 + 2 / d, where d, the squared
     coefficient of variation of the prompts' variances, is what remains of the observed one beyond chance (moments).
@@ -338,19 +344,21 @@ def _normal_inverse_gamma(seen: _Seen) -> tuple[Array, Array, Array, Array]:
     total = max(free.sum(), 1.0)
     pooled = squares.sum() / total
     chance = 2 * np.count_nonzero(free) / total
-    observed = (free * (squares / free.clip(1.0) - pooled) ** 2).sum() / total / (pooled or 1.0) ** 2
+    observed = (free * (squares / free.clip(1.0) / (pooled or 1.0) - 1) ** 2).sum() / total
     degrees = 4 + 2 / max((observed - chance) / (1 + chance), _LEAST)
-    return np.where(count > 0, mean, 0.5), count.clip(1.0), degrees + free, (degrees - 2) * pooled + squares
+    part = 2 / (9 * (degrees + free))  # the lower quantile of chi-square by Wilson and Hilferty (1931)
+    chi_square = (degrees + free) * (1 - part - UPPER_Z * np.sqrt(part)) ** 3
+    return np.where(count > 0, mean, 0.5), count.clip(1.0), ((degrees - 2) * pooled + squares) / chi_square
 
 
 def _predicted(seen: _Seen, draws: Array) -> Futures:
-    """Posterior predictive futures: one variance and one mean to a path, no reward outside the range of the batch."""
-    mean, count, degrees, squares = _normal_inverse_gamma(seen)
-    deviation = np.sqrt(squares[:, None] / _chi_square(degrees[:, None], draws[:, 0]))
-    centre = mean[:, None] + deviation / np.sqrt(count[:, None]) * draws[:, 1]
+    """Posterior predictive futures: one mean to a path, no reward outside the range of the batch."""
+    mean, count, variance = _normal_inverse_gamma(seen)
+    deviation = np.sqrt(variance)[:, None]
+    centre = mean[:, None] + deviation / np.sqrt(count[:, None]) * draws[:, 0]
 
     def futures(some: Counts, number: int) -> Array:
-        new = draws[:, _SHARED : _SHARED + number]
+        new = draws[:, 1 : 1 + number]
         return (centre[some, :, None] + deviation[some, :, None] * new).clip(0.0, 1.0)
 
     return futures
@@ -361,7 +369,7 @@ def _resampled(seen: _Seen, draws: Array) -> Futures:
     shown = [np.array(rewards or [0.5]) for rewards in seen.rewards]
 
     def futures(some: Counts, number: int) -> Array:
-        new = draws[:, _SHARED : _SHARED + number]
+        new = draws[:, 1 : 1 + number]
         quantile = np.array([_NORMAL.cdf(z) for z in new.flat]).reshape(new.shape)
         return np.stack([shown[number][(quantile * len(shown[number])).astype(int)] for number in some])
 
@@ -370,34 +378,51 @@ def _resampled(seen: _Seen, draws: Array) -> Futures:
 
 def _graded_curves(seen: _Seen, futures: Futures) -> Curves:
     """Mean over the futures. Of a prompt only the `keep` lowest and the `keep` highest rewards matter."""
-    full = [_filled(rewards, seen.keep) for rewards in seen.rewards]
-    bottom = np.repeat([[rewards[: seen.keep]] for rewards in full], PATHS, axis=1)  # [P, PATHS, keep]
-    top = np.repeat([[rewards[-seen.keep :]] for rewards in full], PATHS, axis=1)
+    full = np.array([_ends(rewards, seen.keep) for rewards in seen.rewards]).swapaxes(0, 1)  # [2, P, keep]
+    known = np.repeat(full[:, :, None], PATHS, axis=2)
     first = int(seen.pending.max())
 
     def curves(some: Counts, ahead: Counts) -> Array:
         new = futures(some, first + ahead[-1])
+        new = np.stack([new, -new])  # [2, N, PATHS, draws]
         is_pending = np.arange(first) < seen.pending[some, None, None]
-        below, above = (np.where(is_pending, new[..., :first], without) for without in (np.inf, -np.inf))
-        lowest = [_merged(bottom[some], below)[..., : seen.keep]]
-        highest = [_merged(top[some], above)[..., -seen.keep :]]
+        ends = [_lowest(known[:, some], np.where(is_pending, new[..., :first], np.inf))]
         for begin, end in pairwise(first + ahead):
-            lowest.append(_merged(lowest[-1], new[..., begin:end])[..., : seen.keep])
-            highest.append(_merged(highest[-1], new[..., begin:end])[..., -seen.keep :])
-        expected: Array = _kept_graded(np.stack(lowest), np.stack(highest)).mean(axis=2).T
+            ends.append(_lowest(ends[-1], new[..., begin:end]))
+        expected: Array = _kept_graded(np.stack(ends, axis=1)).mean(axis=2).T
         return expected
 
     return curves
 
 
-def _merged(rewards: Array, new: Array) -> Array:
-    return np.sort(np.concatenate([rewards, new], axis=-1), axis=-1)
+def _ends(rewards: list[float], keep: int) -> tuple[list[float], list[float]]:
+    """The `keep` lowest rewards, and the `keep` highest negated, both ascending.
+
+    If there are fewer, those that are missing are at the mean, where they add no variance.
+    """
+    mean = sum(rewards) / len(rewards) if rewards else 0.5
+    full = sorted([*rewards, *[mean] * (keep - len(rewards))])
+    return full[:keep], [-reward for reward in full[: -keep - 1 : -1]]
+
+
+def _lowest(ends: Array, new: Array) -> Array:
+    """As many as there were, with new ones [.., draws] among them."""
+    return np.sort(np.concatenate([ends, new], axis=-1), axis=-1)[..., : ends.shape[-1]]
+
+
+def _kept_graded(ends: Array) -> Array:
+    """Largest variance of a prefix and a suffix that are `keep` together, from `_ends` [2, .., keep]."""
+    keep = ends.shape[-1]
+    first = np.tri(keep + 1, keep, -1).T  # [keep, keep + 1]: column i takes the first i
+    taken = np.concatenate([first, first[:, ::-1]])
+    rewards = np.concatenate([ends[0], -ends[1]], axis=-1)
+    best: Array = (rewards**2 @ taken / keep - (rewards @ taken / keep) ** 2).max(axis=-1)
+    return best
 
 
 def _graded_upper_curves(seen: _Seen) -> Curves:
     """Papers 6.4: sigma^2 V(keep / candidates), the variance at an upper quantile of its posterior."""
-    _, _, degrees, squares = _normal_inverse_gamma(seen)
-    variance = squares / _chi_square(degrees, np.array(-UPPER_Z))
+    _, _, variance = _normal_inverse_gamma(seen)
     candidates = np.array([len(rewards) for rewards in seen.rewards]) + seen.pending
 
     def curves(some: Counts, ahead: Counts) -> Array:
@@ -414,28 +439,6 @@ def _selected_variance(share: float) -> float:
     """V: variance of the kept share of a standard normal, its two tails (papers 6.3)."""
     z = _NORMAL.inv_cdf(1 - share / 2)
     return 1 + 2 * z * _NORMAL.pdf(z) / share
-
-
-def _kept_graded(lowest: Array, highest: Array) -> Array:
-    """Largest variance of a prefix and a suffix that are `keep` together; [.., keep] each, ascending."""
-    keep = lowest.shape[-1]
-
-    def sums(low: Array, high: Array) -> Array:
-        nothing = np.zeros((*low.shape[:-1], 1))
-        prefix = np.concatenate([nothing, low.cumsum(axis=-1)], axis=-1)
-        suffix = np.concatenate([nothing, high[..., ::-1].cumsum(axis=-1)], axis=-1)
-        both: Array = prefix + suffix[..., ::-1]
-        return both
-
-    best: Array = (sums(lowest**2, highest**2) / keep - (sums(lowest, highest) / keep) ** 2).max(axis=-1)
-    return best
-
-
-def _chi_square(degrees: Array, z: Array) -> Array:
-    """Quantiles of chi-square at those of a standard normal (Wilson and Hilferty 1931)."""
-    part = 2 / (9 * degrees)
-    quantile: Array = degrees * (1 - part + z * np.sqrt(part)).clip(0.1) ** 3
-    return quantile
 
 
 # --- rewards and randomness
@@ -456,12 +459,6 @@ def _discounted(belief: Belief | None) -> Belief:
 
 def _ascending(arm: _Arm) -> list[float]:
     return sorted(arm.rewards.values())
-
-
-def _filled(rewards: list[float], keep: int) -> list[float]:
-    """At least `keep`, those that are missing at the mean, where they add no variance."""
-    missing = keep - len(rewards)
-    return sorted([*rewards, *[sum(rewards) / len(rewards) if rewards else 0.5] * missing])
 
 
 def _moments(rewards: Sequence[float], count: float, mean: float, variance: float) -> tuple[float, float, float]:
