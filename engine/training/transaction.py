@@ -263,7 +263,7 @@ class Transaction:
                 gradients = [_sum(before, gradient) for before, gradient in zip(gradients, more, strict=True)]
                 seen.add(health)
         for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = _sum(parameter.grad, gradient)
+            parameter.grad = _sum(parameter.grad, None if gradient is None else _laid_out(gradient, parameter))
         self.health.add(seen)
         return True
 
@@ -314,6 +314,11 @@ def _sum(before: Tensor | None, more: Tensor | None) -> Tensor | None:
     if before is None or more is None:
         return more if before is None else before
     return before.add_(more)
+
+
+def _laid_out(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """In memory like its parameter, as `backward` would leave it: fused AdamW goes through both in memory order."""
+    return gradient if gradient.stride() == parameter.stride() else torch.empty_like(parameter).copy_(gradient)
 
 
 @dataclass(frozen=True, kw_only=True)

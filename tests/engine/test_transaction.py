@@ -177,6 +177,23 @@ def test_parts_are_really_run_side_by_side(model, groups, monkeypatch, parts_of_
     added(trainer_of(model), groups)
 
 
+def test_a_gradient_that_lies_otherwise_in_memory_makes_the_same_step(model, groups, monkeypatch):
+    """Fused AdamW does not look at strides: a transposed gradient would be added to the wrong weights."""
+    expected = trainer_of(model)
+    added(expected, groups).commit()
+    wanted = get_weights(expected.parameters)
+    plain = torch.autograd.grad
+
+    def transposed(*args, **kwargs):
+        found = plain(*args, **kwargs)
+        return [g.t().contiguous().t() if g is not None and g.dim() == 2 else g for g in found]
+
+    monkeypatch.setattr(torch.autograd, "grad", transposed)
+    trainer = trainer_of(model)
+    added(trainer, groups).commit()
+    assert get_weights(trainer.parameters) == wanted
+
+
 def test_in_fixed_order_every_order_of_arrival_gives_the_same_bits(model, groups):
     weights = set()
     for order in itertools.permutations(range(3)):
