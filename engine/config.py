@@ -22,10 +22,14 @@ Positive = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
+SHIPPED = {"digits-ocr": "digits", "shapes": "shapes"}
+"""Models whose weights come with spotrl, and the prompts each was made for. They have no unconditional branch."""
+
+
 class ModelConfig(Strict):
     """Which diffusion transformer, and what of it is trained."""
 
-    name: Literal["digits-ocr", "qwen-image", "sd3", "flux", "wan"] = "digits-ocr"
+    name: Literal["digits-ocr", "shapes", "qwen-image", "sd3", "flux", "wan"] = "digits-ocr"
     path: str | None = None
     """Folder of a diffusers model (transformer, vae, ...). None: the weights that ship with spotrl."""
     weights: Literal["full", "lora"] = "full"
@@ -35,10 +39,10 @@ class ModelConfig(Strict):
 
     @model_validator(mode="after")
     def _weights_exist(self) -> Self:
-        if self.path is None and self.name != "digits-ocr":
+        if self.path is None and self.name not in SHIPPED:
             raise ValueError(
                 f"model.name is {self.name} but model.path is missing; give the folder of its diffusers weights, "
-                "because only digits-ocr ships with spotrl"
+                f"because only {' and '.join(SHIPPED)} ship with spotrl"
             )
         return self
 
@@ -140,15 +144,44 @@ class SecondsBudget(Strict):
     max_candidates: Positive = 1024
 
 
-class ExplorationConfig(Strict):
-    """Seed exploration on spot workers while the trainer trains (research notes papers 6.1)."""
+class ProfileConfig(Strict):
+    """One way to try candidates. Training data is always made in full, whatever a profile says."""
 
-    mode: Literal["none", "stale"] = "stale"
-    budget: CandidateBudget | SecondsBudget = SecondsBudget()
+    name: str = "full"
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of exploration only: training data is always made in the precision of training. On a GPU bfloat16 is faster."""
+    """bfloat16 is faster, and ranks seeds nearly as well (research notes overlap 1)."""
     shape: Positive = 48
     """Pictures per forward pass of an exploring worker."""
+    steps: Positive | None = None
+    """Denoising steps; None: as many as training takes. With fewer a seed has another noise path."""
+    scorer: Literal["reward", "student"] = "reward"
+    """`student`: a small model that imitates a built-in reward at a hundredth of its cost, where there is one."""
+
+
+class ExplorationConfig(Strict):
+    """Which seeds are worth training (research notes papers 6.1).
+
+    `stale`: spot workers try candidates while the trainer trains, with the weights before. `in-path`: every candidate
+    is rolled out with current weights and the best are trained, which everybody waits for. `none`: the first seeds.
+    """
+
+    mode: Literal["none", "in-path", "stale"] = "stale"
+    budget: CandidateBudget | SecondsBudget = SecondsBudget()
+    policy: Literal["uniform", "greedy", "ucb", "bayes"] = "bayes"
+    """Which prompt gets the next candidates (engine/exploration/planner.py)."""
+    chunk: Positive = 2
+    """Candidates that a prompt gets at a time."""
+    profiles: Annotated[tuple[ProfileConfig, ...], Field(min_length=1, max_length=6)] = (ProfileConfig(),)
+    """With several, a bandit finds out which of them pays most."""
+    random_fraction: Annotated[float, Field(ge=0.0, le=1.0)] = 0.125
+    """Share of the candidates that were not chosen which is rolled out afresh all the same, in idle time and not to be
+    trained: without it nobody knows how well old weights rank the seeds, and exploration never switches itself off."""
+
+    @model_validator(mode="after")
+    def _waiting_has_an_end(self) -> Self:
+        if self.mode == "in-path" and not isinstance(self.budget, CandidateBudget):
+            raise ValueError("mode in-path waits for every candidate, so it needs a budget like {candidates: 144}")
+        return self
 
 
 class RewardConfig(Strict):
@@ -164,6 +197,8 @@ class EvaluationConfig(Strict):
     prompts: Positive = 512
     every: Positive = 3
     steps: Annotated[int, Field(ge=1)] = 8
+    shape: Positive = 48
+    """Pictures per forward pass."""
 
 
 class TargetConfig(Strict):
@@ -229,7 +264,7 @@ class EngineConfig(Strict):
     exploration: ExplorationConfig = ExplorationConfig()
     reward: RewardConfig = RewardConfig()
     prompts: str = "digits"
-    """`digits` (made on the fly), or a text file with one prompt a line."""
+    """`digits` or `shapes` (made on the fly), or a text file with one prompt a line."""
     evaluation: EvaluationConfig = EvaluationConfig()
     target: TargetConfig | None = None
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -249,15 +284,25 @@ class EngineConfig(Strict):
         return self
 
     @model_validator(mode="after")
+    def _the_model_reads_the_prompts(self) -> Self:
+        made_for = SHIPPED.get(self.model.name)
+        if made_for is not None and self.prompts in SHIPPED.values() and self.prompts != made_for:
+            raise ValueError(
+                f"prompts is {self.prompts}, which {self.model.name} cannot read; use prompts: {made_for}, "
+                "or a file with prompts in its words"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _there_is_something_to_train(self) -> Self:
         if self.sampler.noise_level == 0:
             raise ValueError(
                 "sampler.noise_level is 0, which leaves no random step to train; 0.7 is what Flow-GRPO uses"
             )
-        if self.model.name == "digits-ocr" and self.sampler.guidance != 1.0:
+        if self.model.name in SHIPPED and self.sampler.guidance != 1.0:
             raise ValueError(
-                f"sampler.guidance is {self.sampler.guidance}, but digits-ocr was made without an unconditional "
-                "branch; use 1"
+                f"sampler.guidance is {self.sampler.guidance}, but {self.model.name} was made without an "
+                "unconditional branch; use 1"
             )
         return self
 

@@ -135,6 +135,35 @@ class Evaluated:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Ranked:
+    """How well stale rewards ranked the seeds, over the last explored batches up to this one.
+
+    The figures are those of engine.exploration.ranking.RankingReport, which explains them; `profile` explored this
+    batch, `control` of its unselected candidates were rolled out afresh, `explores_on` is the verdict.
+    """
+
+    KIND: ClassVar[str] = "ranked"
+    iteration: int
+    profile: str
+    control: int
+    explores_on: bool
+    spearman: float | None
+    kendall: float | None
+    low: float
+    high: float
+    corrected: bool
+    batches: int
+    prompts: int
+    left_out: int
+    pairs: int
+    selection_gain: float | None
+    predicted_gain: float | None
+    realised_gain: float | None
+    refused_stale: int
+    refused_sampler: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointSaved:
     KIND: ClassVar[str] = "checkpoint_saved"
     iteration: int
@@ -212,6 +241,7 @@ ProgressEvent = (
     EngineStarted
     | IterationDone
     | Evaluated
+    | Ranked
     | CheckpointSaved
     | NodeUsage
     | NodeSeen
@@ -227,6 +257,7 @@ _KINDS: dict[str, type[Any]] = {
         EngineStarted,
         IterationDone,
         Evaluated,
+        Ranked,
         CheckpointSaved,
         NodeUsage,
         NodeSeen,

@@ -16,7 +16,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -33,10 +33,12 @@ from engine.events import (
     Evaluated,
     IterationDone,
     Phase,
+    Ranked,
     TargetReached,
     Warned,
 )
-from engine.exploration.candidates import candidate_requests, choose_groups
+from engine.exploration.batch import ExplorationOrder
+from engine.exploration.explorer import Explorer
 from engine.models.adapter import DiTAdapter
 from engine.models.load import ReferencePolicy, trainable
 from engine.prompts import PromptSource
@@ -118,6 +120,7 @@ class Loop:
             overlap_commits=False,
             step_seconds=config.runtime.step_seconds,
         )
+        self.explorer = Explorer(config, place.run)
         self.usage: Usage = self.worker.usage
         self._boot, self._orders = time.time_ns(), itertools.count(1)
         self.iteration = 0
@@ -126,6 +129,8 @@ class Loop:
         self.evaluations: list[tuple[int, dict[str, float]]] = []
         self.skipped_in_a_row = 0
         self._spent_before: dict[str, float] = {}
+        self._exploring_seconds = self._told_exploring = 0.0
+        """GPU-seconds that spot workers explored, as the coordinator counts them; and up to the batch before."""
         self._untold_seconds = 0.0
         """Time since the last report that belongs to the next: checkpoint and publish."""
         self.config_digest = hashlib.sha256(config.model_dump_json().encode()).hexdigest()[:16]
@@ -162,7 +167,7 @@ class Loop:
             self._restore(newest)
         self.lineage = self._settle_lineage(newest)
         if newest is None:
-            self.next_batch = self._manifest(0, {})
+            self.next_batch = self._manifest(None, ())
         self.next_batch = replace(self.next_batch, run=self.place.run, lineage=self.lineage)
         started = EngineStarted(
             iteration=self.iteration,
@@ -189,6 +194,7 @@ class Loop:
         self.std = RunningStd(checkpoint.std)
         self.skipped_in_a_row = checkpoint.skipped_in_a_row
         self.next_batch = checkpoint.next_batch
+        self.explorer.restore(checkpoint.exploration)
         set_weights(self.parameters, checkpoint.files["weights"])
         average = load(checkpoint.files["ema"])
         self.average.tensors = {name: average[name].to(value.device) for name, value in self.parameters.items()}
@@ -201,21 +207,27 @@ class Loop:
         manifest, batch = self.next_batch, self.iteration
         plan = rollout_plan(self.config.sampler, self.config.seed, batch)
         self._submit(manifest.requests(), plan, Kind.TRAIN)
-        candidates = self._explore(batch + 1)
+        self._submit(self.explorer.control(manifest), plan, Kind.CONTROL)
+        order = self._explore(batch + 1)
 
         rollouts = Rollouts(manifest, self._more_rollouts, self.worker)
+        if self.config.exploration.mode == "in-path":
+            rollouts.wait_for_all()
+            manifest = self.explorer.choose_in_path(manifest, rollouts.reward_of())
+            rollouts = rollouts.only(manifest)
         health = self._train(manifest, plan, rollouts)
-        explored = self._explored(candidates, batch + 1)
+        candidates = self._explored(order)
+        self._judge(manifest, rollouts)
 
         rewards = torch.tensor(rollouts.rewards(), dtype=torch.float64)
         finite = rewards[torch.isfinite(rewards).all(dim=1)]
         self.std = self.std.after(finite) if len(finite) else self.std
         self.average.follow()
         # Told before it is durable: killed in between, the batch is trained and told again, never forgotten.
-        self._tell(manifest, finite, len(explored), health, time.perf_counter() - begun)
+        self._tell(manifest, finite, len(candidates), health, time.perf_counter() - begun)
         saving = time.perf_counter()
         self.iteration += 1
-        self.next_batch = self._manifest(self.iteration, explored)
+        self.next_batch = self._manifest(order, candidates)
         weights = get_weights(self.parameters)
         with self.usage.measure(Phase.CHECKPOINT):
             self._checkpoint(weights)
@@ -289,59 +301,67 @@ class Loop:
 
     # --- exploration ------------------------------------------------------------------------------------
 
-    def _explore(self, batch: int) -> tuple[RequestId, ...]:
-        """Ask for candidates of the next batch, to be made with the weights that are live now."""
+    def _explore(self, batch: int) -> ExplorationOrder | None:
+        """Let candidates of a batch be tried with the weights that are live now."""
         if batch >= self.config.iterations:
-            return ()
-        requests = candidate_requests(
-            self.config.exploration,
-            run=self.place.run,
-            run_seed=self.config.seed,
-            lineage=self.lineage,
-            batch=batch,
-            prompts=self.prompts.batch(batch),
-            keep=self.config.algorithm.images_per_prompt,
-        )
-        if requests:
-            plan = rollout_plan(self.config.sampler, self.config.seed, batch)
-            self._submit(requests, plan, Kind.EXPLORE)
-        return requests
+            return None
 
-    def _explored(self, candidates: Sequence[RequestId], batch: int) -> dict[tuple[str, int], float]:
+        def sampler_of(steps: int) -> str:
+            sampler = self.config.sampler.model_copy(update={"steps": steps})
+            return json.dumps(plan_to_dict(rollout_plan(sampler, self.config.seed, batch)))
+
+        prompts = self.prompts.batch(batch)
+        order = self.explorer.order(batch, prompts, lineage=self.lineage, version=self.iteration, sampler_of=sampler_of)
+        if order is not None:
+            self._say({"call": "explore", "order": order.to_dict()})
+        return order
+
+    def _explored(self, order: ExplorationOrder | None) -> list[Finished]:
         """What exploration found. A counted budget is waited for while a spot node lives; idle time is not."""
-        if not candidates:
-            return {}
-        budget = self.config.exploration.budget
+        if order is None:
+            return []
         results: list[Finished] = []
         poisoned = 0
         alone_since: float | None = None
-        counted = isinstance(budget, CandidateBudget)
+        budget = self.config.exploration.budget
         while True:
-            answer = self._collect(Kind.EXPLORE, batch, len(results), wait=counted, poisoned=poisoned)
+            answer = self._collect(
+                Kind.EXPLORE, order.batch, len(results), wait=order.counted is not None, poisoned=poisoned
+            )
             results += answer["results"]
             poisoned += answer["poisoned"]
-            settled = len(results) + poisoned
-            if not isinstance(budget, CandidateBudget) or settled >= len(candidates):
-                break
+            if not isinstance(budget, CandidateBudget) or not answer["to_come"]:
+                return results
             if set(answer["nodes"]) - {self.place.node}:
                 alone_since = None
                 continue
             alone_since = alone_since or time.monotonic()
             if time.monotonic() - alone_since > budget.patience_seconds:
-                text = f"batch {batch}: no spot node to explore; it goes on with {len(results)} candidates"
+                text = f"batch {order.batch}: no spot node to explore; it goes on with {len(results)} candidates"
                 self.place.progress.write(self.lineage, Warned(text=text))
-                break
-        return {(result.request.prompt, result.request.seed): result.score.reward for result in results}
+                return results
 
-    def _manifest(self, batch: int, explored: dict[tuple[str, int], float]) -> Manifest:
-        """What a batch will train, and in which optimiser step each of its groups belongs."""
-        algorithm = self.config.algorithm
-        groups = choose_groups(
-            self.prompts.batch(batch),
-            explored,
-            run_seed=self.config.seed,
-            batch=batch,
-            keep=algorithm.images_per_prompt,
+    def _judge(self, manifest: Manifest, rollouts: Rollouts) -> None:
+        """Compare fresh rewards with the stale ones that chose the seeds, and say what is known now."""
+        control = self._collect(Kind.CONTROL, manifest.batch, 0, wait=False)["results"]
+        report = self.explorer.judge(manifest, rollouts.reward_of(), control)
+        if report is None:
+            return
+        event = Ranked(
+            iteration=manifest.batch,
+            profile=self.explorer.profile_of(manifest.batch),
+            control=len(control),
+            explores_on=self.explorer.monitor.explores(manifest.batch + 2),
+            **asdict(report),
+        )
+        self.place.progress.write(self.lineage, event)
+
+    def _manifest(self, order: ExplorationOrder | None, candidates: Sequence[Finished]) -> Manifest:
+        """What the next batch will train, and in which optimiser step each of its groups belongs."""
+        algorithm, batch = self.config.algorithm, self.iteration
+        spent, self._told_exploring = self._exploring_seconds - self._told_exploring, self._exploring_seconds
+        groups = self.explorer.choose(
+            order, self.prompts.batch(batch), candidates, batch=batch, gpu_seconds=max(0.0, spent)
         )
         share = len(groups) // algorithm.updates_per_batch
         return Manifest(
@@ -454,6 +474,7 @@ class Loop:
             std=self.std.value,
             skipped_in_a_row=self.skipped_in_a_row,
             config_digest=self.config_digest,
+            exploration=self.explorer.to_dict(),
         )
         digest = self._store(lambda: self.place.store.save(checkpoint, keep=self.config.checkpoint.keep))
         event = CheckpointSaved(iteration=self.iteration, path=f"checkpoints/{checkpoint.name}", digest=digest)
@@ -475,7 +496,7 @@ class Loop:
 
     def _withdraw_trained(self) -> None:
         """What led to this iteration is in its checkpoint. Also at the start: a trainer may have died in between."""
-        batches = [["train", self.iteration - 1], ["explore", self.iteration]]
+        batches = [["train", self.iteration - 1], ["control", self.iteration - 1], ["explore", self.iteration]]
         self._say({"call": "withdraw", "batches": batches})
 
     def _submit(
@@ -487,14 +508,16 @@ class Loop:
         weights: WeightsKey | None = None,
         pictures: int = 0,
     ) -> None:
-        explores = kind is Kind.EXPLORE
+        if not requests:
+            return
+        shapes = {Kind.TRAIN: self.config.runtime.shape, Kind.CONTROL: self.config.runtime.shape}
         task = Task(
             requests=tuple(requests),
             weights=weights or WeightsKey(version=self.iteration),
             sampler=json.dumps(plan_to_dict(plan)),
             steps=plan.steps,
-            shape=self.config.runtime.shape if kind is Kind.TRAIN else self.config.exploration.shape,
-            dtype=self.config.exploration.dtype if explores else "float32",
+            shape=shapes.get(kind, self.config.evaluation.shape),
+            dtype="float32",
             pictures=pictures,
         )
         self._say({"call": "submit", "task": task_to_dict(task)})
@@ -505,10 +528,11 @@ class Loop:
         answer, blobs = self.place.transport.call(ask | self._usage_report(), wait=wait)
         if answer["stop"]:
             raise Stopped(answer["stop"])
-        if answer["poisoned"] and kind is not Kind.EXPLORE:
+        if answer["poisoned"] and kind in (Kind.TRAIN, Kind.EVALUATE):
             raise Unhealthy(f"a picture could not be made or scored on three workers: {answer['poisoned'][0]}")
         results = [finished_from_dict(result) for result in answer["results"]]
-        found = {"results": results, "blobs": blobs, "nodes": answer["nodes"]}
+        found = {"results": results, "blobs": blobs, "nodes": answer["nodes"], "to_come": answer["to_come"]}
+        self._exploring_seconds = answer["exploring_seconds"]
         return found | {"poisoned": len(answer["poisoned"])}
 
     def _more_rollouts(self, batch: int, have: int, wait: bool) -> dict[str, Any]:

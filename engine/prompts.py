@@ -1,4 +1,4 @@
-"""Where prompts come from: made on the fly for digits-ocr, or read from a text file.
+"""Where prompts come from: made on the fly for digits-ocr and shapes, or read from a text file.
 
 The promise: the prompts of a batch are a pure function of (run seed, batch), distinct within the batch, and never one
 of the held-out prompts that evaluation uses. So a batch that is redone after a loss asks for the same pictures.
@@ -6,15 +6,27 @@ of the held-out prompts that evaluation uses. So a batch that is redone after a 
 
 import hashlib
 import random
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Protocol
 
 from engine.config import EngineConfig
+from engine.shapes import Task, requests
 
 HELD_OUT_DIGITS = 512
 """Of the 10,000 strings of four digits, so many are never trained on."""
+
+HELD_OUT_SHAPES = 3
+"""One in so many prompts of each task of shapes is never trained on."""
+
+SHAPES_MIX = (
+    *(Task.COUNTING, Task.POSITION, Task.ATTRIBUTION, Task.COLOURS, Task.TWO, Task.COUNTING),
+    *(Task.SINGLE, Task.POSITION, Task.ATTRIBUTION, Task.COUNTING, Task.COLOURS, Task.TWO),
+)
+"""Tasks of consecutive prompts of shapes, over and over: less of what is easy and has few prompts."""
 
 HELD_OUT_SHARE = 5
 """At most one line in so many of a prompt file is held out for evaluation."""
@@ -31,14 +43,16 @@ class PromptSource(Protocol):
 
 
 def prompt_source(config: EngineConfig, workdir: str | None) -> PromptSource:
-    """`digits`, or the text file that `prompts` names (relative to the job's workdir)."""
+    """`digits`, `shapes`, or the text file that `prompts` names (relative to the job's workdir)."""
     if config.prompts == "digits":
         return DigitPrompts(config.seed, config.algorithm.prompts_per_batch, config.evaluation.prompts)
+    if config.prompts == "shapes":
+        return ShapesPrompts(config.seed, config.algorithm.prompts_per_batch, config.evaluation.prompts)
     path = Path(workdir or ".") / config.prompts
     if not path.is_file():
         raise ValueError(
             f"prompts is {config.prompts!r}, but there is no file {path}; "
-            "give `digits`, or a text file in the job's workdir with one prompt a line"
+            "give `digits`, `shapes`, or a text file in the job's workdir with one prompt a line"
         )
     return file_prompts(path, config.seed, config.algorithm.prompts_per_batch, config.evaluation.prompts)
 
@@ -77,6 +91,65 @@ class DigitPrompts:
 
     def held_out(self) -> list[str]:
         return held_out_digits()[: self.evaluated]
+
+
+@cache
+def _shapes() -> Mapping[Task, tuple[str, ...]]:
+    """All prompts of shapes by task, each in a fixed shuffled order; the first third is held out."""
+    rng = random.Random(998)
+    shuffled = sorted(requests(), key=lambda _: rng.random())
+    return {task: tuple(request.prompt for request in shuffled if request.task is task) for task in Task}
+
+
+@cache
+def trained_shapes() -> Mapping[Task, tuple[str, ...]]:
+    """The prompts of shapes that a run may be trained on."""
+    return {task: prompts[round(len(prompts) / HELD_OUT_SHAPES) :] for task, prompts in _shapes().items()}
+
+
+def held_out_shapes() -> list[str]:
+    """The 1,081 prompts of shapes that neither the base nor any run is trained on, in the mix while it lasts."""
+    return _mixed({task: prompts[: round(len(prompts) / HELD_OUT_SHAPES)] for task, prompts in _shapes().items()}, 0)
+
+
+def _mixed(prompts: Mapping[Task, Sequence[str]], start: int) -> list[str]:
+    """All prompts, one task after another as the mix says from place `start` on; a task that has no more is passed."""
+    left = {task: iter(some) for task, some in prompts.items()}
+    mixed: list[str] = []
+    place = start
+    while len(mixed) < sum(len(some) for some in prompts.values()):
+        mixed.extend(islice(left[SHAPES_MIX[place % len(SHAPES_MIX)]], 1))
+        place += 1
+    return mixed
+
+
+@dataclass(frozen=True)
+class ShapesPrompts:
+    """Coloured shapes, in GenEval's six tasks (engine/shapes.py)."""
+
+    run_seed: int
+    prompts_per_batch: int
+    evaluated: int
+
+    def __post_init__(self) -> None:
+        held_out = len(held_out_shapes())
+        if self.evaluated > held_out:
+            raise ValueError(f"evaluation.prompts is {self.evaluated}; shapes has {held_out} held-out prompts")
+        trained = len(requests()) - held_out
+        if self.prompts_per_batch > trained:
+            raise ValueError(f"prompts_per_batch is {self.prompts_per_batch}; shapes has {trained} to train on")
+
+    def batch(self, batch: int) -> list[str]:
+        drawn = {}
+        for task, prompts in trained_shapes().items():
+            count = min(len(prompts), self.prompts_per_batch)
+            name = f"shapes/{self.run_seed}/{batch}/{task}"
+            drawn[task] = [prompts[i] for i in _distinct(len(prompts), count, name)]
+        # Each batch goes on in the mix where the one before stopped.
+        return _mixed(drawn, batch * self.prompts_per_batch)[: self.prompts_per_batch]
+
+    def held_out(self) -> list[str]:
+        return held_out_shapes()[: self.evaluated]
 
 
 @dataclass(frozen=True)

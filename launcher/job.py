@@ -24,10 +24,13 @@ from launcher.money import dollars, exact_dollars, exact_duration, parse_duratio
 from launcher.yaml_file import Field as Place
 from launcher.yaml_file import YamlFile, YamlFileError, parse_value, read_yaml
 
-REWARDS = ("ocr",)
+REWARDS = ("ocr", "shapes", "shapes_strict")
 """Scorers that ship with spotrl (engine/rewards/). A user's own is `package.module:function`."""
 
-METRICS = {"ocr": ("exact_match", "similarity", "reward")}
+PROMPTS = ("digits", "shapes")
+"""Prompts that are made on the fly; any other name is a file."""
+
+METRICS = dict.fromkeys(REWARDS, ("exact_match", "similarity", "reward"))
 """What a scorer of ours measures; a user's own reward has `reward` and whatever metrics it returns."""
 
 BOUNDED_METRICS = ("exact_match", "similarity")
@@ -231,7 +234,7 @@ class Job(EngineConfig):
         path = PurePosixPath(value)
         if path.is_absolute() or ".." in path.parts or not value.strip():
             raise ValueError(
-                f"prompts is {value!r}; use digits, or a file in the folder of the job file, "
+                f"prompts is {value!r}; use {' or '.join(PROMPTS)}, or a file in the folder of the job file, "
                 "because that folder is what nodes are sent"
             )
         return value
@@ -478,13 +481,13 @@ def _digest(job: Job) -> str:
 def _check_files(checked: CheckedJob) -> None:
     """What the job names must be there now, not missed by the first node."""
     job, folder = checked.job, checked.workdir
-    if job.prompts != "digits":
+    if job.prompts not in PROMPTS:
         file = folder / job.prompts
         if not file.is_file():
             raise checked.error(
                 "prompts",
                 f"prompts is {job.prompts!r}, and there is no such file beside the job file",
-                "write it with one prompt a line, or use digits",
+                f"write it with one prompt a line, or use {' or '.join(PROMPTS)}",
             )
         try:
             has_prompts = any(line.strip() for line in file.read_text("utf-8").splitlines())

@@ -6,10 +6,12 @@ keep + 1 candidates to compare. Pure: equal rewards in equal order give equal ch
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from itertools import accumulate
 from math import floor, isfinite
+
+from engine.rollout.request import Group, Stream, seed_of
 
 _TIE = 1e-12
 """Relative difference of variances below which two candidates are equal; the one with more high rewards is kept."""
@@ -60,6 +62,43 @@ def control_slice(
         return blake2b(json.dumps(["control slice", run_seed, batch, *candidate]).encode(), digest_size=16).digest()
 
     return tuple(sorted(unselected, key=drawn)[:count])
+
+
+def first_seeds(prompts: Sequence[str], count: int, *, run_seed: int, batch: int) -> tuple[Group, ...]:
+    """Every prompt with its first so many candidates: a batch that chooses nothing, or chooses later."""
+    return tuple(
+        Group(
+            prompt=prompt,
+            seeds=tuple(seed_of(run_seed, Stream.TRAIN, batch, prompt, index) for index in range(count)),
+        )
+        for prompt in prompts
+    )
+
+
+def choose_groups(
+    prompts: Sequence[str], explored: Mapping[tuple[str, int], float], *, run_seed: int, batch: int, keep: int
+) -> tuple[Group, ...]:
+    """The groups that a batch will train: per prompt the explored seeds of largest reward variance.
+
+    `explored` maps (prompt, seed) to a reward; one that is not finite does not count. A prompt with fewer than `keep`
+    results is filled up with its first seeds, in order.
+    """
+    by_prompt: dict[str, dict[int, float]] = {prompt: {} for prompt in prompts}
+    for (prompt, seed), reward in explored.items():
+        if prompt in by_prompt and isfinite(reward):
+            by_prompt[prompt][seed] = reward
+    return tuple(
+        Group(prompt=prompt, seeds=_choose(prompt, found, run_seed, batch, keep)) for prompt, found in by_prompt.items()
+    )
+
+
+def _choose(prompt: str, found: Mapping[int, float], run_seed: int, batch: int, keep: int) -> tuple[int, ...]:
+    if len(found) >= keep:
+        seeds = sorted(found)
+        return tuple(seeds[i] for i in max_variance_subset([found[seed] for seed in seeds], keep))
+    first = [seed_of(run_seed, Stream.TRAIN, batch, prompt, index) for index in range(keep + len(found))]
+    rest = [seed for seed in first if seed not in found]
+    return tuple([*sorted(found), *rest][:keep])
 
 
 def _best_prefix(ascending: Sequence[float], keep: int) -> int:

@@ -36,6 +36,11 @@ def _load_family(config: ModelConfig) -> DiTAdapter:
             from engine.models.digits import BASE, load_digits
 
             return load_digits(path or BASE)
+        case "shapes":
+            from engine.models.shapes import BASE as SHAPES_BASE
+            from engine.models.shapes import load_shapes
+
+            return load_shapes(path or SHAPES_BASE)
         case "qwen-image":
             from engine.models.qwen_image import load_qwen_image
 

@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from engine.config import RewardConfig
+from engine.config import EngineConfig, RewardConfig
 from engine.rewards.reward import Reward
 from engine.rollout.request import Score
 
-BUILT_IN = ("ocr", "ocr_strict", "ocr_smooth")
+BUILT_IN = ("ocr", "ocr_strict", "ocr_smooth", "shapes", "shapes_strict")
 
 
 class RewardError(ValueError):
@@ -36,6 +36,10 @@ def load_reward(config: RewardConfig, workdir: str | None) -> Reward:
             from engine.rewards.ocr import OcrReward
 
             return OcrReward(config.name)
+        case "shapes" | "shapes_strict":
+            from engine.rewards.shapes import ShapesReward
+
+            return ShapesReward(config.name)
         case name if ":" in name:
             return UserReward(name, _import_function(name, workdir))
         case name:
@@ -44,6 +48,16 @@ def load_reward(config: RewardConfig, workdir: str | None) -> Reward:
                 f"reward.name is {name!r}, which is no reward of ours; did you mean {near!r}? "
                 f"There are {', '.join(BUILT_IN)}, and `package.module:function` for your own"
             )
+
+
+def load_student(config: EngineConfig) -> Reward | None:
+    """The small model that ranks candidate seeds in the reward's place. None: only the reward itself can tell."""
+    reads_digits = config.model.name == "digits-ocr" and config.prompts == "digits"
+    if config.reward.name not in ("ocr", "ocr_strict", "ocr_smooth") or not reads_digits:
+        return None
+    from engine.rewards.student import load_digits_student
+
+    return load_digits_student()
 
 
 class UserReward:

@@ -18,6 +18,7 @@ All times are milliseconds of the run's clock, passed in by the caller.
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import get_args
 
 from engine.events import Capacity, Market, NodeMissed, NodeSeen, NodeState, ProgressEvent, Warned
 from engine.rollout.pace import STEPS_PER_LEASE, Pace, Rules, commit_interval
@@ -31,12 +32,13 @@ from engine.rollout.request import (
     LoadWeights,
     Reply,
     RequestId,
+    Scorer,
     Wait,
     WeightsKey,
     Work,
 )
 
-PRIORITY = (Kind.TRAIN, Kind.EVALUATE, Kind.EXPLORE)
+PRIORITY = (Kind.TRAIN, Kind.EVALUATE, Kind.CONTROL, Kind.EXPLORE)
 
 MISSED = "missed its lease"
 GIVEN_UP = "reported by the launcher"
@@ -51,6 +53,7 @@ class Task:
 
     `sampler` is the plan as JSON (engine/rollout/sampler.py) and `steps` its number of denoising steps;
     `pictures`: how many of the first requests send their picture back. All requests are of one kind.
+    Raises ValueError if a student would score anything but exploration: what is trained or reported is the reward.
     """
 
     requests: tuple[RequestId, ...]
@@ -60,6 +63,18 @@ class Task:
     shape: int
     dtype: str
     pictures: int = 0
+    scorer: Scorer = "reward"
+
+    def __post_init__(self) -> None:
+        # Here, not in `submit`: what the queue refuses must not be in the journal already.
+        if self.scorer not in get_args(Scorer):
+            raise ValueError(f"a task's scorer is {self.scorer!r}; use one of {', '.join(get_args(Scorer))}")
+        others = {str(request.kind) for request in self.requests} - {str(Kind.EXPLORE)}
+        if self.scorer == "student" and others:
+            raise ValueError(
+                f"a task of kind {', '.join(sorted(others))} names the student as its scorer; only exploration may, "
+                "because a student ranks seeds and its scores are not the reward; use scorer='reward'"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -187,7 +202,7 @@ class Queue:
         self._digests: dict[WeightsKey, str] = {}
         self._items: dict[RequestId, _Item] = {}
         self._waiting: dict[Kind, OrderedDict[_Place, OrderedDict[RequestId, _Item]]] = {k: OrderedDict() for k in Kind}
-        self._paces: dict[tuple[Kind, str, int, str], Pace] = {}
+        self._paces: dict[tuple[Kind, str, int, str, Scorer], Pace] = {}
         self._tasks_seen = 0
         self._leases: dict[int, _Lease] = {}
         self._next_lease = 1
@@ -208,7 +223,8 @@ class Queue:
         """
         if not task.requests:
             return
-        pace = self._paces.setdefault((task.requests[0].kind, task.sampler, task.shape, task.dtype), Pace())
+        work = (task.requests[0].kind, task.sampler, task.shape, task.dtype, task.scorer)
+        pace = self._paces.setdefault(work, Pace())
         shown = frozenset(task.requests[: task.pictures])
         of = _Submitted(number=self._tasks_seen, task=task, pace=pace, shown=shown)
         self._tasks_seen += 1
@@ -250,6 +266,10 @@ class Queue:
     def wanted(self, kind: Kind) -> int:
         """How many requests of a kind are not finished yet."""
         return sum(1 for request in self._items if request.kind == kind)
+
+    def waits(self, kind: Kind) -> bool:
+        """Whether a request of a kind waits for a worker."""
+        return bool(self._waiting[kind])
 
     def stop(self, reason: str) -> None:
         """Every worker is told to exit at its next call."""
@@ -575,7 +595,7 @@ class Queue:
             if kind not in kinds:
                 continue
             items, copy = self._first_waiting(kind, room), False
-            if items is None and kind is not Kind.EXPLORE:
+            if items is None and kind not in (Kind.CONTROL, Kind.EXPLORE):
                 items, copy = self._slowest(kind, member.name, now_ms, room), True
             if items is None:
                 too_large = too_large or self._too_large(kind, room)
@@ -585,7 +605,9 @@ class Queue:
         if too_large and member.told_room != room:
             member.told_room = room
             text = f"{member.name} has room for {room} pictures a forward pass, and what waits needs {too_large}"
-            self.events.append(Warned(text=f"{text}; lower runtime.shape or exploration.shape if nobody can take it"))
+            self.events.append(
+                Warned(text=f"{text}; lower the shape of runtime, evaluation or exploration if nobody can take it")
+            )
         return self._load(self.live, holds) or Wait()
 
     def _first_waiting(self, kind: Kind, room: int | None) -> list[_Item] | None:
@@ -643,6 +665,7 @@ class Queue:
             expires_ms=lease.expires_ms,
             commit_every=self._commit_every(of, lease.first_step),
             pictures=tuple(item.attempt.request in of.shown for item in items),
+            scorer=of.task.scorer,
         )
 
     def _commit_every(self, of: _Submitted, first_step: int) -> int:

@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, Literal
 
 
 class Kind(StrEnum):
@@ -18,9 +18,15 @@ class Kind(StrEnum):
 
     TRAIN = "train"
     EVALUATE = "evaluate"
+    CONTROL = "control"
+    """Candidates that were not chosen, rolled out like those that were, to see how good the choice is."""
     EXPLORE = "explore"
 
     __hash__ = str.__hash__
+
+
+Scorer = Literal["reward", "student"]
+"""Who scores: the job's reward, or a cheap model that imitates it and ranks candidate seeds."""
 
 
 class Stream(StrEnum):
@@ -151,6 +157,7 @@ class Work:
     """Make in-flight state durable after so many steps; 0: on notice only."""
     pictures: tuple[bool, ...] = ()
     """For each attempt: whether its finished picture is wanted back."""
+    scorer: Scorer = "reward"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -77,6 +77,7 @@ def task_to_dict(task: Task) -> dict[str, Any]:
         "shape": task.shape,
         "dtype": task.dtype,
         "pictures": task.pictures,
+        "scorer": task.scorer,
     }
 
 
@@ -120,6 +121,7 @@ def reply_to_dict(reply: Reply) -> dict[str, Any]:
                 "expires_ms": reply.expires_ms,
                 "commit_every": reply.commit_every,
                 "pictures": list(reply.pictures),
+                "scorer": reply.scorer,
             }
         case LoadWeights():
             return {"do": "load_weights", "weights": weights_to_list(reply.weights), "digest": reply.digest}

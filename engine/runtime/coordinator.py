@@ -9,6 +9,7 @@ included: a worker in the middle of a picture does not notice. Every start begin
 """
 
 import contextlib
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +18,9 @@ from typing import Any
 
 from engine.clock import Clock
 from engine.config import RuntimeConfig
-from engine.events import Capacity, NodeUsage, WorkerSpan
+from engine.events import Capacity, NodeUsage, Phase, WorkerSpan
+from engine.exploration.batch import BatchExploration, ExplorationOrder
+from engine.exploration.budget import PHASES, candidates_that_fit, seconds_until_trained
 from engine.rollout.pace import Rules
 from engine.rollout.queue import PRIORITY, LeaseRecord, Queue, Task
 from engine.rollout.request import (
@@ -78,6 +81,8 @@ class Coordinator:
         self._usage: dict[str, _NodeBook] = defaultdict(_NodeBook)
         self._usage_told_ms = clock.now_ms()
         self._poisoned_known: set[RequestId] = set()
+        self._exploration: BatchExploration | None = None
+        self._idle = _IdleTime()
         self.queue = Queue(rules)
         self._restore()
 
@@ -139,6 +144,11 @@ class Coordinator:
                 task = task_from_dict(head["task"])
                 self._record({"op": "submit", "task": head["task"], "said": said})
                 self._submit(task)
+            case "explore":
+                order = ExplorationOrder.from_dict(head["order"])
+                self._record({"op": "explore", "order": order.to_dict(), "said": said})
+                self._explore(order)
+                self._deal(now_ms)
             case "publish":
                 digest = self._publish(weights_from_list(head["weights"]), blobs["weights"])
                 self.changes += 1
@@ -184,6 +194,10 @@ class Coordinator:
 
     def _pull(self, head: Mapping[str, Any], now_ms: int) -> Reply:
         holds = head["holds"]
+        kinds = [Kind(kind) for kind in head["kinds"]] if head.get("kinds") else PRIORITY
+        if Kind.EXPLORE in kinds:
+            self._idle.explorers[head["worker"]] = head["node"]
+            self._deal(now_ms)
         missed = len(self.queue.events)
         reply = self.queue.pull(
             head["worker"],
@@ -192,7 +206,7 @@ class Coordinator:
             seq=head["seq"],
             now_ms=now_ms,
             holds=(weights_from_list(holds[:2]), holds[2]) if holds else None,
-            kinds=[Kind(kind) for kind in head["kinds"]] if head.get("kinds") else PRIORITY,
+            kinds=kinds,
             room=head.get("room"),
         )
         if len(self.queue.events) != missed:
@@ -213,6 +227,9 @@ class Coordinator:
         reply = self.queue.finish(head["worker"], head["node"], head["lease"], results, now_ms=now_ms)
         if isinstance(reply, Wait):
             self._in_order(results)
+            self._explored(results)
+            if not self.queue.wanted(Kind.TRAIN):
+                self._idle.begins(now_ms)
             self.changes += 1
         return reply
 
@@ -236,6 +253,9 @@ class Coordinator:
         if head.get("usage"):
             worker = head.get("worker", f"{head['node']}/trainer")
             self._usage[head["node"]].add(worker, head["usage"], head["of"])
+            self._idle.exploring_ms += sum(
+                end - begin for name, begin, end in head["usage"] if name == Phase.EXPLORATION
+            )
 
     def _tell_usage(self, now_ms: int) -> None:
         self._usage_told_ms = now_ms
@@ -243,6 +263,42 @@ class Coordinator:
             event = book.tell(node, now_ms)
             if event is not None and self._progress is not None:
                 self._progress.write(self.lineage, event)
+
+    # --- exploration ------------------------------------------------------------------------------------
+
+    def _explore(self, order: ExplorationOrder) -> None:
+        """Candidates of this batch may be dealt from now on. The same order again changes nothing."""
+        if self._exploration is None or self._exploration.order != order:
+            self._exploration = BatchExploration(order)
+
+    def _deal(self, now_ms: int) -> None:
+        """Ask for the next candidates, when all that was asked for is being made and nothing matters more."""
+        exploration = self._exploration
+        if exploration is None or any(self.queue.waits(kind) for kind in PRIORITY):
+            return
+        nodes = self.queue.live_nodes(now_ms, 2 * self._rules.lease_ms)
+        fit = self._idle.fit(nodes, exploration.pending, self._clock, now_ms)
+        requests = exploration.more(fit)
+        if requests:
+            order = exploration.order
+            task = Task(
+                requests=requests,
+                weights=WeightsKey(version=order.version),
+                sampler=order.sampler,
+                steps=order.steps,
+                shape=order.shape,
+                dtype=order.dtype,
+                scorer=order.scorer,
+            )
+            self._record({"op": "submit", "task": task_to_dict(task)})
+            self._submit(task)
+
+    def _explored(self, results: Sequence[Finished]) -> None:
+        """Tell the planner. Also of what it did not ask for: it knows its own."""
+        candidates = [result for result in results if result.request.kind is Kind.EXPLORE]
+        self._idle.candidates += len(candidates)
+        if self._exploration is not None:
+            self._exploration.heard(candidates)
 
     # --- the trainer ------------------------------------------------------------------------------------
 
@@ -260,6 +316,8 @@ class Coordinator:
     def _submit(self, task: Task) -> None:
         self._tasks.append(task)
         self.queue.submit(task)
+        if self._exploration is not None:
+            self._exploration.took(task.requests)
 
     def _publish(self, weights: WeightsKey, data: bytes) -> str:
         digest = digest_of(data)
@@ -268,6 +326,8 @@ class Coordinator:
         self._record(record)
         self._digests[weights] = digest
         self.queue.publish(weights, digest)
+        if not weights.average:
+            self._idle.ends(self._clock)
         return digest
 
     def _withdraw(self, batches: Sequence[tuple[Kind, int]]) -> None:
@@ -276,6 +336,8 @@ class Coordinator:
         self.queue.withdraw(gone)
         for batch in batches:
             self._order.pop(batch, None)
+        if self._exploration is not None and (Kind.EXPLORE, self._exploration.order.batch) in batches:
+            self._exploration = None
         dropped = set(gone)
         self._tasks = [task for task in self._tasks if not dropped.issuperset(task.requests)]
         live = self.queue.live
@@ -299,6 +361,8 @@ class Coordinator:
             "stop": self.queue.stop_reason,
             "poisoned": poisoned[head.get("poisoned", 0) :],
             "nodes": self.queue.live_nodes(now_ms, 2 * self._rules.lease_ms),
+            "to_come": None if self._exploration is None else self._exploration.open,
+            "exploring_seconds": self._clock.wall_seconds(round(self._idle.exploring_ms)),
         }
         names = [result.trajectory for result in found if result.trajectory is not None]
         return answer, {name: self.journal.blob(name) for name in names}
@@ -315,6 +379,8 @@ class Coordinator:
     def _remember_poison(self) -> None:
         for request in self.queue.poisoned.keys() - self._poisoned_known:
             self._record({"op": "poison", "request": request_to_list(request), "text": self.queue.poisoned[request]})
+            if self._exploration is not None:
+                self._exploration.settled(request, math.nan)
         self._poisoned_known = set(self.queue.poisoned)
 
     def _record_lazily(self, record: Head) -> None:
@@ -338,6 +404,8 @@ class Coordinator:
                     self._hello(record["lineage"])
                 case "withdraw":
                     self._withdraw([(Kind(kind), batch) for kind, batch in record["batches"]])
+                case "explore":
+                    self._explore(ExplorationOrder.from_dict(record["order"]))
                 case "submit":
                     self._submit(task_from_dict(record["task"]))
                 case "publish":
@@ -349,13 +417,17 @@ class Coordinator:
                     for result in results:
                         self.queue.restore_finished(result)
                     self._in_order(results)
+                    self._explored(results)
                 case "commit":
                     for raw, step, name in record["states"]:
                         self.queue.restore_state(request_from_list(raw), step, name)
                 case "lease":
                     leases.append(lease_from_dict(record))
                 case "poison":
-                    self.queue.restore_poisoned(request_from_list(record["request"]), record["text"])
+                    poisoned = request_from_list(record["request"])
+                    self.queue.restore_poisoned(poisoned, record["text"])
+                    if self._exploration is not None:
+                        self._exploration.settled(poisoned, math.nan)
                 case other:
                     raise ValueError(f"the journal holds a record this version does not know: {other!r}")
         now_ms = self._clock.now_ms()
@@ -372,7 +444,7 @@ class Coordinator:
     def _withdraw_all(self) -> None:
         for task in self._tasks:
             self.queue.withdraw(task.requests)
-        self._tasks, self._digests = [], {}
+        self._tasks, self._digests, self._exploration = [], {}, None
         self._order.clear()
         self.queue.forget_all_weights()
 
@@ -384,6 +456,8 @@ class Coordinator:
         ]
         for weights, digest in self._digests.items():
             records.append(({"op": "publish", "weights": weights_to_list(weights), "digest": digest}, {}))
+        if self._exploration is not None:  # before the tasks: they tell it what was asked for
+            records.append(({"op": "explore", "order": self._exploration.order.to_dict()}, {}))
         for task in self._tasks:
             records.append(({"op": "submit", "task": task_to_dict(task)}, {}))
         for task in self._tasks:  # after all of them: a request that was begun anew is in two
@@ -403,6 +477,43 @@ class Coordinator:
         # On a full disk what is not wanted stays in the journal until the next time.
         with contextlib.suppress(OSError):
             self.journal.rewrite(records)
+
+
+@dataclass
+class _IdleTime:
+    """How long spot workers will still have nothing better to do: what an exploration budget is made of.
+
+    Forgotten with the coordinator; a new one begins as a run does.
+    """
+
+    explorers: dict[str, str] = field(default_factory=dict)
+    """Workers that explore, and their nodes."""
+    phase_seconds: list[float] = field(default_factory=list)
+    """How long training took, from the last rollout of a batch to the next weights."""
+    since_ms: int | None = None
+    """When the last rollout of the open batch came in; None while there are more to come."""
+    exploring_ms: float = 0.0
+    candidates: int = 0
+
+    def begins(self, now_ms: int) -> None:
+        if self.since_ms is None:
+            self.since_ms = now_ms
+
+    def ends(self, clock: Clock) -> None:
+        if self.since_ms is not None:
+            self.phase_seconds = [*self.phase_seconds[1 - PHASES :], clock.wall_seconds(clock.now_ms() - self.since_ms)]
+            self.since_ms = None
+
+    def fit(self, nodes: Sequence[str], pending: int, clock: Clock, now_ms: int) -> int:
+        """How many more candidates to ask for, with these nodes alive and so many candidates under way."""
+        elapsed = 0.0 if self.since_ms is None else clock.wall_seconds(now_ms - self.since_ms)
+        per_candidate = clock.wall_seconds(round(self.exploring_ms)) / self.candidates if self.candidates else None
+        return candidates_that_fit(
+            seconds_until_trained(self.phase_seconds, elapsed_seconds=elapsed),
+            gpus=sum(node in nodes for node in self.explorers.values()),
+            gpu_seconds_per_candidate=per_candidate or None,
+            pending=pending,
+        )
 
 
 @dataclass

@@ -20,7 +20,7 @@ from engine.config import NodeSpec
 from engine.loop import Loop, Place
 from engine.models.load import load_adapter, trainable
 from engine.prompts import prompt_source
-from engine.rewards.load import load_reward
+from engine.rewards.load import load_reward, load_student
 from engine.runtime.child import Beat, begin
 from engine.runtime.coordinator import Coordinator, open_coordinator
 from engine.runtime.disk import when_there_is_room
@@ -104,6 +104,7 @@ def make_worker(
         adapter=adapter,
         parameters=trainable(adapter),
         reward=load_reward(spec.engine.reward, spec.workdir),
+        student=lambda: load_student(spec.engine),
         clock=spec.clock.clock(),
         heartbeat_seconds=spec.engine.runtime.heartbeat_seconds,
         step_seconds=spec.engine.runtime.step_seconds,

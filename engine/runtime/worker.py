@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field
+from functools import cached_property
 from hashlib import blake2b
 from typing import Any, assert_never
 
@@ -39,6 +40,7 @@ from engine.rollout.request import (
     Reply,
     RequestId,
     Score,
+    Scorer,
     Wait,
     WeightsKey,
     Work,
@@ -51,7 +53,12 @@ from engine.runtime.transport import Transport
 from engine.runtime.usage import Usage
 from engine.runtime.weight_source import FromCoordinator, WeightSource
 
-PHASE_OF = {Kind.TRAIN: Phase.ROLLOUT, Kind.EVALUATE: Phase.EVALUATION, Kind.EXPLORE: Phase.EXPLORATION}
+PHASE_OF = {
+    Kind.TRAIN: Phase.ROLLOUT,
+    Kind.EVALUATE: Phase.EVALUATION,
+    Kind.CONTROL: Phase.EXPLORATION,
+    Kind.EXPLORE: Phase.EXPLORATION,
+}
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """What weights may be, by safetensors' names."""
@@ -102,6 +109,8 @@ class Worker:
     """Tells this process from an earlier one of the same name."""
     source: WeightSource | None = None
     """Where weights come from; None asks the coordinator."""
+    student: Callable[[], Reward | None] = lambda: None
+    """Loads the reward's student, the first time that work asks for it; None: the reward scores in its place."""
     draining: Callable[[], bool] = lambda: False
     """The node agent's word that the cloud takes the node back; heard between steps without asking anyone."""
     trace: Callable[[Work, int], None] = lambda work, step: None
@@ -187,7 +196,8 @@ class Worker:
                 if trajectories is None:
                     return
                 latents = torch.stack([trajectory.x for trajectory in trajectories])
-                scoring = self._scorer.submit(self._score, latents, [a.request.prompt for a in work.attempts])
+                prompts = [a.request.prompt for a in work.attempts]
+                scoring = self._scorer.submit(self._score, latents, prompts, work.scorer)
                 made = _Made(work=work, trajectories=trajectories, scoring=scoring)
             self._pending.append(made)
             self._settle(block=True, keep=1 if self.overlap_scoring else 0)
@@ -242,9 +252,19 @@ class Worker:
             ]
         return [t.then(plan, row, p) for t, row, p in zip(trajectories, x.cpu(), log_probs.cpu(), strict=False)]
 
-    def _score(self, latents: Tensor, prompts: list[str]) -> tuple[list[Score], Tensor]:
+    def _score(self, latents: Tensor, prompts: list[str], scorer: Scorer) -> tuple[list[Score], Tensor]:
         pictures = self.adapter.decode(latents)
-        return list(self.reward(pictures, prompts)), pictures
+        reward = self.reward if scorer == "reward" else self._student_or_reward
+        return list(reward(pictures, prompts)), pictures
+
+    @cached_property
+    def _student_or_reward(self) -> Reward:
+        """Looked up in the scoring thread alone."""
+        student = self.student()
+        if student is not None:
+            return student
+        print("this job has no student: the reward itself scores what is explored, which takes longer", flush=True)
+        return self.reward
 
     # --- looking up between steps -------------------------------------------------------------------------
 

@@ -39,7 +39,8 @@ class Checkpoint:
     """State after `iteration` trained batches.
 
     `files`: safetensors bytes by name: weights, ema, optimizer. `evaluations`: (iteration, metrics) so far.
-    `std`: the running reward std (std: ema), or None. `config_digest`: of the engine's config.
+    `std`: the running reward std (std: ema), or None. `config_digest`: of the engine's config. `exploration`: what
+    the explorer knows, as JSON values (engine/exploration/explorer.py).
     """
 
     iteration: int
@@ -50,6 +51,7 @@ class Checkpoint:
     std: float | None
     skipped_in_a_row: int
     config_digest: str
+    exploration: Mapping[str, Any]
 
     @property
     def name(self) -> str:
@@ -97,6 +99,7 @@ class CheckpointStore:
             "std": checkpoint.std,
             "skipped_in_a_row": checkpoint.skipped_in_a_row,
             "config_digest": checkpoint.config_digest,
+            "exploration": checkpoint.exploration,
             "files": {f"{name}.safetensors": digest for name, digest in digests.items()},
         }
         self.put(f"{folder}/manifest.json", json.dumps(manifest, indent=1).encode())
@@ -134,6 +137,7 @@ class CheckpointStore:
             std=raw["std"],
             skipped_in_a_row=raw["skipped_in_a_row"],
             config_digest=raw["config_digest"],
+            exploration=raw["exploration"],
         )
 
     def put(self, path: str, data: bytes) -> None:

@@ -29,6 +29,12 @@ class Rollouts:
         self._worker = worker
         self._found: dict[tuple[str, int], tuple[float, Trajectory]] = {}
 
+    def only(self, manifest: Manifest) -> "Rollouts":
+        """Of the same batch, what another manifest asks for."""
+        chosen = Rollouts(manifest, self._collect, self._worker)
+        chosen._found = self._found
+        return chosen
+
     def look(self) -> bool:
         """Take what has come, without waiting; whether there was anything."""
         return self._take(wait=False)
@@ -61,6 +67,10 @@ class Rollouts:
     def rewards(self) -> list[tuple[float, ...]]:
         """Of every group, in the manifest's order."""
         return [self.group(number).rewards for number in range(len(self._manifest.groups))]
+
+    def reward_of(self) -> dict[tuple[str, int], float]:
+        """By (prompt, seed), of what is here."""
+        return {key: reward for key, (reward, _) in self._found.items()}
 
     def std(self) -> float:
         """Of all finite rewards of the batch."""

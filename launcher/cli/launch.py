@@ -69,6 +69,11 @@ RELEASE_SECONDS = 60.0
 @click.option("--iterations", type=int, help="End after so many trained batches.")
 @click.option("--seed", type=int, help="Seed of everything random.")
 @click.option("--runtime", help="What carries the engine: local (processes) or ray.")
+@click.option(
+    "--exploration",
+    type=click.Choice(["none", "in-path", "stale"]),
+    help="Which seeds are trained: the first, the best of all that everybody tries, or of what idle spot nodes try.",
+)
 @click.option("--set", "settings", multiple=True, metavar="FIELD=VALUE", help="Any field of the job; may be repeated.")
 @click.option("-y", "--yes", is_flag=True, help="Do not ask before starting.")
 @click.option("--dry-run", is_flag=True, help="Check the job and show the plan; start nothing.")
@@ -136,7 +141,7 @@ def overrides(flags: Mapping[str, Any], settings: tuple[str, ...]) -> dict[str, 
         if not equals:
             raise click.UsageError(f"--set {setting} has no value; write --set FIELD=VALUE")
         fields[name.strip()] = value
-    dotted = {"max_total": "budget.max_total", "max_hourly": "budget.max_hourly"}
+    dotted = {"max_total": "budget.max_total", "max_hourly": "budget.max_hourly", "exploration": "exploration.mode"}
     return fields | {dotted.get(flag, flag): value for flag, value in flags.items() if value is not None}
 
 

@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
+from engine.config import CandidateBudget
+from engine.exploration.value import ASSUMED_RHO, selection_gain, variance_gain
 from launcher.job import Job
 from launcher.money import dollars, duration, hourly
 from launcher.placement.plan import Plan
@@ -38,9 +40,41 @@ def plan_lines(job: Job, plan: Plan) -> Iterator[str]:
         yield "  no budget.max_total: the run ends with its iterations or target"
     if job.target:
         yield f"  until {job.target.metric} {job.target.value:g}, or {job.iterations} iterations; how long is not known"
+    yield f"  {exploration_text(job)}"
     sources = Counter((slot.placement.price_source, slot.placement.price_observed_at) for slot in plan.slots)
     for (source, observed_at), _ in sources.most_common():
         yield f"  prices ({plan.money_basis}): {source}, {observed_at}"
+
+
+def exploration_text(job: Job) -> str:
+    """What exploration is expected to add, as far as that can be said before anything was measured."""
+    exploration, keep = job.exploration, job.algorithm.images_per_prompt
+    if exploration.mode == "none":
+        return (
+            "exploration none: each prompt's first seeds are trained, and spot nodes are idle while the trainer trains"
+        )
+    if not isinstance(exploration.budget, CandidateBudget):
+        return (
+            f"exploration {exploration.mode}: as many candidates as spot nodes can try while the trainer trains; how "
+            "many is known after the first batches"
+        )
+    each = exploration.budget.candidates / job.algorithm.prompts_per_batch
+    if each <= keep:
+        return (
+            f"exploration {exploration.mode} chooses nothing: {each:g} candidates a prompt, of which {keep} are "
+            "trained; raise exploration.budget.candidates"
+        )
+    gain = selection_gain(keep / each)
+    if exploration.mode == "in-path":
+        return (
+            f"exploration in-path: {each:g} candidates a prompt, which everybody waits for; the {keep} that are "
+            f"trained should differ x{gain:.1f} as much"
+        )
+    return (
+        f"exploration stale: {each:g} candidates a prompt, tried on spot nodes while the trainer trains; the {keep} that "
+        f"are trained should differ x{variance_gain(ASSUMED_RHO, gain):.1f} as much, if old weights rank seeds with "
+        f"rho {ASSUMED_RHO} (assumed; the run measures it)"
+    )
 
 
 def plan_dict(plan: Plan) -> dict[str, Any]:

@@ -27,6 +27,7 @@ FIRST = Checkpoint(
     std=0.1 + 0.2,
     skipped_in_a_row=2,
     config_digest="abc",
+    exploration={"stale": [["1234", 2**64 - 1, 0.5]]},
 )
 
 

@@ -18,6 +18,7 @@ from engine.config import (
     EvaluationConfig,
     ExplorationConfig,
     ModelConfig,
+    ProfileConfig,
     RuntimeConfig,
     SamplerConfig,
     TargetConfig,
@@ -35,7 +36,11 @@ TINY = EngineConfig(
     iterations=3,
     sampler=SamplerConfig(steps=3),
     algorithm=AlgorithmConfig(prompts_per_batch=2, images_per_prompt=2, updates_per_batch=2),
-    exploration=ExplorationConfig(budget=CandidateBudget(candidates=CANDIDATES, patience_seconds=0.05), shape=4),
+    exploration=ExplorationConfig(
+        budget=CandidateBudget(candidates=CANDIDATES, patience_seconds=0.05),
+        policy="uniform",
+        profiles=(ProfileConfig(shape=4),),
+    ),
     evaluation=EvaluationConfig(prompts=3, every=2, steps=2),
     runtime=RuntimeConfig(name="inproc", shape=2, lease_seconds=60.0, trainer_threads=1),
 )
@@ -330,7 +335,8 @@ WAYS = {
     "cps": {"sampler": SamplerConfig(steps=3, name="cps")},
     "window": {"sampler": SamplerConfig(steps=4, window=WindowConfig(size=1))},
     "arrival": {"algorithm": {"order": "arrival"}},
-    "idle-seconds": {"exploration": ExplorationConfig(shape=4)},
+    "idle-seconds": {"exploration": ExplorationConfig(profiles=(ProfileConfig(shape=4),))},
+    "bayes": {"exploration": TINY.exploration.model_copy(update={"policy": "bayes"})},
 }
 
 

@@ -106,6 +106,25 @@ def test_a_lease_is_as_full_as_its_shape_and_of_one_task():
     assert leases == [[(0, 0), (0, 1)], [(0, 2)], [(1, 0), (1, 1)], [(1, 2)]]
 
 
+def test_the_scorer_that_a_task_names_is_in_its_work():
+    student = replace(task(2, Kind.EXPLORE), scorer="student")
+    queue = queue_with(student, task(2, Kind.EXPLORE, batch=1))
+    assert [pull(queue).scorer for _ in range(2)] == ["student", "reward"]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in Kind if kind is not Kind.EXPLORE])
+def test_a_student_scores_nothing_that_is_trained_or_reported(kind):
+    mixed = (*requests(1, Kind.EXPLORE), *requests(1, kind))
+    for wanted in (requests(2, kind), mixed):
+        with pytest.raises(ValueError, match=f"of kind {kind} names the student as its scorer; only exploration may"):
+            replace(task(2, Kind.EXPLORE), requests=wanted, scorer="student")
+
+
+def test_a_scorer_that_nobody_knows_is_refused():
+    with pytest.raises(ValueError, match="scorer is 'pupil'; use one of reward, student"):
+        replace(task(2, Kind.EXPLORE), scorer="pupil")
+
+
 def test_a_lease_holds_pictures_of_one_step():
     queue = queue_with(task(4))
     work = pull(queue)
@@ -522,6 +541,13 @@ def test_a_lease_lasts_four_of_the_slowest_steps():
     beat(queue, work, 1, 700)
     beat(queue, work, 2, 1000)
     assert pull(queue, "b/0", now_ms=1000).expires_ms == pytest.approx(1000 + 4 * 700, rel=0.05)
+
+
+def test_what_another_scorer_took_says_nothing_of_a_lease():
+    queue = queue_with(task(2, Kind.EXPLORE), rules=replace(RULES, first_lease_ms=9000))
+    beat(queue, pull(queue), 1, 700)
+    queue.submit(replace(task(2, Kind.EXPLORE, batch=1), scorer="student"))
+    assert pull(queue, "b/0", now_ms=700).expires_ms == 700 + 9000
 
 
 def test_a_lease_of_fast_steps_is_not_shorter_than_the_shortest():

@@ -13,6 +13,7 @@ from engine.models.digits import render
 from engine.prompts import held_out_digits
 from engine.rewards.load import RewardError, load_reward
 from engine.rewards.ocr import OcrReward, edit_distance, similarity, target_text
+from engine.rewards.shapes import ShapesReward
 from engine.rollout.request import Score
 
 
@@ -101,6 +102,11 @@ def test_text_around_the_target_costs_nothing_and_no_reading_scores_below_0():
 @pytest.mark.parametrize("name", ["ocr", "ocr_strict", "ocr_smooth"])
 def test_built_in_rewards_are_chosen_by_name(name):
     assert isinstance(load_reward(RewardConfig(name=name), None), OcrReward)
+
+
+@pytest.mark.parametrize("name", ["shapes", "shapes_strict"])
+def test_shapes_are_chosen_by_name_too(name):
+    assert isinstance(load_reward(RewardConfig(name=name), None), ShapesReward)
 
 
 def test_an_unknown_name_is_answered_with_the_nearest_known_one():

@@ -1,6 +1,7 @@
 """What travels arrives as it was sent, and what is cut short is refused."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -32,6 +33,7 @@ from engine.rollout.wire import (
 )
 
 REQUEST = RequestId(run="run", lineage=2, batch=3, prompt='Zwölf "Boxkämpfer"\n', seed=2**64 - 1, kind=Kind.TRAIN)
+CANDIDATE = replace(REQUEST, kind=Kind.EXPLORE)
 WEIGHTS = WeightsKey(version=7, average=True)
 REPLIES = [
     Wait(),
@@ -46,6 +48,15 @@ REPLIES = [
         dtype="bfloat16",
         expires_ms=12345,
         pictures=(True, False),
+    ),
+    Work(
+        lease=7,
+        attempts=(Attempt(request=CANDIDATE, weights=WEIGHTS),),
+        sampler="plan",
+        shape=1,
+        dtype="float32",
+        expires_ms=1,
+        scorer="student",
     ),
     LoadWeights(weights=WEIGHTS, digest="abc"),
     Regroup(epoch=4, rank=1, degree=2, members=("a/0", "a/1")),
@@ -64,9 +75,17 @@ def test_every_reply_arrives_as_it_was_sent(reply):
     assert reply_from_dict(travelled(reply_to_dict(reply))) == reply
 
 
-def test_a_task_arrives_as_it_was_sent():
-    task = Task(requests=(REQUEST,), weights=WEIGHTS, sampler="plan", steps=8, shape=4, dtype="float32", pictures=1)
+TASK = Task(requests=(REQUEST,), weights=WEIGHTS, sampler="plan", steps=8, shape=4, dtype="float32", pictures=1)
+
+
+@pytest.mark.parametrize("task", [TASK, replace(TASK, requests=(CANDIDATE,), scorer="student")])
+def test_a_task_arrives_as_it_was_sent(task):
     assert task_from_dict(travelled(task_to_dict(task))) == task
+
+
+def test_a_task_that_arrives_with_a_student_for_training_is_refused():
+    with pytest.raises(ValueError, match="only exploration may"):
+        task_from_dict(task_to_dict(TASK) | {"scorer": "student"})
 
 
 def test_a_result_arrives_as_it_was_sent():

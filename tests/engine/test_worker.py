@@ -96,7 +96,7 @@ class Line:
         return [call["call"] for call in self.calls if call["call"] != "heartbeat"]
 
 
-def order(count=1, shape=None, *, commit_every=0, kind=Kind.TRAIN, lease=LEASE):
+def order(count=1, shape=None, *, commit_every=0, kind=Kind.TRAIN, lease=LEASE, scorer="reward"):
     requests = (RequestId(run="r", lineage=0, batch=0, prompt="3", seed=seed, kind=kind) for seed in range(count))
     return Work(
         lease=lease,
@@ -107,6 +107,7 @@ def order(count=1, shape=None, *, commit_every=0, kind=Kind.TRAIN, lease=LEASE):
         expires_ms=0,
         commit_every=commit_every,
         pictures=(False,) * count,
+        scorer=scorer,
     )
 
 
@@ -297,6 +298,58 @@ def test_other_errors_are_faults():
     line = Line(order())
     worker(line, Toy(largest=0, error=ValueError)).serve()
     assert line.names() == ["pull", "fault", "pull"]
+
+
+# --- who scores
+
+
+class Always:
+    """A scorer that gives every picture the same reward."""
+
+    def __init__(self, reward):
+        self.reward = reward
+
+    def __call__(self, pictures, prompts):
+        return [Score(reward=self.reward, metrics={}) for _ in prompts]
+
+
+def rewards_sent(line):
+    return [result["reward"] for call in line.of("finish") for result in call["results"]]
+
+
+def test_the_scorer_that_the_work_names_scores_and_a_student_is_loaded_once_when_it_is_asked_for():
+    explored = order(kind=Kind.EXPLORE), order(kind=Kind.EXPLORE, scorer="student")
+    line = Line(explored[0], explored[1], order(), explored[1])
+    loaded = []
+
+    def load():
+        loaded.append(len(line.of("finish")))
+        return Always(0.25)
+
+    serving = worker(line, student=load)
+    serving.reward = Always(1.0)
+    serving.serve()
+    assert rewards_sent(line) == [1.0, 0.25, 1.0, 0.25]
+    assert loaded == [1]  # after the first lease was finished
+
+
+def test_without_a_student_the_reward_scores_and_the_log_says_so_once(capsys):
+    line = Line(*[order(kind=Kind.EXPLORE, scorer="student")] * 3)
+    serving = worker(line)
+    serving.reward = Always(1.0)
+    serving.serve()
+    assert rewards_sent(line) == [1.0, 1.0, 1.0]
+    assert capsys.readouterr().out.count("no student") == 1
+
+
+def test_a_student_that_cannot_be_loaded_is_a_fault_that_says_why():
+    def load():
+        raise ValueError("the file is cut short")
+
+    line = Line(order(kind=Kind.EXPLORE, scorer="student"))
+    worker(line, student=load).serve()
+    assert line.names() == ["pull", "fault", "pull"]
+    assert "the file is cut short" in line.of("fault")[0]["text"]
 
 
 # --- pulls, pace, weights

@@ -1,0 +1,217 @@
+"""The trainer's side of exploration: how the next batch is explored, which seeds come of it, and what that was worth.
+
+    order (for batch t + 1, with weights t) -> ... -> choose (its groups) -> control (what was not chosen, a slice)
+    -> judge (fresh rewards against stale ones): may exploration go on, and with which profile
+
+The coordinator deals candidates by the order while the trainer trains (engine/exploration/batch.py). Pure: its state is
+JSON values and part of every checkpoint, so a trainer that starts again explores as if it had never been away.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from engine.config import CandidateBudget, EngineConfig, ProfileConfig
+from engine.exploration.batch import BatchExploration, ExplorationOrder
+from engine.exploration.planner import Belief
+from engine.exploration.profiles import Profile, ProfileBandit, visit_value
+from engine.exploration.ranking import RankingMonitor, RankingReport, Scored, Visit
+from engine.exploration.selection import choose_groups, control_slice, first_seeds
+from engine.rollout.request import Finished, Group, Kind, Manifest, RequestId
+
+MOST_SHARES = 4
+"""A prompt's share of a counted budget, in even shares."""
+
+BELIEFS_KEPT = 4096
+"""Prompts of which the last visit is remembered."""
+
+
+class Explorer:
+    """See the module's story. One per trainer."""
+
+    def __init__(self, config: EngineConfig, run: str) -> None:
+        self._config, self._run = config, run
+        exploration = config.exploration
+        self._profiles = [_profile(one, config.sampler.steps) for one in exploration.profiles]
+        self.monitor = RankingMonitor()
+        self.bandit = ProfileBandit(self._profiles, run_seed=config.seed)
+        self.beliefs: dict[str, Belief] = {}
+        self._stale: dict[tuple[str, int], float] = {}
+        """Of the batch that is trained next: every candidate's reward."""
+        self._visits: dict[int, tuple[str, float]] = {}
+        """By batch in the monitor's window: the profile that explored it, and its GPU-seconds."""
+
+    def order(
+        self, batch: int, prompts: Sequence[str], *, lineage: int, version: int, sampler_of: Callable[[int], str]
+    ) -> ExplorationOrder | None:
+        """How to explore a batch with the weights that are live now; None when it is not to be explored.
+
+        `sampler_of`: the batch's sampler plan with so many steps, as JSON.
+        """
+        exploration, keep = self._config.exploration, self._config.algorithm.images_per_prompt
+        budget = exploration.budget
+        counted = budget.candidates if isinstance(budget, CandidateBudget) else None
+        each = self._each(prompts)
+        if exploration.mode != "stale" or each <= keep or not self.monitor.explores(batch):
+            return None
+        profile = self.bandit.choose(batch)
+        return ExplorationOrder(
+            run=self._run,
+            run_seed=self._config.seed,
+            lineage=lineage,
+            batch=batch,
+            prompts=tuple(prompts),
+            keep=keep,
+            # Counted ones are few: the planner may give a prompt several times its even share of them.
+            most=each if counted is None or exploration.policy == "uniform" else min(counted, MOST_SHARES * each),
+            policy=exploration.policy,
+            chunk=exploration.chunk,
+            counted=counted,
+            version=version,
+            sampler=sampler_of(profile.steps),
+            steps=profile.steps,
+            shape=profile.shape,
+            dtype=profile.dtype,
+            scorer=profile.scorer,
+            priors={prompt: self.beliefs[prompt] for prompt in prompts if prompt in self.beliefs},
+        )
+
+    def choose_in_path(self, pool: Manifest, rewards: Mapping[tuple[str, int], float]) -> Manifest:
+        """What of a batch whose candidates are all rolled out is trained."""
+        prompts = [group.prompt for group in pool.groups]
+        keep = self._config.algorithm.images_per_prompt
+        return replace(
+            pool, groups=choose_groups(prompts, rewards, run_seed=self._config.seed, batch=pool.batch, keep=keep)
+        )
+
+    def choose(
+        self,
+        order: ExplorationOrder | None,
+        prompts: Sequence[str],
+        results: Sequence[Finished],
+        *,
+        batch: int,
+        gpu_seconds: float,
+    ) -> tuple[Group, ...]:
+        """The groups that a batch will train, with weights of its own number, from what its exploration found."""
+        self._stale = {}
+        if self._config.exploration.mode == "in-path":
+            return first_seeds(prompts, self._each(prompts), run_seed=self._config.seed, batch=batch)
+        if order is not None:
+            signature = json.loads(order.sampler)["signature"]
+            scored = [_scored(result, order.version, signature) for result in results]
+            self._stale = self.monitor.admit(scored, version=batch, sampler=signature)
+            self._visits[batch] = (self.bandit.choose(batch).name, gpu_seconds)
+            self._remember(order, results)
+        return choose_groups(
+            prompts,
+            self._stale,
+            run_seed=self._config.seed,
+            batch=batch,
+            keep=self._config.algorithm.images_per_prompt,
+        )
+
+    def control(self, manifest: Manifest) -> tuple[RequestId, ...]:
+        """What of the open batch is rolled out afresh without being trained."""
+        chosen = {(group.prompt, seed) for group in manifest.groups for seed in group.seeds}
+        unselected = [candidate for candidate in self._stale if candidate not in chosen]
+        fraction = self._config.exploration.random_fraction
+        return tuple(
+            RequestId(
+                run=manifest.run,
+                lineage=manifest.lineage,
+                batch=manifest.batch,
+                prompt=prompt,
+                seed=seed,
+                kind=Kind.CONTROL,
+            )
+            for prompt, seed in control_slice(unselected, fraction, run_seed=self._config.seed, batch=manifest.batch)
+        )
+
+    def judge(
+        self, manifest: Manifest, rewards: Mapping[tuple[str, int], float], control: Iterable[Finished]
+    ) -> RankingReport | None:
+        """Fresh rewards of a batch are in. Returns what is known now; None when the batch was not explored."""
+        if not self._stale:
+            return None
+        visits = [
+            Visit(
+                prompt=group.prompt,
+                stale={seed: reward for (prompt, seed), reward in self._stale.items() if prompt == group.prompt},
+                fresh={seed: rewards[group.prompt, seed] for seed in group.seeds},
+            )
+            for group in manifest.groups
+        ]
+        batch, version, sampler = manifest.batch, manifest.version, manifest.sampler
+        self.monitor.add(batch, visits, version=version, sampler=sampler)
+        self.monitor.add_control(batch, [_scored(result, version, sampler) for result in control])
+        self._record(batch)
+        return self.monitor.report()
+
+    def profile_of(self, batch: int) -> str:
+        """The name of the profile that explored a batch."""
+        return self._visits[batch][0]
+
+    def _record(self, batch: int) -> None:
+        """What this visit was worth goes to its profile, judged together with the profile's other visits."""
+        name, gpu_seconds = self._visits.get(batch, ("", 0.0))
+        same = {one for one, (other, _) in self._visits.items() if other == name}
+        gain = self.monitor.report(only=same).predicted_gain
+        if gain is not None and gpu_seconds > 0:
+            self.bandit.record(name, visit_value(gain, gpu_seconds))
+        for old in sorted(self._visits)[: -self.monitor.rules.window]:
+            del self._visits[old]
+
+    def _each(self, prompts: Sequence[str]) -> int:
+        """Candidates of a prompt, evenly shared; at least those that are kept."""
+        budget = self._config.exploration.budget
+        total = budget.candidates if isinstance(budget, CandidateBudget) else budget.max_candidates
+        return max(self._config.algorithm.images_per_prompt, total // len(prompts))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything that a trainer which starts again must know, as JSON values."""
+        return {
+            "monitor": self.monitor.to_dict(),
+            "bandit": self.bandit.to_dict(),
+            "beliefs": self.beliefs,
+            "stale": [[prompt, seed, reward] for (prompt, seed), reward in self._stale.items()],
+            "visits": [[batch, name, seconds] for batch, (name, seconds) in self._visits.items()],
+        }
+
+    def restore(self, raw: Mapping[str, Any]) -> None:
+        """Go on from `to_dict`. A bandit over other profiles begins anew: the job was changed."""
+        self.monitor = RankingMonitor.from_dict(raw["monitor"])
+        if list(raw["bandit"]["arms"]) == [profile.name for profile in self._profiles]:
+            self.bandit = ProfileBandit.from_dict(raw["bandit"], self._profiles, run_seed=self._config.seed)
+        self.beliefs = dict(raw["beliefs"])
+        self._stale = {(prompt, seed): reward for prompt, seed, reward in raw["stale"]}
+        self._visits = {batch: (name, seconds) for batch, name, seconds in raw["visits"]}
+
+    def _remember(self, order: ExplorationOrder, results: Sequence[Finished]) -> None:
+        """What this batch says of its prompts, for their next visit."""
+        exploration = BatchExploration(order)
+        exploration.took(result.request for result in results)
+        exploration.heard(results)
+        for prompt, belief in exploration.beliefs().items():
+            self.beliefs.pop(prompt, None)
+            self.beliefs[prompt] = belief
+        for oldest in list(self.beliefs)[:-BELIEFS_KEPT]:
+            del self.beliefs[oldest]
+
+
+def _profile(config: ProfileConfig, steps: int) -> Profile:
+    return Profile(
+        name=config.name,
+        dtype=config.dtype,
+        shape=config.shape,
+        steps=config.steps or steps,
+        scorer=config.scorer,
+    )
+
+
+def _scored(result: Finished, version: int, sampler: str) -> Scored:
+    request = result.request
+    return Scored(
+        prompt=request.prompt, seed=request.seed, reward=result.score.reward, version=version, sampler=sampler
+    )

@@ -1,0 +1,192 @@
+"""shapes: a 1.4 M-parameter Qwen-Image that draws the coloured shapes of its prompt.
+
+The second embedded model (`engine/shapes.py` says what can be asked for). It is a `QwenImageTransformer2DModel` like
+the big one, in pixel space instead of behind a VAE: 36 x 36 RGB pictures are cut into 6 x 6 patches, 36 tokens of 108
+values beside 8 text tokens. 4 x 4 patches would be 81 tokens, twice the cost, and a number that sequence parallelism
+cannot halve; heads, picture tokens and text tokens are all divisible by 4, so degrees 1, 2 and 4 run.
+
+A token is wider than the network, which therefore cannot carry the noise that a velocity contains. It predicts the
+picture instead, and the velocity follows from it (arXiv 2511.13720).
+
+The promise: a prompt is encoded word by word with frozen embeddings, so a prompt alone decides its conditioning.
+"""
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import torch
+from diffusers import QwenImageTransformer2DModel
+from numpy.typing import NDArray
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from engine.models.adapter import Conditioning
+from engine.models.qwen_image import QWEN_LORA_TARGETS
+from engine.shapes import COLOURS, PICTURE, SHAPE, VOCABULARY, WORDS, Request, coverage
+
+PATCH = 6
+SIDE = PICTURE // PATCH
+TOKENS, CHANNELS = SIDE * SIDE, 3 * PATCH * PATCH
+TEXT_WIDTH = 64
+EMPTY = len(VOCABULARY)
+"""The text token of a place without a word: shorter prompts are padded with it."""
+
+SIGMA_FLOOR = 0.05
+"""Below this noise level the velocity is not divided by it any more; no sampler here goes there but to end."""
+
+BASE = Path(__file__).with_name("shapes_base.safetensors")
+"""The shipped base, in fp16. `python -m engine.models.pretrain_shapes` makes it again."""
+
+
+class WordText(nn.Module):
+    """Word embedding plus learned position, one token a word."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.word = nn.Embedding(EMPTY + 1, TEXT_WIDTH)
+        self.place = nn.Parameter(0.5 * torch.randn(WORDS, TEXT_WIDTH))
+
+    def forward(self, prompts: Sequence[str]) -> Tensor:
+        """[B, WORDS, TEXT_WIDTH]"""
+        ids = torch.tensor([_word_ids(prompt) for prompt in prompts], device=self.place.device)
+        embedded: Tensor = self.word(ids) + self.place
+        return embedded
+
+
+class ShapesAdapter:
+    """`DiTAdapter` of the shapes task. Its base learned no unconditional branch, so it has no guidance."""
+
+    def __init__(self, transformer: nn.Module, text: WordText) -> None:
+        self.transformer = transformer
+        self.text = text.eval().requires_grad_(False)
+
+    @torch.no_grad()
+    def encode(self, prompts: Sequence[str]) -> Conditioning:
+        """text [B, 8, 64]"""
+        return {"text": self.text(prompts)}
+
+    def latent_shape(self) -> tuple[int, ...]:
+        """[36, 108]: tokens, and the 3 x 6 x 6 colour values of each."""
+        return (TOKENS, CHANNELS)
+
+    def velocity(self, x: Tensor, sigma: Tensor, conditioning: Conditioning, guidance: float) -> Tensor:
+        if guidance != 1.0:
+            raise ValueError(f"guidance is {guidance}; use 1, because shapes has no unconditional branch")
+        return velocity(self.transformer, x, sigma, conditioning["text"])
+
+    @torch.no_grad()
+    def decode(self, x: Tensor) -> Tensor:
+        """[B, 36, 108] -> [B, 3, 36, 36]"""
+        return unpatchify(x.float()).clamp(-1.0, 1.0)
+
+    def lora_targets(self) -> Sequence[str]:
+        return QWEN_LORA_TARGETS
+
+
+def velocity(transformer: nn.Module, x: Tensor, sigma: Tensor, text: Tensor) -> Tensor:
+    """dx/dsigma from the picture that the transformer predicts: (x - picture) / sigma.
+
+    x [B, 36, 108] at sigma [B] -> [B, 36, 108] fp32
+    """
+    grids = [[(1, SIDE, SIDE)]] * len(x)
+    picture = transformer(
+        hidden_states=x, encoder_hidden_states=text, timestep=sigma, img_shapes=grids, return_dict=False
+    )[0]
+    return (x.float() - picture.float()) / sigma.float().clamp_min(SIGMA_FLOOR)[:, None, None]
+
+
+def build_transformer() -> nn.Module:
+    """With random weights: 4 layers, 4 heads of 24 dimensions (rope 8, 8, 8), 1.41 M parameters."""
+    transformer = QwenImageTransformer2DModel(
+        patch_size=PATCH,
+        in_channels=CHANNELS,
+        out_channels=3,
+        num_layers=4,
+        attention_head_dim=24,
+        num_attention_heads=4,
+        joint_attention_dim=TEXT_WIDTH,
+        axes_dims_rope=(8, 8, 8),
+    )
+    return cast(nn.Module, transformer)
+
+
+def load_shapes(path: Path = BASE) -> ShapesAdapter:
+    """The pre-trained base, in fp32."""
+    tensors = {name: tensor.float() for name, tensor in load_file(path).items()}
+    transformer, text = build_transformer(), WordText()
+    transformer.load_state_dict(_under("transformer.", tensors))
+    text.load_state_dict(_under("text.", tensors))
+    return ShapesAdapter(transformer, text)
+
+
+def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+def _word_ids(prompt: str) -> list[int]:
+    words = prompt.split()
+    unknown = [word for word in words if word not in VOCABULARY]
+    if unknown:
+        raise ValueError(
+            f"prompt {prompt!r} has words that shapes does not know: {', '.join(unknown)}; "
+            f"it knows {', '.join(VOCABULARY)}"
+        )
+    if len(words) > WORDS:
+        raise ValueError(f"prompt {prompt!r} has {len(words)} words; shapes reads at most {WORDS}")
+    return [VOCABULARY.index(word) for word in words] + [EMPTY] * (WORDS - len(words))
+
+
+# --- pictures ------------------------------------------------------------------------------------------------
+
+
+def patchify(pictures: Tensor) -> Tensor:
+    """[B, 3, 36, 36] -> [B, 36, 108]"""
+    cut = pictures.reshape(-1, 3, SIDE, PATCH, SIDE, PATCH)
+    return cut.permute(0, 2, 4, 1, 3, 5).reshape(-1, TOKENS, CHANNELS)
+
+
+def unpatchify(tokens: Tensor) -> Tensor:
+    """[B, 36, 108] -> [B, 3, 36, 36]"""
+    cut = tokens.reshape(-1, SIDE, SIDE, 3, PATCH, PATCH)
+    return cut.permute(0, 3, 1, 4, 2, 5).reshape(-1, 3, PICTURE, PICTURE)
+
+
+def render(request: Request, rng: random.Random) -> NDArray[np.float32]:
+    """A picture that shows the request and nothing else, [3, 36, 36] in [-1, 1].
+
+    Every shape lies in a quarter of its own, all of them moved together by a pixel at most. What the request leaves
+    open is drawn: quarters that have its relation, and a colour for each shape of a thing without one.
+    """
+    quarter = PICTURE // 2
+    margin = (quarter - SHAPE) // 2
+    right, down = rng.randint(-1, 1), rng.randint(-1, 1)
+    picture = np.ones((3, PICTURE, PICTURE), dtype=np.float32)
+    quarters = iter(_quarters(request, rng))
+    for thing in request.things:
+        for _ in range(thing.count):
+            row, column = next(quarters)
+            top, left = row * quarter + margin + down, column * quarter + margin + right
+            colour = np.array(COLOURS[thing.colour or rng.choice(list(COLOURS))], dtype=np.float32) / 127.5 - 1.0
+            # White, and the colour over it where the shape covers a pixel.
+            picture[:, top : top + SHAPE, left : left + SHAPE] += coverage(thing.kind) * (colour[:, None, None] - 1.0)
+    return picture
+
+
+def _quarters(request: Request, rng: random.Random) -> list[tuple[int, int]]:
+    """(row, column) of every shape, all different; a relation may hold on a diagonal, too."""
+    while True:
+        places = [(0, 0), (0, 1), (1, 0), (1, 1)]
+        rng.shuffle(places)
+        (row, column), (other_row, other_column) = places[:2]
+        holds = {
+            None: True,
+            "left of": column < other_column,
+            "right of": column > other_column,
+            "above": row < other_row,
+            "below": row > other_row,
+        }
+        if holds[request.relation]:
+            return places

@@ -1,0 +1,171 @@
+"""The world of the `shapes` task: what a prompt may ask for, how it is said, and how a shape looks.
+
+A small GenEval (djghosh13/geneval; research notes rl 1.4): the same six kinds of task, about flat shapes in flat
+colours on white instead of photographs of objects. Model, prompts and reward all read this file.
+
+    single       a cross
+    two          a circle and a square
+    counting     three triangles, two red squares
+    colours      a blue diamond
+    position     a circle above a square, a green circle left of a blue triangle
+    attribution  a red circle and a blue square
+
+The promise: a prompt and its `Request` decide one another, and the list of all prompts never changes its order.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cache
+from itertools import permutations, product
+from types import MappingProxyType
+
+import numpy as np
+from numpy.typing import NDArray
+
+PICTURE = 36
+"""Rows and columns of a picture."""
+
+SHAPE = 12
+"""Rows and columns of a shape: 6 white pixels stay between neighbours, so that noise does not join them."""
+
+COLOURS = MappingProxyType(
+    {
+        "red": (220, 40, 40),
+        "green": (40, 160, 60),
+        "blue": (50, 80, 220),
+        "yellow": (240, 200, 30),
+        "purple": (180, 50, 190),
+        "black": (30, 30, 30),
+    }
+)
+"""RGB, 0 to 255: at least 144 apart, which is more than five times a noise of 0.2 in pictures of [-1, 1]."""
+
+KINDS = MappingProxyType(
+    {"square": "squares", "circle": "circles", "triangle": "triangles", "diamond": "diamonds", "cross": "crosses"}
+)
+"""Singular to plural."""
+
+NUMBERS = MappingProxyType({2: "two", 3: "three", 4: "four"})
+"""What counting asks for, as in GenEval."""
+
+RELATIONS = ("left of", "right of", "above", "below")
+
+WORDS = 8
+"""Of the longest prompt: a green circle left of a blue triangle."""
+
+VOCABULARY = (
+    *("a", "and", "left", "right", "of", "above", "below"),
+    *NUMBERS.values(),
+    *COLOURS,
+    *KINDS.keys(),
+    *KINDS.values(),
+)
+
+
+class Task(StrEnum):
+    """GenEval's six."""
+
+    SINGLE = "single"
+    TWO = "two"
+    COUNTING = "counting"
+    COLOURS = "colours"
+    POSITION = "position"
+    ATTRIBUTION = "attribution"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Thing:
+    """So many shapes of one kind; any colour will do if `colour` is None."""
+
+    kind: str
+    colour: str | None = None
+    count: int = 1
+
+    def __str__(self) -> str:
+        words = ["a" if self.count == 1 else NUMBERS[self.count]]
+        if self.colour is not None:
+            words.append(self.colour)
+        words.append(self.kind if self.count == 1 else KINDS[self.kind])
+        return " ".join(words)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """What a picture should show, and nothing else. `relation` is how the first thing lies to the second."""
+
+    task: Task
+    things: tuple[Thing, ...]
+    relation: str | None = None
+
+    @property
+    def prompt(self) -> str:
+        """One thing, or two with `and` or their relation between them."""
+        return f" {self.relation or 'and'} ".join(str(thing) for thing in self.things)
+
+
+@cache
+def requests() -> tuple[Request, ...]:
+    """All 3,240 of them, in a fixed order. Two things always differ in kind, and in colour where they have one."""
+    kinds, colours = tuple(KINDS), tuple(COLOURS)
+    pairs = [
+        (Thing(kind=kind, colour=colour), Thing(kind=other, colour=other_colour))
+        for (kind, other), (colour, other_colour) in product(permutations(kinds, 2), permutations(colours, 2))
+    ]
+    plain_pairs = [(Thing(kind=kind), Thing(kind=other)) for kind, other in permutations(kinds, 2)]
+    return (
+        *(Request(task=Task.SINGLE, things=(Thing(kind=kind),)) for kind in kinds),
+        *(Request(task=Task.TWO, things=pair) for pair in plain_pairs),
+        *(
+            Request(task=Task.COUNTING, things=(Thing(kind=kind, colour=colour, count=count),))
+            for count, colour, kind in product(NUMBERS, (None, *colours), kinds)
+        ),
+        *(
+            Request(task=Task.COLOURS, things=(Thing(kind=kind, colour=colour),))
+            for kind, colour in product(kinds, colours)
+        ),
+        *(
+            Request(task=Task.POSITION, things=pair, relation=relation)
+            for relation, pair in product(RELATIONS, [*plain_pairs, *pairs])
+        ),
+        *(Request(task=Task.ATTRIBUTION, things=pair) for pair in pairs),
+    )
+
+
+@cache
+def _by_prompt() -> dict[str, Request]:
+    return {request.prompt: request for request in requests()}
+
+
+def parse(prompt: str) -> Request:
+    """The request that a prompt is. Raises ValueError for any other text."""
+    request = _by_prompt().get(prompt)
+    if request is None:
+        raise ValueError(
+            f"prompt {prompt!r} is none of the {len(requests())} of shapes; it knows `a cross`, `two red squares`, "
+            "`a red circle and a blue square`, `a circle above a square` and the like, where two things differ in kind "
+            f"and colour, in the words {', '.join(VOCABULARY)}"
+        )
+    return request
+
+
+@cache
+def coverage(kind: str) -> NDArray[np.float32]:
+    """How much of each pixel a shape covers, [SHAPE, SHAPE] in [0, 1]: 4 x 4 points a pixel."""
+    fine = 4
+    points = (np.arange(SHAPE * fine) + 0.5) / (SHAPE * fine) * 2.0 - 1.0
+    x, y = points[None, :], points[:, None]  # from -1 to 1, y downwards
+    match kind:
+        case "square":
+            inside = np.ones((SHAPE * fine, SHAPE * fine), dtype=bool)
+        case "circle":
+            inside = x**2 + y**2 <= 1.0
+        case "triangle":
+            inside = np.abs(x) <= (y + 1.0) / 2.0
+        case "diamond":
+            inside = np.abs(x) + np.abs(y) <= 1.0
+        case "cross":
+            inside = np.minimum(np.abs(x), np.abs(y)) <= 1.0 / 3.0
+        case _:
+            raise ValueError(f"kind is {kind!r}; use {', '.join(KINDS)}")
+    pixels: NDArray[np.float32] = inside.reshape(SHAPE, fine, SHAPE, fine).mean(axis=(1, 3), dtype=np.float32)
+    return pixels

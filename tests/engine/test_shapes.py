@@ -1,0 +1,520 @@
+"""The shapes task: what may be asked for, how it is drawn and checked, and the model that ships for it."""
+
+import random
+from collections import Counter
+from dataclasses import replace
+from importlib.resources import files
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from torch import nn
+
+from engine.config import AlgorithmConfig, EngineConfig, EvaluationConfig, ModelConfig, SamplerConfig
+from engine.models.load import load_adapter, trainable
+from engine.models.pretrain_shapes import evaluate, noisy_caption, pretrain, save, training_requests
+from engine.models.shapes import (
+    BASE,
+    ShapesAdapter,
+    WordText,
+    build_transformer,
+    load_shapes,
+    patchify,
+    render,
+    unpatchify,
+)
+from engine.preflight import check
+from engine.prompts import held_out_shapes, prompt_source
+from engine.rewards.shapes import Seen, ShapesReward, detect, relations, similarity
+from engine.rollout.noise import noise_rows
+from engine.rollout.sampler import denoise, evaluation_plan
+from engine.shapes import COLOURS, KINDS, RELATIONS, VOCABULARY, Request, Task, Thing, coverage, parse, requests
+from launcher.job import load_job
+
+
+def sample(per_task, seed=0):
+    """Requests of every task, and the random numbers to draw them with."""
+    rng = random.Random(seed)
+    by_task = {task: [request for request in requests() if request.task is task] for task in Task}
+    return [rng.choice(by_task[task]) for task in Task for _ in range(per_task)], rng
+
+
+def pictures_of(wanted, rng):
+    return torch.from_numpy(np.stack([render(request, rng) for request in wanted]))
+
+
+def exact(pictures, prompts):
+    return [score.reward for score in ShapesReward("shapes_strict")(pictures, prompts)]
+
+
+def one(picture, prompt):
+    (score,) = ShapesReward("shapes")(torch.from_numpy(picture)[None], [prompt])
+    return score
+
+
+# --- prompts
+
+
+def test_a_prompt_and_its_request_decide_one_another():
+    assert len({request.prompt for request in requests()}) == len(requests()) == 3240
+    assert all(parse(request.prompt) == request for request in requests())
+
+
+@pytest.mark.parametrize(
+    ("prompt", "request_"),
+    [
+        ("a cross", Request(task=Task.SINGLE, things=(Thing(kind="cross"),))),
+        ("a circle and a square", Request(task=Task.TWO, things=(Thing(kind="circle"), Thing(kind="square")))),
+        ("two red squares", Request(task=Task.COUNTING, things=(Thing(kind="square", colour="red", count=2),))),
+        ("three crosses", Request(task=Task.COUNTING, things=(Thing(kind="cross", count=3),))),
+        ("a blue diamond", Request(task=Task.COLOURS, things=(Thing(kind="diamond", colour="blue"),))),
+        (
+            "a green circle left of a blue triangle",
+            Request(
+                task=Task.POSITION,
+                things=(Thing(kind="circle", colour="green"), Thing(kind="triangle", colour="blue")),
+                relation="left of",
+            ),
+        ),
+    ],
+)
+def test_prompts_read_naturally(prompt, request_):
+    assert parse(prompt) == request_
+    assert request_.prompt == prompt
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    ["", "a Cross", "a cross ", "two square", "a red circle and a red square", "a circle and a circle", "1234"],
+)
+def test_any_other_text_is_refused_with_examples_and_the_words(prompt):
+    with pytest.raises(ValueError, match=r"is none of the 3240 of shapes.*`two red squares`.*diamonds, crosses"):
+        parse(prompt)
+
+
+def source(per_batch=12, seed=0, evaluated=512):
+    return prompt_source(
+        EngineConfig(
+            seed=seed,
+            model=ModelConfig(name="shapes"),
+            prompts="shapes",
+            algorithm=AlgorithmConfig(prompts_per_batch=per_batch, updates_per_batch=1),
+            evaluation=EvaluationConfig(prompts=evaluated),
+        ),
+        None,
+    )
+
+
+@given(st.integers(0, 2**40), st.integers(0, 10_000), st.integers(1, 200))
+@settings(max_examples=40, deadline=None)
+def test_prompts_of_a_batch_are_distinct_trained_and_the_same_when_asked_again(seed, batch, per_batch):
+    prompts = source(per_batch, seed).batch(batch)
+    assert len(prompts) == len(set(prompts)) == per_batch
+    assert all(parse(prompt) for prompt in prompts)
+    assert not set(prompts) & set(held_out_shapes())
+    assert prompts == source(per_batch, seed).batch(batch)
+
+
+def test_other_batches_and_other_runs_have_other_shapes():
+    assert source().batch(7) != source().batch(8)
+    assert source().batch(7) != source(seed=1).batch(7)
+
+
+@pytest.mark.parametrize("per_batch", [5, 12, 30])
+def test_the_six_tasks_come_in_a_fixed_mix(per_batch):
+    prompts = [prompt for batch in range(12) for prompt in source(per_batch).batch(batch)]
+    seen = Counter(parse(prompt).task for prompt in prompts)
+    share = len(prompts) / 12
+    assert seen == {
+        Task.SINGLE: share,
+        Task.TWO: 2 * share,
+        Task.COUNTING: 3 * share,
+        Task.COLOURS: 2 * share,
+        Task.POSITION: 2 * share,
+        Task.ATTRIBUTION: 2 * share,
+    }
+
+
+def test_a_batch_may_hold_every_trained_prompt():
+    prompts = source(2159).batch(0)
+    assert sorted(prompts) == sorted({request.prompt for request in requests()} - set(held_out_shapes()))
+    with pytest.raises(ValueError, match="prompts_per_batch is 2160; shapes has 2159"):
+        source(2160)
+
+
+def test_these_shapes_stay_held_out_for_good():
+    assert held_out_shapes()[:3] == [
+        "two diamonds",
+        "a red cross above a purple square",
+        "a red square and a green diamond",
+    ]
+    assert len(set(held_out_shapes())) == 1081
+    assert source(evaluated=7).held_out() == held_out_shapes()[:7]
+    with pytest.raises(ValueError, match=r"evaluation\.prompts is 1082; shapes has 1081"):
+        source(evaluated=1082)
+
+
+def test_every_task_is_evaluated_from_the_first_dozen_on():
+    assert {parse(prompt).task for prompt in held_out_shapes()[:12]} == set(Task)
+
+
+@pytest.mark.parametrize(("model", "prompts"), [("shapes", "digits"), ("digits-ocr", "shapes")])
+def test_prompts_that_the_model_cannot_read_are_refused(model, prompts):
+    with pytest.raises(ValueError, match=f"prompts is {prompts}, which {model} cannot read"):
+        EngineConfig(model=ModelConfig(name=model), prompts=prompts)
+
+
+# --- renderer and checker
+
+
+def test_every_clean_picture_shows_what_it_was_drawn_for():
+    wanted, rng = sample(40)
+    assert exact(pictures_of(wanted, rng), [request.prompt for request in wanted]) == [1.0] * 240
+
+
+def test_noise_of_a_fifth_is_tolerated():
+    wanted, rng = sample(40)
+    pictures = pictures_of(wanted, rng)
+    noisy = pictures + 0.2 * torch.randn(pictures.shape, generator=torch.Generator().manual_seed(0))
+    assert np.mean(exact(noisy, [request.prompt for request in wanted])) >= 0.95
+
+
+@given(st.sampled_from(requests()), st.sampled_from(requests()), st.integers(0, 2**30))
+@settings(max_examples=300, deadline=None)
+def test_a_picture_is_accepted_for_what_it_shows_and_for_nothing_else(drawn, asked, seed):
+    """What it shows is known from how it was drawn, with nothing of the checker but its rule of position."""
+    rng = random.Random(seed)
+    picture = render(drawn, rng)
+    seen = detect(picture.transpose(1, 2, 0))
+    shown = Counter((each.kind, each.colour) for each in seen)
+    for thing in drawn.things:
+        assert sum(shown[thing.kind, c] for c in COLOURS if thing.colour in (None, c)) == thing.count
+    fits = len(seen) == sum(thing.count for thing in asked.things) and all(
+        sum(shown[thing.kind, c] for c in COLOURS if thing.colour in (None, c)) == thing.count for thing in asked.things
+    )
+    if fits and asked.relation is not None:
+        first, second = (next(each for each in seen if each.kind == thing.kind) for thing in asked.things)
+        lies = {"left of": first.x < second.x, "right of": first.x > second.x}
+        lies |= {"above": first.y < second.y, "below": first.y > second.y}
+        fits = lies[asked.relation]
+    assert one(picture, asked.prompt).metrics["exact_match"] == fits
+
+
+def wrong_ones():
+    """(request, a request of the same task that its picture does not fit)"""
+    square, circle = Thing(kind="square", colour="red"), Thing(kind="circle", colour="blue")
+    for task, things, relation, other in [
+        (Task.SINGLE, (Thing(kind="square"),), None, "a circle"),
+        (Task.TWO, (Thing(kind="square"), Thing(kind="circle")), None, "a square and a cross"),
+        (Task.COUNTING, (replace(square, count=3),), None, "two red squares"),
+        (Task.COUNTING, (replace(square, count=3),), None, "four red squares"),
+        (Task.COUNTING, (replace(square, count=3),), None, "three blue squares"),
+        (Task.COLOURS, (square,), None, "a blue square"),
+        (Task.POSITION, (square, circle), "left of", "a red square right of a blue circle"),
+        (Task.POSITION, (square, circle), "above", "a blue circle above a red square"),
+        (Task.ATTRIBUTION, (square, circle), None, "a blue square and a red circle"),
+    ]:
+        yield pytest.param(Request(task=task, things=things, relation=relation), other, id=other)
+
+
+@pytest.mark.parametrize(("drawn", "other"), list(wrong_ones()))
+def test_a_wrong_picture_of_every_task_is_refused(drawn, other):
+    for seed in range(10):
+        score = one(render(drawn, random.Random(seed)), other)
+        assert score.metrics["exact_match"] == 0.0
+        assert score.reward == score.metrics["similarity"] < 1.0
+
+
+@pytest.mark.parametrize(
+    ("drawn", "asked", "share"),
+    [
+        ("two red squares", "three red squares", 2 / 3),
+        ("four red squares", "three red squares", 3 / 4),
+        ("three blue squares", "three red squares", 1 / 2),  # the kind, not the colour
+        ("a red circle", "a red square", 0.0),
+        ("a red square", "a red square and a blue circle", 1 / 2),
+        ("a blue square and a red circle", "a red square and a blue circle", 1 / 2),
+        ("a red square right of a blue circle", "a red square left of a blue circle", 4 / 5),
+        ("a circle and a square", "a circle", 1 / 2),  # one object more than was asked for
+    ],
+)
+def test_the_graded_score_is_the_share_of_what_was_asked(drawn, asked, share):
+    request = parse(drawn)
+    for seed in range(200):
+        rng = random.Random(seed)
+        picture = render(request, rng)
+        seen = detect(picture.transpose(1, 2, 0))
+        # On a diagonal another relation would hold, too; this one must be plain.
+        if request.relation is None or abs(seen[0].y - seen[1].y) < 1:
+            assert one(picture, asked).reward == pytest.approx(share)
+            return
+    pytest.fail("no picture without a diagonal")
+
+
+def test_an_empty_picture_shows_nothing():
+    assert one(np.ones((3, 36, 36), dtype=np.float32), "a circle").reward == 0.0
+
+
+def test_a_speck_is_overlooked_and_a_blot_is_not():
+    picture = render(parse("a red circle"), random.Random(0))
+    free = picture.copy()
+    corner = next((r, c) for r in (1, 19) for c in (1, 19) if (picture[:, r : r + 16, c : c + 16] == 1.0).all())
+    for side, share in [(3, 1.0), (6, 0.5)]:
+        free[:, corner[0] : corner[0] + side, corner[1] : corner[1] + side] = -0.8
+        assert one(free, "a red circle").reward == share
+
+
+def test_a_shape_of_two_colours_has_neither():
+    picture = render(parse("a red square"), random.Random(0))
+    (whole,) = detect(picture.transpose(1, 2, 0))
+    red, blue = (np.array(COLOURS[name], dtype=np.float32)[:, None, None] / 127.5 - 1.0 for name in ("red", "blue"))
+    half = np.where((picture < 1.0).any(axis=0) & (np.arange(36) < whole.x), blue, picture)
+    assert [each.colour for each in detect(half.transpose(1, 2, 0))] == [None]
+    assert one(half, "a red square").reward == one(half, "a blue square").reward == 0.5
+    assert (red != blue).any()
+
+
+def test_shapes_that_melt_into_one_another_are_of_no_kind():
+    picture = np.ones((36, 36, 3), dtype=np.float32)
+    picture[3:15, 3:30] = -1.0
+    assert [each.kind for each in detect(picture)] == [None]
+
+
+def box(x, y, side=12):
+    return Seen(kind="square", colour="red", x=x, y=y, width=side, height=side)
+
+
+def test_position_is_genevals_rule():
+    assert relations(box(9, 9), box(27, 9)) == {"left of"}
+    assert relations(box(27, 9), box(9, 9)) == {"right of"}
+    assert relations(box(9, 9), box(9, 27)) == {"above"}
+    assert relations(box(27, 27), box(9, 9)) == {"right of", "below"}
+    assert relations(box(9, 9), box(9, 9)) == set()
+
+
+def test_offsets_within_a_tenth_of_the_boxes_sizes_are_no_position():
+    """Boxes of 12: the offset loses 2.4 pixels, and half of the distance must be left."""
+    assert relations(box(9, 9), box(13.7, 9)) == set()
+    assert relations(box(9, 9), box(13.9, 9)) == {"left of"}
+
+
+seen_objects = st.builds(
+    Seen,
+    kind=st.sampled_from([None, *KINDS]),
+    colour=st.sampled_from([None, *COLOURS]),
+    x=st.floats(0, 36),
+    y=st.floats(0, 36),
+    width=st.integers(1, 36),
+    height=st.integers(1, 36),
+)
+
+
+@given(st.lists(seen_objects, max_size=6), st.sampled_from(requests()))
+def test_a_share_is_whole_exactly_if_all_is_there_and_nothing_else(seen, request):
+    share = similarity(seen, request)
+    assert 0.0 <= share <= 1.0
+    if len(seen) != sum(thing.count for thing in request.things):
+        assert share < 1.0
+    if share == 1.0:
+        assert Counter(each.kind for each in seen) == {thing.kind: thing.count for thing in request.things}
+
+
+@given(st.integers(0, 2**30), st.sampled_from(requests()), st.floats(0.0, 2.0))
+@settings(max_examples=60, deadline=None)
+def test_strict_is_never_more_than_graded_whatever_the_picture(seed, request, noise):
+    rng = random.Random(seed)
+    pictures = pictures_of([rng.choice(requests())], rng) + noise * noise_rows([seed], 0, (3, 36, 36))
+    (graded,) = ShapesReward("shapes")(pictures, [request.prompt])
+    (strict,) = ShapesReward("shapes_strict")(pictures, [request.prompt])
+    assert graded.metrics == strict.metrics
+    assert 0.0 <= strict.reward <= graded.reward <= 1.0
+    assert strict.reward in (0.0, 1.0)
+
+
+def test_pictures_of_another_model_are_refused():
+    with pytest.raises(ValueError, match=r"\[B, 3, 36, 36\]; it was given \[1, 1, 12, 32\]"):
+        ShapesReward()(torch.zeros(1, 1, 12, 32), ["a cross"])
+
+
+@pytest.mark.parametrize(("kind", "area"), [("square", 1.0), ("circle", 0.785), ("triangle", 0.5), ("diamond", 0.5)])
+def test_outlines_have_the_areas_of_their_shapes(kind, area):
+    assert coverage(kind).mean() == pytest.approx(area, abs=0.025)
+
+
+def test_outlines_stand_upright():
+    triangle = coverage("triangle")
+    assert triangle[0].sum() < triangle[-1].sum() == pytest.approx(12, abs=0.5)
+    assert all(np.array_equal(coverage(kind), coverage(kind)[:, ::-1]) for kind in KINDS)
+
+
+# --- model
+
+
+def untrained():
+    torch.manual_seed(0)
+    return ShapesAdapter(build_transformer(), WordText())
+
+
+def test_patches_go_together_again():
+    pictures = noise_rows([1, 2], 0, (3, 36, 36))
+    assert torch.equal(unpatchify(patchify(pictures)), pictures)
+
+
+def test_a_patch_is_a_square_of_neighbouring_pixels():
+    picture = torch.zeros(1, 3, 36, 36)
+    picture[0, :, 6:12, 12:18] = 1.0
+    assert patchify(picture)[0].sum(dim=1).nonzero().flatten().tolist() == [6 + 2]
+
+
+def test_heads_and_tokens_divide_by_every_degree_of_sequence_parallelism():
+    adapter = untrained()
+    sizes = (
+        adapter.latent_shape()[0],
+        adapter.encode(["a cross"])["text"].shape[1],
+        adapter.transformer.config.num_attention_heads,
+    )
+    assert sizes == (36, 8, 4)
+    assert all(size % degree == 0 for size in sizes for degree in (1, 2, 4))
+    assert sum(p.numel() for p in adapter.transformer.parameters()) == pytest.approx(1.42e6, rel=0.01)
+
+
+def test_shapes_of_an_adapters_tensors():
+    adapter = untrained()
+    text = adapter.encode(["a cross", "a green circle left of a blue triangle"])
+    assert text["text"].shape == (2, 8, 64)
+    x = noise_rows([1, 2], 0, adapter.latent_shape())
+    assert adapter.velocity(x, torch.tensor([0.9, 0.2]), text, 1.0).shape == x.shape == (2, 36, 108)
+    pictures = adapter.decode(5 * x)
+    assert pictures.shape == (2, 3, 36, 36)
+    assert pictures.abs().max() <= 1.0
+
+
+def test_rows_never_influence_one_another():
+    adapter = untrained()
+    x, sigma = noise_rows([1, 2], 0, adapter.latent_shape()), torch.tensor([0.9, 0.2])
+    together = adapter.velocity(x, sigma, adapter.encode(["a cross", "two circles"]), 1.0)
+    alone = adapter.velocity(x[1:], sigma[1:], adapter.encode(["two circles"]), 1.0)
+    torch.testing.assert_close(together[1:], alone, atol=1e-4, rtol=1e-4)
+
+
+def test_the_network_predicts_the_picture_that_sampling_ends_at():
+    class Certain(nn.Module):
+        def __init__(self, picture):
+            super().__init__()
+            self.picture = nn.Parameter(picture)
+
+        def forward(self, hidden_states, **_):
+            return (self.picture.expand(len(hidden_states), -1, -1),)
+
+    picture = patchify(torch.from_numpy(render(parse("three blue circles"), random.Random(0)))[None])
+    adapter = ShapesAdapter(Certain(picture), WordText())
+    for shift in (1.0, 3.0):
+        plan = evaluation_plan(SamplerConfig(shift=shift), steps=8)
+        latents = denoise(adapter, plan, adapter.encode(["a cross"] * 2), [1, 2])
+        torch.testing.assert_close(latents, picture.expand(2, -1, -1), atol=1e-4, rtol=1e-4)
+
+
+def test_every_word_of_every_prompt_is_known_and_no_other():
+    assert {word for request in requests() for word in request.prompt.split()} == set(VOCABULARY)
+    assert len(set(VOCABULARY)) == len(VOCABULARY)
+    with pytest.raises(ValueError, match=r"does not know: pink, hexagon; it knows a, and, left,.* red,.*, crosses"):
+        untrained().encode(["a pink hexagon"])
+
+
+def test_a_prompt_of_too_many_words_is_named():
+    with pytest.raises(ValueError, match="has 9 words; shapes reads at most 8"):
+        untrained().encode(["a green circle left of a blue blue triangle"])
+
+
+def test_word_order_matters():
+    text = untrained().encode(["a red circle and a blue square", "a blue circle and a red square"])["text"]
+    assert not torch.equal(text[0], text[1])
+
+
+def test_guidance_is_refused_because_there_is_no_unconditional_branch():
+    adapter = untrained()
+    x = noise_rows([1], 0, adapter.latent_shape())
+    with pytest.raises(ValueError, match="no unconditional branch"):
+        adapter.velocity(x, torch.ones(1), adapter.encode(["a cross"]), 2.0)
+    with pytest.raises(ValueError, match="shapes was made without an unconditional branch"):
+        EngineConfig(model=ModelConfig(name="shapes"), prompts="shapes", sampler=SamplerConfig(guidance=2.0))
+
+
+# --- base and job
+
+
+def test_the_shipped_base_is_small_and_says_how_it_was_made():
+    assert BASE.stat().st_size < 4_000_000
+    with safe_open(BASE, "pt") as file:
+        facts = file.metadata()
+        assert all(file.get_tensor(name).dtype == torch.float16 for name in file.keys())  # noqa: SIM118
+    assert {"steps", "seed", "seconds", "torch", "similarity", *(f"exact_match/{task}" for task in Task)} <= set(facts)
+    assert 0.35 < float(facts["exact_match"]) < 0.55
+
+
+def test_the_shipped_base_draws_about_what_its_facts_say():
+    with safe_open(BASE, "pt") as file:
+        said = float(file.metadata()["exact_match"])
+    scores = evaluate(load_shapes(), held_out_shapes()[:96])
+    assert np.mean([score.metrics["exact_match"] for score in scores]) == pytest.approx(said, abs=0.15)
+
+
+@pytest.mark.parametrize("weights", ["full", "lora"])
+def test_the_text_stays_frozen_whatever_is_trained(weights):
+    adapter = load_adapter(ModelConfig(name="shapes", weights=weights))
+    names = trainable(adapter)
+    assert names
+    assert (weights == "lora") == all("lora_" in name for name in names)
+    assert not any(p.requires_grad for p in adapter.text.parameters())
+
+
+def test_the_example_job_passes_its_preflight():
+    job = load_job(Path(str(files("sky_yamls") / "shapes.yaml"))).job
+    assert (job.model.name, job.prompts, job.reward.name) == ("shapes", "shapes", "shapes")
+    found = check(job.engine(), None)
+    assert found["metrics"] == ["exact_match", "reward", "similarity"]
+    assert found["held_out"] == job.evaluation.prompts
+
+
+# --- pre-training
+
+
+def test_pre_training_shows_no_held_out_prompt():
+    rng = random.Random(0)
+    wanted = training_requests(rng, 2_000)
+    shown = {request.prompt for request in wanted} | {noisy_caption(request, rng) for request in wanted}
+    assert not shown & set(held_out_shapes())
+
+
+def test_three_captions_in_four_are_right():
+    rng = random.Random(0)
+    wanted = training_requests(rng, 3_000)
+    right = np.mean([noisy_caption(request, rng) == request.prompt for request in wanted])
+    assert right == pytest.approx(0.74, abs=0.03)
+
+
+def test_a_noisy_caption_keeps_its_task():
+    wanted, rng = sample(30)
+    assert all(parse(noisy_caption(request, rng)).task is request.task for request in wanted)
+
+
+def test_every_relation_is_drawn_as_asked():
+    for relation in RELATIONS:
+        request = parse(f"a circle {relation} a square")
+        assert {one(render(request, random.Random(seed)), request.prompt).reward for seed in range(20)} == {1.0}
+
+
+def test_pre_training_repeats_bit_for_bit_and_survives_its_file(tmp_path):
+    torch.set_num_threads(1)
+    first, second = pretrain(2, seed=1), pretrain(2, seed=1)
+    for a, b in zip(first.transformer.parameters(), second.transformer.parameters(), strict=True):
+        assert torch.equal(a, b)
+    save(first, tmp_path / "base.safetensors", {"steps": "2"})
+    again = load_shapes(tmp_path / "base.safetensors")
+    x, sigma = noise_rows([1], 0, (36, 108)), torch.tensor([0.7])
+    before, after = (adapter.velocity(x, sigma, adapter.encode(["a cross"]), 1.0) for adapter in (first, again))
+    torch.testing.assert_close(after, before, atol=0.02, rtol=0.02)
