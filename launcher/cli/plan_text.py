@@ -71,8 +71,8 @@ def exploration_text(job: Job) -> str:
             f"trained should differ x{gain:.1f} as much"
         )
     return (
-        f"exploration stale: {each:g} candidates a prompt, tried on spot nodes while the trainer trains; the {keep} that "
-        f"are trained should differ x{variance_gain(ASSUMED_RHO, gain):.1f} as much, if old weights rank seeds with "
+        f"exploration stale: {each:g} candidates a prompt, tried on spot nodes while the trainer trains; the {keep} "
+        f"that are trained should differ x{variance_gain(ASSUMED_RHO, gain):.1f} as much, if old weights rank seeds with "
         f"rho {ASSUMED_RHO} (assumed; the run measures it)"
     )
 

@@ -3,13 +3,15 @@
 import errno
 import itertools
 import json
+from dataclasses import replace
 
 import pytest
 
 from engine.config import RuntimeConfig
 from engine.events import NodeUsage, Progress
+from engine.exploration.batch import ExplorationOrder
 from engine.rollout.queue import Task
-from engine.rollout.request import Finished, Kind, RequestId, Score, WeightsKey, request_to_list
+from engine.rollout.request import Finished, Kind, RequestId, Score, Wait, WeightsKey, Work, request_to_list
 from engine.rollout.wire import finished_to_dict, reply_from_dict, task_to_dict, weights_to_list
 from engine.runtime.coordinator import open_coordinator
 from engine.runtime.progress import ProgressLog
@@ -444,6 +446,95 @@ def test_a_reward_that_is_not_finite_survives_a_death(bench):
     bench.kill()
     answer, _ = bench.say("collect", kind="train", batch=0, have=0)
     assert [result["reward"] for result in answer["results"]] == [None, None]
+
+
+# --- exploration
+
+
+EXPLORE = ExplorationOrder(
+    run="run",
+    run_seed=0,
+    lineage=1,
+    batch=1,
+    prompts=("1234", "5678"),
+    keep=2,
+    most=8,
+    policy="bayes",
+    chunk=2,
+    counted=12,
+    version=0,
+    sampler="plan",
+    steps=8,
+    shape=2,
+    dtype="float32",
+    scorer="reward",
+)
+
+
+def explored(bench, *, deaths):
+    """All candidates of a batch, in the order that they were made; with a death after every call or with none."""
+    bench.begin()
+    bench.say("explore", order=EXPLORE.to_dict())
+    made = []
+    while bench.say("collect", kind="explore", batch=1, have=0)[0]["to_come"]:
+        if deaths:
+            bench.kill()
+        work = bench.pull()
+        if deaths:
+            bench.kill()
+        made += [attempt.request for attempt in work.attempts]
+        results = [
+            finished_to_dict(Finished(request=r, score=Score(reward=r.seed % 7, metrics={}), trajectory=None))
+            for r in made[-len(work.attempts) :]
+        ]
+        bench.say("finish", worker="spot/0", node="spot", lease=work.lease, results=results)
+    return made
+
+
+def test_exploration_is_dealt_to_the_last_candidate_and_alike_with_a_death_after_every_call(tmp_path):
+    made = explored(Bench(tmp_path / "calm"), deaths=False)
+    assert len(set(made)) == len(made) == 12
+    assert explored(Bench(tmp_path / "deadly"), deaths=True) == made
+
+
+def test_nothing_is_dealt_while_rollouts_wait(bench):
+    bench.begin(train(4))
+    bench.say("explore", order=EXPLORE.to_dict())
+    kinds = [bench.pull(f"{number}/0").attempts[0].request.kind for number in range(3)]
+    assert kinds == [Kind.TRAIN, Kind.TRAIN, Kind.EXPLORE]
+
+
+def test_the_same_order_again_changes_nothing_and_a_withdrawn_one_deals_no_more(bench):
+    bench.begin()
+    bench.say("explore", order=EXPLORE.to_dict())
+    first = bench.pull()
+    bench.say("explore", order=EXPLORE.to_dict())
+    assert not {a.request for a in bench.pull("b/0").attempts} & {a.request for a in first.attempts}
+    bench.withdraw((Kind.EXPLORE, 1))
+    for _ in range(2):
+        assert bench.pull("c/0") == Wait()
+        bench.kill()
+
+
+def test_idle_time_is_dealt_by_how_long_training_took_before(bench):
+    bench.begin(train(2))
+    bench.say("explore", order=replace(EXPLORE, counted=None, most=64).to_dict())
+    bench.finish(bench.pull())
+    dealt = 0
+    while isinstance(work := bench.pull(of=1, usage=[["exploration", 0.0, 500.0 * min(dealt, 2)]]), Work):
+        dealt += len(work.attempts)
+        bench.clock.at_ms += 100
+        results = [
+            finished_to_dict(Finished(request=a.request, score=Score(reward=0.0, metrics={}), trajectory=None))
+            for a in work.attempts
+        ]
+        bench.say("finish", worker="spot/0", node="spot", lease=work.lease, results=results)
+        if dealt >= 40:
+            break
+    assert dealt >= 40  # nothing is known yet of how long training takes: it goes on until the weights come
+    bench.clock.at_ms += 10_000
+    bench.publish(V1)
+    assert bench.coordinator._idle.phase_seconds == [pytest.approx(12.0, abs=1.0)]
 
 
 # --- what the launcher hears

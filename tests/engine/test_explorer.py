@@ -1,4 +1,4 @@
-"""The trainer's side of exploration: it chooses by stale rewards, checks itself by fresh ones, and survives a restart."""
+"""The trainer's side of exploration: it chooses by stale rewards, checks itself by fresh ones, and restarts alike."""
 
 import json
 from dataclasses import replace

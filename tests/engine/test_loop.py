@@ -303,6 +303,49 @@ def test_the_seeds_that_are_trained_are_those_of_largest_variance(tmp_path):
         assert variance([rewards[seed] for seed in seeds]) == best
 
 
+def test_in_path_the_best_of_all_candidates_are_trained_with_the_weights_that_made_them(tmp_path):
+    exploration = TINY.exploration.model_copy(update={"mode": "in-path"})
+    run = build(TINY.model_copy(update={"exploration": exploration}), tmp_path)
+    assert run.loop.run().reason == "iterations"
+    line = run.loop.place.transport
+    rewards = {}
+    for head, answer in line.answers:
+        if head.get("kind") == "train":
+            for result in answer["results"]:
+                _, _, batch, prompt, seed, _ = result["request"]
+                rewards.setdefault((batch, prompt), {})[seed] = result["reward"]
+    assert len(rewards) == 2 * TINY.iterations
+    assert {len(found) for found in rewards.values()} == {CANDIDATES // 2}
+    spread = {event.iteration: event.group_std_mean for event in progress(tmp_path, "iteration_done")}
+    for batch in range(TINY.iterations):
+        best = [
+            max(variance(pair) for pair in combinations(found.values(), 2)) ** 0.5
+            for (one, _), found in rewards.items()
+            if one == batch
+        ]
+        assert spread[batch] == pytest.approx(sum(best) / len(best), rel=1e-5)
+    assert not any(head["call"] == "explore" for head, _ in line.answers)
+
+
+def test_a_control_slice_is_rolled_out_and_not_trained_and_the_ranking_is_told(tmp_path):
+    run = build(TINY.model_copy(update={"iterations": 4}), tmp_path)
+    run.loop.run()
+    line = run.loop.place.transport
+    wanted = {"train": set(), "control": set(), "explore": set()}
+    for _head, answer in line.answers:
+        for result in answer.get("results", ()):
+            _, _, batch, prompt, seed, kind = result["request"]
+            wanted.get(kind, set()).add((batch, prompt, seed))
+    assert wanted["control"]
+    assert wanted["control"] <= wanted["explore"]
+    assert not wanted["control"] & wanted["train"]
+    told = progress(tmp_path, "ranked")
+    assert [event.iteration for event in told] == [1, 2, 3]
+    assert [event.control for event in told[:2]] == [1, 1]  # beside the last one nobody explores, and nobody waits
+    assert told[-1].spearman > 0.5  # brightness hardly changes in four steps
+    assert told[-1].explores_on
+
+
 def test_without_a_spot_node_a_counted_budget_is_not_waited_for_longer_than_its_patience(tmp_path):
     assert finish(TINY, tmp_path, workers=0).reason == "iterations"
     assert {event.explored for event in progress(tmp_path, "iteration_done")} == {0}
