@@ -42,8 +42,8 @@ from engine.shapes import COLOURS, KINDS, NUMBERS, RELATIONS, Request, Task, Thi
 
 T = TypeVar("T")
 
-STEPS = 1200
-BATCH = 64
+STEPS = 2000
+BATCH = 32
 LEARNING_RATE = 2e-3
 WARM_UP = 100
 DECAY_FROM = 0.6
