@@ -240,7 +240,9 @@ class Transaction:
             torch.cat([getattr(group, name) for group in groups]).to(device)
             for name in ("x", "next_x", "old", "step", "advantage")
         )
-        gradients: list[Tensor | None] = [None] * len(parameters)
+        # Buffers of our own: what autograd hands out may be shared by two parameters, or lie otherwise in memory than
+        # its parameter, and clipping and fused AdamW, which work in place and in memory order, look at neither.
+        gradients = [torch.zeros_like(parameter) for parameter in parameters]
         seen = Health()
         for some in torch.arange(len(x)).split(config.rows_per_forward):
             batch = _Batch(
@@ -260,10 +262,12 @@ class Transaction:
                 if result is None:
                     return False
                 more, health = result
-                gradients = [_sum(before, gradient) for before, gradient in zip(gradients, more, strict=True)]
+                for gradient, part in zip(gradients, more, strict=True):
+                    if part is not None:
+                        gradient.add_(part)
                 seen.add(health)
         for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = _sum(parameter.grad, None if gradient is None else _laid_out(gradient, parameter))
+            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         self.health.add(seen)
         return True
 
@@ -307,18 +311,6 @@ class Transaction:
         if not torch.isfinite(total) or not math.isfinite(ratios.ratio_max):
             return None
         return torch.autograd.grad(total, list(trainer.parameters.values()), allow_unused=True), seen
-
-
-def _sum(before: Tensor | None, more: Tensor | None) -> Tensor | None:
-    """Of two gradients; the first one's memory is used for it."""
-    if before is None or more is None:
-        return more if before is None else before
-    return before.add_(more)
-
-
-def _laid_out(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """In memory like its parameter, as `backward` would leave it: fused AdamW goes through both in memory order."""
-    return gradient if gradient.stride() == parameter.stride() else torch.empty_like(parameter).copy_(gradient)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 from engine.config import AlgorithmConfig, ModelConfig, SamplerConfig
 from engine.models.load import ReferencePolicy, load_adapter, trainable
@@ -192,6 +193,43 @@ def test_a_gradient_that_lies_otherwise_in_memory_makes_the_same_step(model, gro
     trainer = trainer_of(model)
     added(trainer, groups).commit()
     assert get_weights(trainer.parameters) == wanted
+
+
+def test_a_gradient_that_two_parameters_share_is_added_and_clipped_once_for_each():
+    """Autograd hands out one tensor for both terms of a sum."""
+    shared = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))
+
+    class Sums:
+        transformer = nn.Module()
+
+        def encode(self, prompts):
+            return {"text": torch.zeros(len(prompts), 1)}
+
+        def velocity(self, x, sigma, conditioning, guidance):
+            return x + (shared[0] + shared[1])
+
+    trainer = Trainer(
+        Sums(), dict(zip("ab", shared, strict=True)), AlgorithmConfig(rows_per_forward=2, gradient_clip=1e-3)
+    )
+    made = []
+    for group, rewards in zip(MANIFEST.groups, REWARDS, strict=True):
+        generator = torch.Generator().manual_seed(group.seeds[0])
+        trajectories = []
+        for x in torch.randn(len(group.seeds), 3, generator=generator):
+            trajectory = Trajectory.begin(x)
+            for _ in range(PLAN.steps):
+                x = x + torch.randn(3, generator=generator)
+                trajectory = trajectory.then(PLAN, x, torch.tensor(-1.0))
+            trajectories.append(trajectory)
+        made.append(FinishedGroup(prompt=group.prompt, trajectories=tuple(trajectories), rewards=rewards))
+    step = trainer.begin(MANIFEST, 0, PLAN)
+    for number in range(3):
+        step.add(number, made[number])
+    assert shared[0].grad.data_ptr() != shared[1].grad.data_ptr()
+    assert shared[0].grad.abs().max() > 0
+    assert torch.equal(shared[0].grad, shared[1].grad)
+    norm = float(torch.cat([p.grad for p in shared]).norm())
+    assert step.commit().gradient_norm == pytest.approx(norm)
 
 
 def test_in_fixed_order_every_order_of_arrival_gives_the_same_bits(model, groups):
