@@ -45,7 +45,7 @@ from engine.prompts import PromptSource
 from engine.rewards.reward import Reward
 from engine.rollout.queue import Task
 from engine.rollout.request import Finished, Kind, Manifest, RequestId, Stream, Wait, WeightsKey, seed_of
-from engine.rollout.sampler import Plan, evaluation_plan, plan_to_dict, rollout_plan
+from engine.rollout.sampler import Plan, evaluation_plan, plan_to_dict, preview_plan, rollout_plan
 from engine.rollout.wire import finished_from_dict, task_to_dict, weights_to_list
 from engine.runtime.disk import ASK_AGAIN_SECONDS, when_there_is_room
 from engine.runtime.progress import ProgressLog
@@ -131,6 +131,8 @@ class Loop:
         self._spent_before: dict[str, float] = {}
         self._exploring_seconds = self._told_exploring = 0.0
         """GPU-seconds that spot workers explored, as the coordinator counts them; and up to the batch before."""
+        self._spot_seen = time.monotonic()
+        """When a spot node was alive, as far as is known. Gone for longer than the patience, nobody waits for one."""
         self._untold_seconds = 0.0
         """Time since the last report that belongs to the next: checkpoint and publish."""
         self.config_digest = hashlib.sha256(config.model_dump_json().encode()).hexdigest()[:16]
@@ -307,8 +309,8 @@ class Loop:
             return None
 
         def sampler_of(steps: int) -> str:
-            sampler = self.config.sampler.model_copy(update={"steps": steps})
-            return json.dumps(plan_to_dict(rollout_plan(sampler, self.config.seed, batch)))
+            plan = rollout_plan(self.config.sampler, self.config.seed, batch)
+            return json.dumps(plan_to_dict(preview_plan(plan, steps)))
 
         prompts = self.prompts.batch(batch)
         order = self.explorer.order(batch, prompts, lineage=self.lineage, version=self.iteration, sampler_of=sampler_of)
@@ -322,7 +324,6 @@ class Loop:
             return []
         results: list[Finished] = []
         poisoned = 0
-        alone_since: float | None = None
         budget = self.config.exploration.budget
         while True:
             answer = self._collect(
@@ -332,11 +333,7 @@ class Loop:
             poisoned += answer["poisoned"]
             if not isinstance(budget, CandidateBudget) or not answer["to_come"]:
                 return results
-            if set(answer["nodes"]) - {self.place.node}:
-                alone_since = None
-                continue
-            alone_since = alone_since or time.monotonic()
-            if time.monotonic() - alone_since > budget.patience_seconds:
+            if time.monotonic() - self._spot_seen > budget.patience_seconds:
                 text = f"batch {order.batch}: no spot node to explore; it goes on with {len(results)} candidates"
                 self.place.progress.write(self.lineage, Warned(text=text))
                 return results
@@ -510,7 +507,9 @@ class Loop:
     ) -> None:
         if not requests:
             return
-        shapes = {Kind.TRAIN: self.config.runtime.shape, Kind.CONTROL: self.config.runtime.shape}
+        runtime = self.config.runtime
+        # The control slice is compared by reward, not by bits: no forward pass of it is padded to the full shape.
+        shapes = {Kind.TRAIN: runtime.shape, Kind.CONTROL: min(runtime.shape, len(requests))}
         task = Task(
             requests=tuple(requests),
             weights=weights or WeightsKey(version=self.iteration),
@@ -533,6 +532,8 @@ class Loop:
         results = [finished_from_dict(result) for result in answer["results"]]
         found = {"results": results, "blobs": blobs, "nodes": answer["nodes"], "to_come": answer["to_come"]}
         self._exploring_seconds = answer["exploring_seconds"]
+        if set(answer["nodes"]) - {self.place.node}:
+            self._spot_seen = time.monotonic()
         return found | {"poisoned": len(answer["poisoned"])}
 
     def _more_rollouts(self, batch: int, have: int, wait: bool) -> dict[str, Any]:

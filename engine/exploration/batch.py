@@ -16,7 +16,7 @@ from engine.exploration.planner import Belief, Planner, Policy
 from engine.rollout.request import Finished, Kind, RequestId, Stream, seed_of
 
 ROUNDS = 3
-"""Of a counted budget: the first gives every prompt its share evenly, the others go where the first found most."""
+"""Of a counted budget that is not shared evenly: the first gives every prompt its share evenly, the others go where the first found most."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +97,7 @@ class BatchExploration:
             return self._ask(left)
         first = max(self.order.keep * len(self.order.prompts), self.order.counted // 2)
         later = -(-(self.order.counted - first) // (ROUNDS - 1))
-        return () if self.pending else self._ask(min(left, later if self._asked else first))
+        return () if self.pending else self._ask(min(left, self._passes(later if self._asked else first)))
 
     def took(self, requests: Iterable[RequestId]) -> None:
         """These were asked for by an earlier process."""
@@ -119,6 +119,10 @@ class BatchExploration:
     def beliefs(self) -> dict[str, Belief]:
         """What is known of the prompts, for a later order's `priors`."""
         return self._planner.beliefs()
+
+    def _passes(self, count: int) -> int:
+        """So many, in whole forward passes: a pass that is not full takes as long as one that is."""
+        return -(-count // self.order.shape) * self.order.shape
 
     def _ask(self, count: int) -> tuple[RequestId, ...]:
         chosen = tuple(self._request(prompt, index) for prompt, index in self._planner.ask(max(0, count)))

@@ -47,7 +47,7 @@ class Explorer:
     ) -> ExplorationOrder | None:
         """How to explore a batch with the weights that are live now; None when it is not to be explored.
 
-        `sampler_of`: the batch's sampler plan with so many steps, as JSON.
+        `sampler_of`: the first so many steps of the batch's sampler plan, as JSON.
         """
         exploration, keep = self._config.exploration, self._config.algorithm.images_per_prompt
         budget = exploration.budget

@@ -37,7 +37,7 @@ class Profile:
     shape: int
     """Pictures per forward pass."""
     steps: int
-    """Denoising steps; with fewer than training takes, a seed's noise path is another one."""
+    """Denoising steps; with fewer than training takes, what the network foresees after them is judged."""
     scorer: Literal["reward", "student"]
     """The reward itself, or a cheap model that imitates it."""
 

@@ -3,11 +3,12 @@
 A denoising step takes x at noise level s to x at the next level. As a policy it is a Gaussian around a mean that the
 network decides, with a standard deviation that the plan decides (research notes rl 1.1):
 
-    ode       mean = x + v dt,  std = 0
-    flow-sde  Flow-GRPO's stochastic differential equation (arXiv 2505.05470)
-    cps       coefficient-preserving sampling (arXiv 2509.05952): no noise is left over in the picture
+    ode        mean = x + v dt,  std = 0
+    flow-sde   Flow-GRPO's stochastic differential equation (arXiv 2505.05470): more noise where there is more
+    dance-sde  DanceGRPO's (arXiv 2505.07818): the same amount of noise at every level
+    cps        coefficient-preserving sampling (arXiv 2509.05952): no noise is left over in the picture
 
-All three means are linear in x and in the velocity v, so a plan is a table of three numbers a step, and rows of
+All means are linear in x and in the velocity v, so a plan is a table of three numbers a step, and rows of
 one batch may stand at different steps (several steps of a trajectory in one forward pass, TSP).
 
 The promises: everything here is fp32 whatever the network computes in; a row never depends on its neighbours;
@@ -25,11 +26,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from engine.config import SamplerConfig
+from engine.config import SamplerConfig, WindowConfig
 from engine.models.adapter import Conditioning, DiTAdapter
 from engine.rollout.noise import NOISE_VERSION, noise_rows
 
-SamplerName = Literal["ode", "flow-sde", "cps"]
+SamplerName = Literal["ode", "flow-sde", "dance-sde", "cps"]
 
 _HALF_LOG_TWO_PI = 0.5 * log(2.0 * pi)
 
@@ -70,23 +71,37 @@ def sigma_schedule(steps: int, shift: float) -> tuple[float, ...]:
 
 
 def rollout_plan(config: SamplerConfig, run_seed: int, batch: int) -> Plan:
-    """The plan of one training batch. With a window, its position is drawn from (run seed, batch)."""
+    """The plan of one training batch. With a window, its position follows from (run seed, batch)."""
     last = config.steps - 1
     if config.noise_level == 0:
         random_steps = range(0)
     elif config.window is None:
         random_steps = range(last)
     else:
-        end = config.window.last or last
-        positions = end - config.window.size - config.window.first + 1
-        start = config.window.first + _draw(run_seed, batch, positions)
-        random_steps = range(start, start + config.window.size)
+        random_steps = _window(config.window, last, run_seed, batch)
     return _plan(
         name=config.name if random_steps else "ode",
         sigmas=sigma_schedule(config.steps, config.shift),
         stochastic=tuple(step in random_steps for step in range(config.steps)),
         noise_level=config.noise_level,
         guidance=config.guidance,
+    )
+
+
+def preview_plan(plan: Plan, steps: int) -> Plan:
+    """The first steps of a plan, the last of them straight to the picture that the network foresees from there.
+
+    The noise path is the plan's own, so a seed's preview says something about its picture, at steps / plan.steps of the
+    cost. The plan itself when it has no more steps than that.
+    """
+    if steps >= plan.steps:
+        return plan
+    return _plan(
+        name=plan.name,
+        sigmas=(*plan.sigmas[:steps], 0.0),
+        stochastic=(*plan.stochastic[: steps - 1], False),
+        noise_level=plan.noise_level,
+        guidance=plan.guidance,
     )
 
 
@@ -139,8 +154,20 @@ def _plan(
     return Plan(name, sigmas, stochastic, noise_level, guidance, signature)
 
 
-def _draw(run_seed: int, batch: int, choices: int) -> int:
-    digest = hashlib.blake2b(f"window/{run_seed}/{batch}".encode(), digest_size=8).digest()
+def _window(window: WindowConfig, last: int, run_seed: int, batch: int) -> range:
+    """The random steps of a batch, all before step `last`."""
+    starts = range(window.first, (window.last or last) - window.size + 1, window.stride)
+    moved = batch // window.iterations_per_position
+    match window.order:
+        case "random":
+            start = starts[_draw(run_seed, moved, len(starts))]
+        case "sliding":
+            start = starts[moved % len(starts)]
+    return range(start, start + window.size)
+
+
+def _draw(run_seed: int, moved: int, choices: int) -> int:
+    digest = hashlib.blake2b(f"window/{run_seed}/{moved}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") % choices
 
 
@@ -156,8 +183,9 @@ def step_coefficients(plan: Plan, step: int) -> tuple[float, float, float]:
     match plan.name:
         case "flow-sde":
             # At s = 1 the formula divides by zero; upstream puts the second level into 1 - s there.
-            g2 = plan.noise_level**2 * s / (1.0 - (plan.sigmas[1] if s == 1.0 else s))
-            return 1.0 + g2 / (2.0 * s) * dt, (1.0 + g2 * (1.0 - s) / (2.0 * s)) * dt, sqrt(g2 * -dt)
+            return _sde_step(s, dt, plan.noise_level**2 * s / (1.0 - (plan.sigmas[1] if s == 1.0 else s)))
+        case "dance-sde":
+            return _sde_step(s, dt, plan.noise_level**2)
         case "cps":
             # mean = (1 - s') data + sqrt(s'^2 - std^2) noise, with data = x - s v and noise = x + (1 - s) v.
             std = s_next * sin(plan.noise_level * pi / 2.0)
@@ -165,6 +193,15 @@ def step_coefficients(plan: Plan, step: int) -> tuple[float, float, float]:
             return 1.0 - s_next + kept, kept * (1.0 - s) - (1.0 - s_next) * s, std
         case "ode":
             raise ValueError("an ODE plan has no stochastic steps")
+
+
+def _sde_step(s: float, dt: float, g2: float) -> tuple[float, float, float]:
+    """(a, b, std) of an Euler step of dx = (v - g2 / 2 score) ds + sqrt(g2) dw, which runs from s = 1 to 0.
+
+    Its pictures are distributed as those of dx = v ds whatever g2 is, in the limit of small steps and for the exact v:
+    the score is that of x at s, -(x - (1 - s) data) / s^2 = -(x + (1 - s) v) / s.
+    """
+    return 1.0 + g2 / (2.0 * s) * dt, (1.0 + g2 * (1.0 - s) / (2.0 * s)) * dt, sqrt(g2 * -dt)
 
 
 @lru_cache(maxsize=64)

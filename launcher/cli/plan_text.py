@@ -5,10 +5,9 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-from engine.config import CandidateBudget
-from engine.exploration.value import ASSUMED_RHO, selection_gain, variance_gain
 from launcher.job import Job
 from launcher.money import dollars, duration, hourly
+from launcher.placement.exploration import exploration_outlook
 from launcher.placement.plan import Plan
 
 
@@ -48,32 +47,31 @@ def plan_lines(job: Job, plan: Plan) -> Iterator[str]:
 
 def exploration_text(job: Job) -> str:
     """What exploration is expected to add, as far as that can be said before anything was measured."""
-    exploration, keep = job.exploration, job.algorithm.images_per_prompt
-    if exploration.mode == "none":
+    mode, outlook = job.exploration.mode, exploration_outlook(job)
+    if mode == "none":
         return (
             "exploration none: each prompt's first seeds are trained, and spot nodes are idle while the trainer trains"
         )
-    if not isinstance(exploration.budget, CandidateBudget):
+    if outlook is None:
         return (
-            f"exploration {exploration.mode}: as many candidates as spot nodes can try while the trainer trains; how "
-            "many is known after the first batches"
+            f"exploration {mode}: as many candidates as spot nodes can try while the trainer trains; how many is known "
+            "after the first batches"
         )
-    each = exploration.budget.candidates / job.algorithm.prompts_per_batch
-    if each <= keep:
+    each, keep = f"{outlook.candidates_per_prompt:g}", outlook.keep
+    if outlook.candidates_per_prompt <= keep:
         return (
-            f"exploration {exploration.mode} chooses nothing: {each:g} candidates a prompt, of which {keep} are "
-            "trained; raise exploration.budget.candidates"
+            f"exploration {mode} chooses nothing: {each} candidates a prompt, of which {keep} are trained; raise "
+            "exploration.budget.candidates"
         )
-    gain = selection_gain(keep / each)
-    if exploration.mode == "in-path":
+    if outlook.rho is None:
         return (
-            f"exploration in-path: {each:g} candidates a prompt, which everybody waits for; the {keep} that are "
-            f"trained should differ x{gain:.1f} as much"
+            f"exploration {mode}: {each} candidates a prompt, which everybody waits for; the {keep} that are trained "
+            f"should differ x{outlook.gain:.1f} as much"
         )
     return (
-        f"exploration stale: {each:g} candidates a prompt, tried on spot nodes while the trainer trains; the {keep} "
-        f"that are trained should differ x{variance_gain(ASSUMED_RHO, gain):.1f} as much, if old weights rank seeds with "
-        f"rho {ASSUMED_RHO} (assumed; the run measures it)"
+        f"exploration {mode}: {each} candidates a prompt, tried on spot nodes while the trainer trains; the {keep} "
+        f"that are trained should differ x{outlook.gain:.1f} as much, if old weights rank seeds with rho {outlook.rho} "
+        "(assumed; the run measures it)"
     )
 
 

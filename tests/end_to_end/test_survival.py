@@ -13,7 +13,9 @@ from engine.config import (
     EngineConfig,
     EvaluationConfig,
     ExplorationConfig,
+    ProfileConfig,
     RuntimeConfig,
+    SecondsBudget,
 )
 from engine.training.checkpoint import CheckpointStore
 from tests.engine.fleet import Fleet
@@ -24,7 +26,7 @@ CANDIDATES = 32
 CONFIG = EngineConfig(
     iterations=ITERATIONS,
     algorithm=AlgorithmConfig(prompts_per_batch=4, images_per_prompt=4),
-    exploration=ExplorationConfig(budget=CandidateBudget(candidates=CANDIDATES), shape=16),
+    exploration=ExplorationConfig(budget=CandidateBudget(candidates=CANDIDATES), profiles=(ProfileConfig(shape=16),)),
     evaluation=EvaluationConfig(prompts=16, every=100),
     runtime=RuntimeConfig(shape=8, lease_seconds=1.5, heartbeat_seconds=0.3, trainer_threads=1),
 )
@@ -122,5 +124,40 @@ def test_a_run_without_any_spot_node_trains_its_batches_on_the_trainer_alone(tmp
         fleet.start("trainer")
         assert fleet.wait_until_finished().reason == "iterations"
         assert sorted(fleet.manifests()) == [0, 1]
+    finally:
+        fleet.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["SIGKILL", "SIGSTOP"])
+@pytest.mark.parametrize(
+    "budget",
+    [CandidateBudget(candidates=CANDIDATES, patience_seconds=1.0), SecondsBudget(max_candidates=64)],
+    ids=["counted", "idle-time"],
+)
+def test_exploration_pauses_while_there_is_no_spot_node_and_resumes_with_the_next(
+    tmp_path: Path, budget: CandidateBudget | SecondsBudget, number: signal.Signals
+) -> None:
+    """The trainer waits for nobody who is not there: it goes on at the plain pace, on its own."""
+    exploration = ExplorationConfig(budget=budget, profiles=(ProfileConfig(shape=16),))
+    fleet = Fleet(tmp_path, CONFIG.model_copy(update={"iterations": 40, "exploration": exploration}))
+
+    def explored() -> list[int]:
+        return [event.explored for event in fleet.events("iteration_done")]
+
+    try:
+        fleet.start("trainer")
+        fleet.start("spot-0")
+        fleet.wait_for(lambda: sum(count > 0 for count in explored()) >= 2)
+        fleet.signal_node("spot-0", number)
+        alone = len(explored())
+        # What is leased to the lost node is taken back, and what it explores is waited for, once.
+        fleet.wait_for(lambda: explored()[alone:].count(0) >= 4)
+        fleet.start("spot-1")
+        before = len(explored())
+        fleet.wait_for(lambda: any(explored()[before:]))
+        whole = [event for event in fleet.events("iteration_done")[alone:before] if event.explored == 0][1:]
+        waited = [event.wall_seconds - sum(event.phase_ms.values()) / 1000 for event in whole]
+        assert len(whole) >= 3
+        assert max(waited) < 0.5, waited
     finally:
         fleet.close()

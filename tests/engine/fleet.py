@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +35,10 @@ class Fleet:
         self.agents: dict[str, Any] = {}
         self._generation = 0
 
-    def start(self, node: str, *, workers: int = 1, module: str = "engine.runtime.agent") -> None:
-        """A node called `trainer...` trains; any other is a spot node. `module`: what it runs."""
+    def start(
+        self, node: str, *, workers: int = 1, module: str = "engine.runtime.agent", cores: Sequence[int] | None = None
+    ) -> None:
+        """A node called `trainer...` trains; any other is a spot node. `module`: what it runs. `cores`: its own."""
         folder = self.folder / "nodes" / node
         (folder / "logs").mkdir(parents=True, exist_ok=True)
         trains = node.startswith("trainer")
@@ -55,7 +57,12 @@ class Fleet:
             workdir=None if self.workdir is None else str(self.workdir),
         )
         (folder / "node.json").write_text(spec.model_dump_json())
-        self.agents[node] = self._spawn(module, folder / "node.json", folder / "logs" / "agent.log")
+        everyone = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, cores or everyone)  # what a node starts keeps to its cores from the first moment on
+        try:
+            self.agents[node] = self._spawn(module, folder / "node.json", folder / "logs" / "agent.log")
+        finally:
+            os.sched_setaffinity(0, everyone)
 
     def _spawn(self, module: str, node_file: Path, log: Path) -> Any:
         with log.open("ab") as file:

@@ -2,6 +2,7 @@
 
 import json
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -21,11 +22,15 @@ from engine.rollout.sampler import (
     replay,
     rollout_plan,
     sigma_schedule,
+    step_coefficients,
     transition,
 )
 
 SDE = rollout_plan(SamplerConfig(name="flow-sde", noise_level=0.7), run_seed=0, batch=0)
+DANCE = rollout_plan(SamplerConfig(name="dance-sde", noise_level=0.3), run_seed=0, batch=0)
 CPS = rollout_plan(SamplerConfig(name="cps", noise_level=0.7), run_seed=0, batch=0)
+RANDOM = ["flow-sde", "dance-sde", "cps"]
+every_plan = pytest.mark.parametrize("plan", [SDE, DANCE, CPS], ids=RANDOM)
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +84,27 @@ def test_a_window_never_holds_the_final_step():
     assert rollout_plan(config, run_seed=0, batch=0).trained_steps == (0, 1, 2)
 
 
+def starts(config, batches):
+    return [rollout_plan(config, run_seed=3, batch=batch).trained_steps[0] for batch in range(batches)]
+
+
+def test_a_sliding_window_moves_towards_the_picture_and_begins_again():
+    window = WindowConfig(size=2, order="sliding", iterations_per_position=2)
+    assert starts(SamplerConfig(steps=6, window=window), 10) == [0, 0, 1, 1, 2, 2, 3, 3, 0, 0]
+
+
+def test_a_sliding_window_keeps_its_stride_and_its_bounds():
+    window = WindowConfig(size=2, first=1, last=7, order="sliding", stride=3)
+    assert starts(SamplerConfig(steps=10, window=window), 4) == [1, 4, 1, 4]
+
+
+def test_a_random_window_keeps_its_place_for_as_many_iterations_as_a_sliding_one():
+    config = SamplerConfig(window=WindowConfig(stride=2, iterations_per_position=4))
+    found = starts(config, 64)
+    assert all(len(set(found[batch : batch + 4])) == 1 for batch in range(0, 64, 4))
+    assert set(found) == {0, 2, 4}
+
+
 def test_evaluation_has_no_random_step():
     plan = evaluation_plan(SamplerConfig(shift=3.0), steps=5)
     assert plan.stochastic == (False,) * 5
@@ -97,9 +123,10 @@ def test_a_plan_made_by_other_rules_is_refused():
 
 
 def test_whatever_decides_a_ranking_changes_the_signature():
-    changes = [
+    changes: list[dict[str, Any]] = [
         {},
         {"name": "cps"},
+        {"name": "dance-sde"},
         {"steps": 9},
         {"noise_level": 0.6},
         {"shift": 1.1},
@@ -111,10 +138,15 @@ def test_whatever_decides_a_ranking_changes_the_signature():
     assert SDE.signature.startswith("flow-sde-8-n1-")
 
 
+def test_cps_cannot_draw_more_than_all_of_the_noise_anew():
+    with pytest.raises(ValueError, match=r"noise_level is 1\.2, but cps"):
+        SamplerConfig(name="cps", noise_level=1.2)
+
+
 # --- one step
 
 
-@pytest.mark.parametrize("name", ["flow-sde", "cps"])
+@pytest.mark.parametrize("name", RANDOM)
 def test_noise_level_0_reproduces_euler_exactly(name):
     plan = rollout_plan(SamplerConfig(name=name, noise_level=0.0), run_seed=0, batch=0)
     x, velocity = some_rows()
@@ -125,7 +157,7 @@ def test_noise_level_0_reproduces_euler_exactly(name):
         assert not std.any()
 
 
-@pytest.mark.parametrize("name", ["flow-sde", "cps"])
+@pytest.mark.parametrize("name", RANDOM)
 def test_little_noise_is_close_to_euler(name):
     plan = rollout_plan(SamplerConfig(name=name, noise_level=1e-4), run_seed=0, batch=0)
     x, velocity = some_rows()
@@ -153,6 +185,26 @@ def test_the_first_flow_sde_step_borrows_the_second_noise_level():
     torch.testing.assert_close(mean, x * (1 - g2 / 2 * 0.125) - velocity * 0.125)
 
 
+def test_dance_sde_step_by_hand():
+    # s = 0.5, dt = -0.125, eta = 0.3: g^2 / (2 s) = 0.09.
+    assert step_coefficients(DANCE, 4) == pytest.approx((1 - 0.09 / 8, -(1 + 0.09 / 2) / 8, 0.3 * math.sqrt(1 / 8)))
+
+
+@pytest.mark.parametrize("step", range(7))
+def test_dance_sde_step_is_that_of_the_paper(step):
+    x, velocity = some_rows()
+    mean, std = transition(DANCE, x, velocity, steps_of(step))
+    s, dt, eta = DANCE.sigmas[step], -0.125, 0.3
+    score = -(x - (1 - s) * (x - s * velocity)) / s**2
+    torch.testing.assert_close(mean, x + velocity * dt - eta**2 / 2 * score * dt, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(std, torch.full((4,), eta * math.sqrt(0.125)))
+
+
+@every_plan
+def test_the_final_step_is_eulers(plan):
+    assert step_coefficients(plan, 7) == (1.0, -0.125, 0.0)
+
+
 @pytest.mark.parametrize("step", range(7))
 def test_cps_keeps_the_noise_level_of_the_schedule(step):
     # With the true velocity x is (1 - s) data + s noise; what is not data must keep the size s' of the next level.
@@ -169,7 +221,7 @@ def test_cps_keeps_the_data_of_the_schedule():
     torch.testing.assert_close(mean, (1 - CPS.sigmas[4]) * data)
 
 
-@pytest.mark.parametrize("plan", [SDE, CPS], ids=["flow-sde", "cps"])
+@every_plan
 def test_many_steps_have_the_mean_and_std_of_the_formula(plan):
     class Still:
         """A network whose velocity is x."""
@@ -180,12 +232,13 @@ def test_many_steps_have_the_mean_and_std_of_the_formula(plan):
     count = 20_000
     x = torch.full((count, 1, 2), 0.5)
     mean, std = transition(plan, x[:1], x[:1], steps_of(4, 1))
-    next_x, _ = advance(Still(), plan, {}, range(count), x, 4)
+    still: Any = Still()
+    next_x, _ = advance(still, plan, {}, range(count), x, 4)
     assert next_x.mean().item() == pytest.approx(mean.mean().item(), abs=4 * std.item() / math.sqrt(2 * count))
     assert next_x.std().item() == pytest.approx(std.item(), rel=0.02)
 
 
-@pytest.mark.parametrize("plan", [SDE, CPS], ids=["flow-sde", "cps"])
+@every_plan
 def test_rows_at_mixed_steps_equal_the_same_rows_at_uniform_steps(plan):
     x, velocity = some_rows(8)
     mixed = torch.arange(8)
@@ -200,6 +253,51 @@ def test_half_precision_velocities_are_worked_with_in_fp32():
     x, velocity = some_rows()
     mean, std = transition(SDE, x, velocity.bfloat16(), steps_of(1))
     assert mean.dtype == std.dtype == torch.float32
+
+
+# --- what many steps make of noise
+
+
+def variance_error(name, noise_level, steps, spread):
+    """Relative error of the pictures' variance, where data are normal around 0.5 with variance `spread`.
+
+    Exact: the velocity of such data is linear in x, so mean and variance follow from step to step.
+    """
+    plan = rollout_plan(SamplerConfig(name=name, noise_level=noise_level, steps=steps), run_seed=0, batch=0)
+    mean, variance = 0.0, 1.0
+    for step, s in enumerate(plan.sigmas[:-1]):
+        # v = E[noise - data | x] = slope (x - (1 - s) 0.5) - 0.5
+        slope = (s - (1 - s) * spread) / (s**2 + (1 - s) ** 2 * spread)
+        keep, move, std = step_coefficients(plan, step)
+        velocity = slope * (mean - (1 - s) * 0.5) - 0.5
+        mean, variance = keep * mean + move * velocity, (keep + move * slope) ** 2 * variance + std**2
+    assert mean == pytest.approx(0.5)
+    return variance / spread - 1
+
+
+@pytest.mark.parametrize("spread", [0.25, 1.0])
+@pytest.mark.parametrize(("name", "noise_level"), [("dance-sde", 0.3), ("dance-sde", 0.7), ("flow-sde", 1.2)])
+def test_small_sde_steps_keep_the_distribution_of_the_ode(name, noise_level, spread):
+    coarse, fine = (abs(variance_error(name, noise_level, steps, spread)) for steps in (50, 800))
+    assert fine < 0.004
+    assert fine < coarse / 4
+
+
+def test_flow_sde_gets_there_slowly_because_its_first_step_is_never_small():
+    # The first step adds noise of a^2 however many there are; what it does is forgotten as steps^(-a^2).
+    errors = [variance_error("flow-sde", 0.7, steps, 1.0) for steps in (400, 1600, 6400)]
+    assert 0.01 > errors[0] > errors[1] > errors[2] > 0
+
+
+def test_cps_keeps_the_distribution_if_its_noise_shrinks_with_the_steps():
+    errors = [abs(variance_error("cps", 2 / math.sqrt(steps), steps, 0.25)) for steps in (50, 800)]
+    assert errors[1] < 0.01
+    assert errors[1] < errors[0] / 4
+
+
+def test_cps_at_a_fixed_level_narrows_data_that_are_spread():
+    # It treats the predicted picture as the true one; where pictures of one prompt differ, they come out too alike.
+    assert variance_error("cps", 0.7, 1600, 0.25) == pytest.approx(-0.28, abs=0.01)
 
 
 # --- log-probs
@@ -217,6 +315,7 @@ def test_an_ode_step_has_log_prob_0_and_no_gradient():
     value = log_prob(torch.zeros(1, 2, 2), mean, torch.zeros(1))
     value.sum().backward()
     assert value.item() == 0.0
+    assert mean.grad is not None
     assert not mean.grad.any()
 
 
@@ -229,7 +328,7 @@ def test_log_prob_gradient_agrees_with_finite_differences():
 # --- with a network
 
 
-@pytest.mark.parametrize("plan", [SDE, CPS], ids=["flow-sde", "cps"])
+@every_plan
 def test_the_ratio_is_1_before_the_weights_change(adapter, plan):
     conditioning = adapter.encode(["1234", "5678"])
     x = initial([7, 8], adapter.latent_shape())
@@ -283,4 +382,4 @@ def test_going_on_from_a_committed_step_gives_the_same_picture(adapter):
 def test_an_ode_plan_with_random_steps_is_a_mistake():
     plan = Plan("ode", (1.0, 0.5, 0.0), (True, False), 0.7, 1.0, "broken")
     with pytest.raises(ValueError, match="no stochastic steps"):
-        transition(plan, *some_rows(1), steps_of(0, 1))
+        step_coefficients(plan, 0)

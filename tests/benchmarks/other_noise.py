@@ -1,0 +1,62 @@
+"""A spot node that explores with another noise path: what it finds says nothing about the seeds that are trained.
+
+    python -m tests.benchmarks.other_noise node.json
+
+The control of the exploration benchmark: the same agent, the same work in the same time, and no knowledge.
+"""
+
+import sys
+from dataclasses import replace
+from typing import Any
+
+import engine.runtime.agent
+from engine.config import NodeSpec
+from engine.rollout.request import Kind, Work
+from engine.runtime.agent import Agent
+from engine.runtime.worker import Worker
+
+OTHER = 0x5DEECE66D
+"""What a seed is changed by."""
+
+
+class Control(Agent):
+    """An agent whose workers are `run_other_noise`."""
+
+    def _child(self, name: str, *arguments: Any) -> Any:
+        ready = super()._child(name, *arguments)
+        child, spec_json = self.children[-1], self.spec.model_dump_json()
+
+        def start() -> Any:
+            target = (spec_json, child.beat, *arguments, ready)
+            process = self.context.Process(target=run_other_noise, args=target)
+            process.start()
+            return process
+
+        child.start = start
+        return ready
+
+
+def run_other_noise(spec_json: str, *arguments: Any) -> None:
+    """A worker as it ships, but candidates are drawn from the noise of other seeds."""
+    from engine.runtime.processes import run_worker
+
+    Worker._denoise = _other_noise(Worker._denoise)  # type: ignore[method-assign]
+    run_worker(NodeSpec.model_validate_json(spec_json), *arguments)
+
+
+def _other_noise(denoise: Any) -> Any:
+    def changed(worker: Worker, work: Work) -> Any:
+        if work.attempts[0].request.kind is Kind.EXPLORE:
+            attempts = tuple(
+                replace(attempt, request=replace(attempt.request, seed=attempt.request.seed ^ OTHER))
+                for attempt in work.attempts
+            )
+            return denoise(worker, replace(work, attempts=attempts))
+        return denoise(worker, work)
+
+    return changed
+
+
+if __name__ == "__main__":
+    engine.runtime.agent.Agent = Control  # type: ignore[misc]
+    sys.exit(engine.runtime.agent.main())
