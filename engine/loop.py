@@ -131,8 +131,9 @@ class Loop:
         self._spent_before: dict[str, float] = {}
         self._exploring_seconds = self._told_exploring = 0.0
         """GPU-seconds that spot workers explored, as the coordinator counts them; and up to the batch before."""
-        self._spot_seen = time.monotonic()
-        """When a spot node was alive, as far as is known. Gone for longer than the patience, nobody waits for one."""
+        self._alone_since: float | None = None
+        """Since when the coordinator says that there is no spot node; None while there is one."""
+        self._told_alone = False
         self._untold_seconds = 0.0
         """Time since the last report that belongs to the next: checkpoint and publish."""
         self.config_digest = hashlib.sha256(config.model_dump_json().encode()).hexdigest()[:16]
@@ -324,19 +325,26 @@ class Loop:
             return []
         results: list[Finished] = []
         poisoned = 0
-        budget = self.config.exploration.budget
         while True:
-            answer = self._collect(
-                Kind.EXPLORE, order.batch, len(results), wait=order.counted is not None, poisoned=poisoned
-            )
+            wait = order.counted is not None and not self._is_alone()
+            answer = self._collect(Kind.EXPLORE, order.batch, len(results), wait=wait, poisoned=poisoned)
             results += answer["results"]
             poisoned += answer["poisoned"]
-            if not isinstance(budget, CandidateBudget) or not answer["to_come"]:
+            if order.counted is None or not answer["to_come"]:
                 return results
-            if time.monotonic() - self._spot_seen > budget.patience_seconds:
-                text = f"batch {order.batch}: no spot node to explore; it goes on with {len(results)} candidates"
-                self.place.progress.write(self.lineage, Warned(text=text))
+            if self._is_alone():
+                if not self._told_alone:
+                    text = f"batch {order.batch}: no spot node to explore; it goes on with {len(results)} candidates"
+                    self.place.progress.write(self.lineage, Warned(text=text))
+                self._told_alone = True
                 return results
+
+    def _is_alone(self) -> bool:
+        """Whether spot nodes are gone for longer than a counted budget is patient, as far as was heard."""
+        budget = self.config.exploration.budget
+        if self._alone_since is None or not isinstance(budget, CandidateBudget):
+            return False
+        return time.monotonic() - self._alone_since > budget.patience_seconds
 
     def _judge(self, manifest: Manifest, rollouts: Rollouts) -> None:
         """Compare fresh rewards with the stale ones that chose the seeds, and say what is known now."""
@@ -532,8 +540,9 @@ class Loop:
         results = [finished_from_dict(result) for result in answer["results"]]
         found = {"results": results, "blobs": blobs, "nodes": answer["nodes"], "to_come": answer["to_come"]}
         self._exploring_seconds = answer["exploring_seconds"]
-        if set(answer["nodes"]) - {self.place.node}:
-            self._spot_seen = time.monotonic()
+        has_spot = bool(set(answer["nodes"]) - {self.place.node})
+        self._alone_since = None if has_spot else self._alone_since or time.monotonic()
+        self._told_alone = self._told_alone and not has_spot
         return found | {"poisoned": len(answer["poisoned"])}
 
     def _more_rollouts(self, batch: int, have: int, wait: bool) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from engine.exploration.planner import Belief, Planner, Policy
 from engine.rollout.request import Finished, Kind, RequestId, Stream, seed_of
 
 ROUNDS = 3
-"""Of a counted budget that is not shared evenly: the first gives every prompt its share evenly, the others go where the first found most."""
+"""Of a counted budget that the planner shares out: the first round is even, the others go where it found most."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,9 @@ QUANTILE = 0.25
 GUARD_SECONDS = 0.5
 """Kept free at the end, for results on their way and for choosing seeds. Assumed."""
 
+GUARD_SHARE = 0.1
+"""Of a training phase: no more than this is kept free, however short it is."""
+
 PHASES = 16
 """Training phases that count: older ones had another trainer, batch or load."""
 
@@ -31,8 +34,8 @@ def seconds_until_trained(
 
     phase_seconds    durations of earlier phases, newest last
     elapsed_seconds  how long this one has been running
-    returns          the `quantile` of those phases that took longer than this one has so far, less the guard; 0 when
-                     none did, as then nothing is known to be left
+    returns          the `quantile` of those phases that took longer than this one has so far, less the guard (at most
+                     `GUARD_SHARE` of it); 0 when none did, as then nothing is known to be left
     raises           ValueError: a quantile outside 0 to 1
     """
     if not 0.0 <= quantile <= 1.0:
@@ -42,7 +45,8 @@ def seconds_until_trained(
     longer = sorted(seconds for seconds in phase_seconds[-PHASES:] if seconds > elapsed_seconds)
     if not longer:
         return 0.0
-    return max(0.0, longer[int(quantile * (len(longer) - 1))] - elapsed_seconds - guard_seconds)
+    expected = longer[int(quantile * (len(longer) - 1))]
+    return max(0.0, expected - elapsed_seconds - min(guard_seconds, GUARD_SHARE * expected))
 
 
 def candidates_that_fit(

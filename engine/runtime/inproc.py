@@ -14,6 +14,7 @@ from engine.loop import Loop, Place
 from engine.models.adapter import DiTAdapter
 from engine.models.load import load_adapter, trainable
 from engine.prompts import prompt_source
+from engine.rewards.load import load_student
 from engine.rewards.reward import Reward
 from engine.rollout.request import Exit
 from engine.rollout.wire import Blobs
@@ -78,6 +79,7 @@ def build_inproc(
             adapter=adapter,
             parameters=trainable(adapter),
             reward=reward,
+            student=lambda: load_student(config),
             clock=clock,
             heartbeat_seconds=config.runtime.heartbeat_seconds,
             overlap_scoring=False,

@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,7 @@ def engine_config(arm: Arm, settings: Settings, seed: int) -> EngineConfig:
 # --- cells ----------------------------------------------------------------------------------------------------
 
 
+@cache
 def code_version() -> str:
     """Of everything that decides what a run does: the engine and its weights."""
     digest = blake2b(digest_size=6)
@@ -147,11 +149,15 @@ def code_version() -> str:
     return digest.hexdigest()
 
 
+def piece_of(name: str, arm: Arm, settings: Settings, seed: int, *, checked: bool = False) -> Path:
+    """Where a cell is stored."""
+    what = json.dumps([asdict(arm), asdict(settings), seed, checked], sort_keys=True)
+    return PIECES / code_version() / f"{name}-{seed}-{blake2b(what.encode(), digest_size=4).hexdigest()}.json"
+
+
 def stored_or_run(name: str, arm: Arm, settings: Settings, seed: int, *, checked: bool = False) -> Cell:
     """The cell of this arm and seed: from its file if this code and these settings made it, else from a run."""
-    what = json.dumps([asdict(arm), asdict(settings), seed, checked], sort_keys=True)
-    key = blake2b(what.encode(), digest_size=4).hexdigest()
-    path = PIECES / code_version() / f"{name}-{seed}-{key}.json"
+    path = piece_of(name, arm, settings, seed, checked=checked)
     if path.exists():
         raw = json.loads(path.read_text())
         curves = {name: {int(k): v for k, v in raw[name].items()} for name in ("curve", "manifests")}

@@ -2,18 +2,17 @@
 
     python -m tests.benchmarks.planner --json
 
-Matrices of rewards [prompt, seed], made by rule and recorded (tests/data/rewards/*.csv: prompt, seed, graded, strict).
+Matrices of rewards [prompt, seed], made by rule and recorded (tests/data/rewards/*.csv, by
+tests/benchmarks/record_rewards.py). Recorded ones are graded and strict, of the same pictures.
 A policy is told the rewards of what it asks for; all policies see the same matrices, and each is asked for a few
 candidates at a time, as workers do. Nothing but the kept variance counts.
 """
 
 import argparse
-import csv
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import get_args
 
 import numpy as np
@@ -21,7 +20,8 @@ from numpy.typing import NDArray
 
 from engine.exploration.planner import Planner, Policy
 from engine.exploration.selection import kept_variance
-from tests.benchmarks.page import ROOT, load_now, publish
+from tests.benchmarks.page import load_now, publish
+from tests.benchmarks.record_rewards import JOBS, REWARDS, read_rewards
 
 KEEP = 8
 BUDGETS = (1.0, 1.5, 2.0, 3.0)
@@ -36,17 +36,13 @@ ROUNDS = 60
 EXTREME = "bernoulli beta(.5,.5)"
 LIKE_MEASURED = "bernoulli beta(2,4)"
 """Chances of success as rl 4.5 measured them: .10 to .52 in most prompts."""
-RECORDED = ROOT / "tests/data/rewards"
-TASKS = ("digits-ocr",)
-"""Recordings there should be, by the beginning of the file's name."""
-
 Matrix = NDArray[np.float64]
 Generator = np.random.Generator
 
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """A source of matrices [prompts, seeds]; of strict ones made by rule, with each prompt's chance of 1 [prompts]."""
+    """A source of matrices [prompts, seeds]; of strict ones, with each prompt's chance of 1 [prompts]."""
 
     draw: Callable[[Generator], tuple[Matrix, Matrix | None]]
     strict: bool
@@ -78,25 +74,10 @@ def equal_levels(draw: Generator) -> tuple[Matrix, Matrix | None]:
     return draw.binomial(4, 0.8, (PROMPTS, SEEDS)) / 4, None
 
 
-def recorded(matrix: Matrix) -> Callable[[Generator], tuple[Matrix, Matrix | None]]:
-    """The recorded rewards with the seeds of each prompt in another order."""
-    return lambda draw: (draw.permuted(matrix, axis=1), None)
-
-
-def read_matrices(path: Path) -> dict[str, Matrix]:
-    """Matrices of a recording by column, cut to the number of finite seeds that every prompt has."""
-    found: dict[str, dict[str, list[float]]] = {"graded": {}, "strict": {}}
-    with path.open(newline="") as file:
-        for row in csv.DictReader(file):
-            for column, by_prompt in found.items():
-                reward = float(row[column])
-                if np.isfinite(reward):
-                    by_prompt.setdefault(row["prompt"], []).append(reward)
-    return {
-        column: np.array([rewards[: min(map(len, by_prompt.values()))] for rewards in by_prompt.values()])
-        for column, by_prompt in found.items()
-        if by_prompt
-    }
+def recorded(matrix: Matrix, strict: bool) -> Callable[[Generator], tuple[Matrix, Matrix | None]]:
+    """The recorded rewards with the seeds of each prompt in another order; the chance is what all seeds show."""
+    rates = matrix.mean(axis=1) if strict else None
+    return lambda draw: (draw.permuted(matrix, axis=1), rates)
 
 
 def data_sets() -> dict[str, Data]:
@@ -107,9 +88,10 @@ def data_sets() -> dict[str, Data]:
         EXTREME: Data(draw=bernoulli(0.5, 0.5), strict=True),
         LIKE_MEASURED: Data(draw=bernoulli(2.0, 4.0), strict=True),
     }
-    for path in sorted(RECORDED.glob("*.csv")):
-        for column, matrix in read_matrices(path).items():
-            found[f"{path.stem} {column}"] = Data(draw=recorded(matrix), strict=column == "strict", recorded=True)
+    for path in sorted(REWARDS.glob("*.csv")):
+        for column, matrix in read_rewards(path).items():
+            strict = column == "strict"
+            found[f"{path.stem} {column}"] = Data(draw=recorded(matrix, strict), strict=strict, recorded=True)
     return found
 
 
@@ -258,6 +240,7 @@ def main() -> None:
     milliseconds = {"strict": plan_ms(strict=True), "graded": plan_ms(strict=False)}
     played = {name: play(one, options.rounds) for name, one in data.items()}
     ratios = {name: two_for_three(played[name]) for name, one in data.items() if one.strict}
+    bounds = {name: two_for_three(played[name], "knows rates") for name in ratios}
     counted = [name for name in ratios if data[name].recorded] or [LIKE_MEASURED]
     scores = {name: against_uniform(played[name]) for name, one in data.items() if not one.strict}
     publish(
@@ -268,6 +251,7 @@ def main() -> None:
             "bayes_2x_vs_uniform_3x_strict": statistics.fmean(ratios[name] for name in counted),
             "counted_in_bayes_2x_vs_uniform_3x_strict": counted,
             "bayes_2x_vs_uniform_3x": ratios,
+            "knows_rates_2x_vs_uniform_3x": bounds,
             "bayes_vs_uniform_graded_z": min(scores.values()),
             "bayes_vs_uniform_z": scores,
             "plan_ms_64_prompts": max(milliseconds.values()),
@@ -313,7 +297,7 @@ it is worse than `uniform` where prompts are alike.
 
 
 def missing_tasks(data: Sequence[str] | Mapping[str, Data]) -> list[str]:
-    return [task for task in TASKS if not any(name.startswith(task) for name in data)]
+    return [task for task in JOBS if not any(name.startswith(task) for name in data)]
 
 
 if __name__ == "__main__":

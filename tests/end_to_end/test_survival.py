@@ -128,11 +128,13 @@ def test_a_run_without_any_spot_node_trains_its_batches_on_the_trainer_alone(tmp
         fleet.close()
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["SIGKILL", "SIGSTOP"])
 @pytest.mark.parametrize(
-    "budget",
-    [CandidateBudget(candidates=CANDIDATES, patience_seconds=1.0), SecondsBudget(max_candidates=64)],
-    ids=["counted", "idle-time"],
+    ("budget", "number"),
+    [
+        (CandidateBudget(candidates=CANDIDATES, patience_seconds=1.0), signal.SIGKILL),
+        (SecondsBudget(max_candidates=64), signal.SIGSTOP),
+    ],
+    ids=["counted-SIGKILL", "idle-time-SIGSTOP"],
 )
 def test_exploration_pauses_while_there_is_no_spot_node_and_resumes_with_the_next(
     tmp_path: Path, budget: CandidateBudget | SecondsBudget, number: signal.Signals

@@ -37,7 +37,7 @@ TINY = EngineConfig(
     sampler=SamplerConfig(steps=3),
     algorithm=AlgorithmConfig(prompts_per_batch=2, images_per_prompt=2, updates_per_batch=2),
     exploration=ExplorationConfig(
-        budget=CandidateBudget(candidates=CANDIDATES, patience_seconds=0.05),
+        budget=CandidateBudget(candidates=CANDIDATES),
         policy="uniform",
         profiles=(ProfileConfig(shape=4),),
     ),
@@ -347,7 +347,9 @@ def test_a_control_slice_is_rolled_out_and_not_trained_and_the_ranking_is_told(t
 
 
 def test_without_a_spot_node_a_counted_budget_is_not_waited_for_longer_than_its_patience(tmp_path):
-    assert finish(TINY, tmp_path, workers=0).reason == "iterations"
+    budget = TINY.exploration.budget.model_copy(update={"patience_seconds": 0.05})
+    config = TINY.model_copy(update={"exploration": TINY.exploration.model_copy(update={"budget": budget})})
+    assert finish(config, tmp_path, workers=0).reason == "iterations"
     assert {event.explored for event in progress(tmp_path, "iteration_done")} == {0}
     assert any("no spot node to explore" in event.text for event in progress(tmp_path, "warned"))
 

@@ -19,6 +19,7 @@ from engine.rollout.sampler import (
     log_prob,
     plan_from_dict,
     plan_to_dict,
+    preview_plan,
     replay,
     rollout_plan,
     sigma_schedule,
@@ -377,6 +378,26 @@ def test_going_on_from_a_committed_step_gives_the_same_picture(adapter):
     for step in range(3, SDE.steps):
         committed, _ = advance(adapter, SDE, conditioning, seeds, committed, step)
     assert torch.equal(whole, committed)
+
+
+@every_plan
+@pytest.mark.parametrize("steps", [2, 6, 7])
+def test_a_preview_is_what_the_network_foresees_on_the_same_noise_path(adapter, plan, steps):
+    conditioning, seeds = adapter.encode(["1234", "5678"]), [1, 2]
+    x = initial(seeds, adapter.latent_shape())
+    for step in range(steps - 1):
+        x, _ = advance(adapter, plan, conditioning, seeds, x, step)
+    sigma = plan.sigmas[steps - 1]
+    with torch.no_grad():
+        foreseen = x - sigma * adapter.velocity(x, torch.full((2,), sigma), conditioning, 1.0)
+    preview = preview_plan(plan, steps)
+    assert preview.steps == steps
+    assert plan_from_dict(json.loads(json.dumps(plan_to_dict(preview)))) == preview
+    torch.testing.assert_close(denoise(adapter, preview, conditioning, seeds), foreseen)
+
+
+def test_a_preview_of_all_steps_is_the_plan_itself():
+    assert preview_plan(SDE, SDE.steps) is SDE
 
 
 def test_an_ode_plan_with_random_steps_is_a_mistake():

@@ -659,7 +659,7 @@ FATES = [getattr(World, name) for name in vars(World) if name.startswith("fate_"
 
 def _short(head: Mapping[str, Any]) -> str:
     """A call or an answer in a few words."""
-    skip = ("call", "do", "worker", "node", "of", "usage", "sampler", "dtype", "pictures", "kinds")
+    skip = ("call", "do", "worker", "node", "of", "usage", "sampler", "scorer", "dtype", "pictures", "kinds")
     said = {name: value for name, value in head.items() if name not in skip}
     for name in ("states", "attempts", "results"):
         if name in said:

@@ -1,0 +1,228 @@
+"""What an iteration of Qwen-Image would take and cost with spot H100 beside four on-demand ones. A model; no runs.
+
+Seconds are published or computed (research notes papers 4.2 and 6.2, engine 6), dollars the catalog's. How many
+candidates an arm may try is what the idle seconds of its GPUs afford, rounded down: never more than there is time for.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from engine.config import ExplorationConfig
+from engine.events import Market
+from engine.exploration.value import IterationCost, candidates_that_fit, iteration_seconds
+from launcher.market.offers import Offer, read_catalog
+from tests.benchmarks.arms import Settings
+
+ON_DEMAND_GPUS = 4
+SPOT_GPUS = (4, 8, 12)
+
+# --- seconds ----------------------------------------------------------------------------------------------------
+
+PROMPTS, IMAGES = 32, 16
+"""Of a batch: flow_grpo's and verl-omni's recipes for Qwen-Image (papers 4.2)."""
+
+GENERATION_SECONDS = 107.0
+"""Published: 512 pictures of 512 px, 10 steps, guidance 4, in 106 to 108 s. By how many GPUs is not published; the four
+of the other figures are assumed (papers 4.2)."""
+
+STEP_SECONDS, JUDGING_STEP_SECONDS = 360.0, 420.0
+"""Published: a training step on four H800, LoRA, with the pictures judged on a fifth GPU, and by the four themselves.
+H800 is taken for H100; the fifth GPU is not charged to any arm."""
+
+FORWARD_TFLOP = {512: 15.7, 1280: 119.0}
+"""Computed from the architecture, by pixels of an edge; guidance takes two of them (engine 6)."""
+
+H100_TFLOP_PER_SECOND = 989.0
+
+ROLLOUT_UTILISATION = 0.475
+"""At 1280 px: the middle of 0.45 to 0.5, from published times of pictures of 4k to 10k tokens (engine 6)."""
+
+TRAINING_UTILISATION = 0.40
+"""Assumed: the middle of 0.35 to 0.45 (engine 6)."""
+
+STEPS, TRAINED_STEPS = 10, 2
+
+FORWARDS_A_TRAINED_STEP = 2 * (1 + 3)
+"""With guidance: one forward for the old log-probability, three for the update (LoRA, activations recomputed)."""
+
+SYNC_SECONDS = 0.38 * 8 / (0.8 * 25)
+"""LoRA of rank 64 is 0.38 GB; 25 Gb/s at 80 %; nodes pass it on, so that it is waited for once (engine 6; assumed)."""
+
+CONTROL_SHARE = ExplorationConfig().random_fraction
+"""Of the candidates that were not chosen: rolled out all the same in the same idle seconds, as in the measured runs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Times:
+    """Where an iteration's seconds come from."""
+
+    name: str
+    cost: IterationCost
+    basis: str
+    own: bool = True
+    """False: not a result, but how much depends on what was assumed."""
+
+
+def iteration_cost(rollout_gpu_seconds: float, train_seconds: float, *, candidate_share: float) -> IterationCost:
+    """`candidate_share`: what a candidate costs of a rollout. Its share of the control slice is added, as if none of
+    them were chosen, so that a pool is rather too small."""
+    return IterationCost(
+        prompts=PROMPTS,
+        images_per_prompt=IMAGES,
+        reserved_gpus=ON_DEMAND_GPUS,
+        rollout_gpu_seconds=rollout_gpu_seconds,
+        candidate_gpu_seconds=rollout_gpu_seconds * (candidate_share + CONTROL_SHARE),
+        train_seconds=train_seconds,
+        sync_seconds=SYNC_SECONDS,
+    )
+
+
+def on_four_gpus(seconds: float) -> float:
+    """GPU-seconds of one picture, when the four take so long for a batch."""
+    return seconds * ON_DEMAND_GPUS / (PROMPTS * IMAGES)
+
+
+def computed_rollout(pixels: int) -> float:
+    """GPU-seconds of one picture, from operations and published utilisation."""
+    return STEPS * 2 * FORWARD_TFLOP[pixels] / (H100_TFLOP_PER_SECOND * ROLLOUT_UTILISATION)
+
+
+def computed_training(pixels: int) -> float:
+    """Seconds of a batch on the four, from operations and assumed utilisation."""
+    each = TRAINED_STEPS * FORWARDS_A_TRAINED_STEP * FORWARD_TFLOP[pixels]
+    return PROMPTS * IMAGES * each / (ON_DEMAND_GPUS * H100_TFLOP_PER_SECOND * TRAINING_UTILISATION)
+
+
+def all_times(candidate_share: float) -> tuple[Times, ...]:
+    small, large = on_four_gpus(GENERATION_SECONDS), computed_rollout(1280)
+    judged = on_four_gpus(GENERATION_SECONDS + JUDGING_STEP_SECONDS - STEP_SECONDS)
+    other = STEP_SECONDS - GENERATION_SECONDS
+    training = computed_training(1280)
+    return (
+        Times(
+            name="512 px",
+            cost=iteration_cost(small, other, candidate_share=candidate_share),
+            basis="published: generation, and the rest of a step of 360 s as training",
+        ),
+        Times(
+            name="1280 px",
+            cost=iteration_cost(large, training + other - computed_training(512), candidate_share=candidate_share),
+            basis="no time is published, so computed from operations and utilisation; training has besides, unchanged, "
+            "the seconds that operations do not explain at 512 px (assumed)",
+        ),
+        Times(
+            name="512 px, judged by the same GPUs",
+            cost=iteration_cost(judged, other, candidate_share=candidate_share),
+            basis="published: a step of 420 s; a candidate is judged as dearly as a picture that is trained",
+            own=False,
+        ),
+        Times(
+            name="1280 px, training computed",
+            cost=iteration_cost(large, training, candidate_share=candidate_share),
+            basis="operations and utilisation alone",
+            own=False,
+        ),
+        Times(
+            name="1280 px, all scaled alike",
+            cost=iteration_cost(large, other * large / small, candidate_share=candidate_share),
+            basis="training takes as many times longer than at 512 px as a rollout does",
+            own=False,
+        ),
+    )
+
+
+# --- pools ------------------------------------------------------------------------------------------------------
+
+TRAINED = Settings().trained
+"""Pictures that an iteration of a learning run trains. Pools are counted in candidates for so many."""
+
+POOLS = (72, 96, 144, 192, 288, 432)
+"""Which learning runs are made: few, so that cells share them; multiples of their 12 prompts. The last is the cap, 9
+for each trained picture, because what is gained by one more falls."""
+
+
+def affordable(cost: IterationCost, spot_gpus: int) -> float:
+    """Candidates for `TRAINED` trained pictures that fit into the idle seconds; no cap."""
+    return candidates_that_fit(cost, spot_gpus) * TRAINED / (cost.prompts * cost.images_per_prompt)
+
+
+def pool_of(candidates: float, pools: Iterable[int] = POOLS) -> int | None:
+    """The largest pool that `candidates` pay for. None: too few to choose from."""
+    return max((pool for pool in pools if pool <= candidates), default=None)
+
+
+def in_path_seconds(cost: IterationCost, spot_gpus: int, pool: int) -> float:
+    """Of an iteration: all GPUs roll out every candidate with the new weights; the chosen ones are trained as such."""
+    images = pool * cost.images_per_prompt // TRAINED
+    return iteration_seconds(replace(cost, images_per_prompt=images), spot_gpus)
+
+
+def waiting_seconds(cost: IterationCost, spot_gpus: int, pool: int) -> float:
+    """Of an iteration: the trainer waits until spot GPUs have tried a pool that may be more than fits."""
+    candidates = pool * cost.prompts * cost.images_per_prompt / TRAINED
+    idle = cost.train_seconds - cost.guard_seconds - cost.sync_seconds
+    late = candidates * cost.candidate_gpu_seconds / spot_gpus - idle
+    return iteration_seconds(cost, spot_gpus) + max(0.0, late)
+
+
+# --- prices -----------------------------------------------------------------------------------------------------
+
+DISCOUNTS = (0.25, 0.50, 0.77)
+
+LISTED = ("aws", "us-east-1", "p5.48xlarge")
+"""Whose on-demand price the discounts are off."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Price:
+    """Dollars of one H100 for an hour."""
+
+    name: str
+    on_demand: float
+    spot: float
+    source: str
+
+    @property
+    def discount(self) -> float:
+        return 1 - self.spot / self.on_demand
+
+
+def discounted() -> tuple[Price, ...]:
+    offer = _on_demand()[LISTED]
+    dollars = _of_a_gpu(offer)
+    return tuple(
+        Price(name=f"{100 * off:.0f} % off", on_demand=dollars, spot=dollars * (1 - off), source=_source(offer))
+        for off in DISCOUNTS
+    )
+
+
+def offered() -> tuple[Price, ...]:
+    """Every spot H100 of the catalog beside its region's on-demand price, smallest discount first."""
+    on_demand = _on_demand()
+    prices = [
+        Price(
+            name=f"{offer.cloud} {offer.zone}",
+            on_demand=_of_a_gpu(on_demand[offer.cloud, offer.region, offer.instance_type]),
+            spot=_of_a_gpu(offer),
+            source=_source(offer),
+        )
+        for offer in read_catalog()
+        if offer.accelerator == "H100" and offer.market is Market.SPOT
+    ]
+    return tuple(sorted(prices, key=lambda price: price.discount))
+
+
+def _on_demand() -> Mapping[tuple[str, str, str], Offer]:
+    return {
+        (offer.cloud, offer.region, offer.instance_type): offer
+        for offer in read_catalog()
+        if offer.accelerator == "H100" and offer.market is Market.ON_DEMAND
+    }
+
+
+def _of_a_gpu(offer: Offer) -> float:
+    return offer.micro_usd_per_hour / 1e6 / offer.gpus
+
+
+def _source(offer: Offer) -> str:
+    return f"{offer.source}, {offer.observed_at}"
