@@ -1,6 +1,7 @@
 """Before anything is bought: does the job's own code work? `python -m engine.preflight ENGINE_JSON [WORKDIR]`.
 
-Imports the reward and calls it once on one picture, reads the prompts, and says in one JSON line what was found.
+Reads the prompts, lets the model read some of them, imports the reward and calls it once on one picture, and says in
+one JSON line what was found.
 Exit code 0: fine; 3: {"field", "found", "remedy"}. A process of its own, so that the launcher never loads torch.
 """
 
@@ -11,7 +12,7 @@ import traceback
 
 import torch
 
-from engine.config import EngineConfig
+from engine.config import SHIPPED, EngineConfig
 from engine.models.load import load_adapter
 from engine.prompts import prompt_source
 from engine.rewards.load import load_reward
@@ -33,14 +34,22 @@ def check(config: EngineConfig, workdir: str | None) -> dict[str, object]:
         raise JobUnfit("runtime", "runtime is ray, which is not installed here", remedy)
     try:
         prompts = prompt_source(config, workdir)
-        prompt = prompts.batch(0)[0]
-        held_out = len(prompts.held_out())
+        batch, held_out = prompts.batch(0), prompts.held_out()
+        prompt = batch[0]
     except (ValueError, OSError) as error:
-        raise JobUnfit("prompts", str(error), "give `digits`, or a text file with one prompt a line") from error
+        made = ", ".join(f"`{name}`" for name in SHIPPED.values())
+        raise JobUnfit("prompts", str(error), f"give {made}, or a text file with one prompt a line") from error
     try:
         adapter = load_adapter(config.model)
     except (ValueError, OSError, KeyError) as error:
         raise JobUnfit("model", str(error), "check model.name and model.path") from error
+    try:
+        # A shipped model reads in no time; the text encoder of a large one may take seconds for each.
+        adapter.encode([*batch, *held_out] if config.model.name in SHIPPED else [prompt])
+    except (ValueError, KeyError) as error:
+        made_for = SHIPPED.get(config.model.name)
+        remedy = f"use prompts: {made_for}, or a file in its words" if made_for else "mend the prompt"
+        raise JobUnfit("prompts", f"{config.model.name} cannot read a prompt: {error}", remedy) from error
     steps = evaluation_plan(config.sampler, config.evaluation.steps).steps
     picture = adapter.decode(initial([0], adapter.latent_shape()))
     try:
@@ -60,7 +69,7 @@ def check(config: EngineConfig, workdir: str | None) -> dict[str, object]:
             f"{target.metric!r}; the reward reports {', '.join(known)}",
             f"use one of {', '.join(known)}",
         )
-    return {"prompt": prompt, "held_out": held_out, "reward": scores[0].reward, "metrics": known, "steps": steps}
+    return {"prompt": prompt, "held_out": len(held_out), "reward": scores[0].reward, "metrics": known, "steps": steps}
 
 
 def main() -> int:

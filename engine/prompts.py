@@ -19,8 +19,11 @@ from engine.shapes import Task, requests
 HELD_OUT_DIGITS = 512
 """Of the 10,000 strings of four digits, so many are never trained on."""
 
-HELD_OUT_SHAPES = 3
-"""One in so many prompts of each task of shapes is never trained on."""
+HELD_OUT_SHAPES = 2
+"""One in so many prompts of each task of shapes is never trained on ..."""
+
+HELD_OUT_OF_A_TASK = 174
+"""... but at most so many, so that the two tasks with most prompts are not nearly all that is evaluated."""
 
 SHAPES_MIX = (
     *(Task.COUNTING, Task.POSITION, Task.ATTRIBUTION, Task.COLOURS, Task.TWO, Task.COUNTING),
@@ -95,21 +98,29 @@ class DigitPrompts:
 
 @cache
 def _shapes() -> Mapping[Task, tuple[str, ...]]:
-    """All prompts of shapes by task, each in a fixed shuffled order; the first third is held out."""
+    """All prompts of shapes by task, each in a fixed shuffled order; the first ones are held out."""
     rng = random.Random(998)
     shuffled = sorted(requests(), key=lambda _: rng.random())
     return {task: tuple(request.prompt for request in shuffled if request.task is task) for task in Task}
 
 
+def _held_out_of(prompts: Sequence[str]) -> int:
+    return min(len(prompts) // HELD_OUT_SHAPES, HELD_OUT_OF_A_TASK)
+
+
 @cache
 def trained_shapes() -> Mapping[Task, tuple[str, ...]]:
     """The prompts of shapes that a run may be trained on."""
-    return {task: prompts[round(len(prompts) / HELD_OUT_SHAPES) :] for task, prompts in _shapes().items()}
+    return {task: prompts[_held_out_of(prompts) :] for task, prompts in _shapes().items()}
 
 
 def held_out_shapes() -> list[str]:
-    """The 1,081 prompts of shapes that neither the base nor any run is trained on, in the mix while it lasts."""
-    return _mixed({task: prompts[: round(len(prompts) / HELD_OUT_SHAPES)] for task, prompts in _shapes().items()}, 0)
+    """The 512 prompts of shapes that neither the base nor any run is trained on, in the mix while it lasts.
+
+    Half of the prompts of a task, and at most 174: 2 single, 78 two, 72 counting, 12 colours, 174 position and
+    174 attribution.
+    """
+    return _mixed({task: prompts[: _held_out_of(prompts)] for task, prompts in _shapes().items()}, 0)
 
 
 def _mixed(prompts: Mapping[Task, Sequence[str]], start: int) -> list[str]:

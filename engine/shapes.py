@@ -4,16 +4,16 @@ A small GenEval (djghosh13/geneval; research notes rl 1.4): the same six kinds o
 colours on white instead of photographs of objects. Model, prompts and reward all read this file.
 
     single       a cross
-    two          a circle and a square
-    counting     three triangles, two red squares
-    colours      a blue diamond
+    two          a circle and a square, a red circle and a square
+    counting     three triangles, two red squares, two circles and a cross
+    colours      a blue triangle
     position     a circle above a square, a green circle left of a blue triangle
     attribution  a red circle and a blue square
 
 The promise: a prompt and its `Request` decide one another, and the list of all prompts never changes its order.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cache
 from itertools import permutations, product
@@ -26,7 +26,8 @@ PICTURE = 36
 """Rows and columns of a picture."""
 
 SHAPE = 12
-"""Rows and columns of a shape: 6 white pixels stay between neighbours, so that noise does not join them."""
+"""Rows and columns of a shape, in the middle of a quarter of the picture: 6 white pixels stay between neighbours, so
+that noise does not join them."""
 
 COLOURS = MappingProxyType(
     {
@@ -40,9 +41,7 @@ COLOURS = MappingProxyType(
 )
 """RGB, 0 to 255: at least 144 apart, which is more than five times a noise of 0.2 in pictures of [-1, 1]."""
 
-KINDS = MappingProxyType(
-    {"square": "squares", "circle": "circles", "triangle": "triangles", "diamond": "diamonds", "cross": "crosses"}
-)
+KINDS = MappingProxyType({"square": "squares", "circle": "circles", "triangle": "triangles", "cross": "crosses"})
 """Singular to plural."""
 
 NUMBERS = MappingProxyType({2: "two", 3: "three", 4: "four"})
@@ -105,19 +104,31 @@ class Request:
 
 @cache
 def requests() -> tuple[Request, ...]:
-    """All 3,240 of them, in a fixed order. Two things always differ in kind, and in colour where they have one."""
+    """All 2,752 of them, in a fixed order. Two things always differ in kind, and in colour where both have one."""
     kinds, colours = tuple(KINDS), tuple(COLOURS)
-    pairs = [
-        (Thing(kind=kind, colour=colour), Thing(kind=other, colour=other_colour))
-        for (kind, other), (colour, other_colour) in product(permutations(kinds, 2), permutations(colours, 2))
+    plain = [(Thing(kind=kind), Thing(kind=other)) for kind, other in permutations(kinds, 2)]
+    # One of the two has a colour, the other is left open.
+    half = [
+        pair
+        for colour, (one, other) in product(colours, plain)
+        for pair in ((replace(one, colour=colour), other), (one, replace(other, colour=colour)))
     ]
-    plain_pairs = [(Thing(kind=kind), Thing(kind=other)) for kind, other in permutations(kinds, 2)]
+    full = [
+        (replace(one, colour=colour), replace(other, colour=other_colour))
+        for (one, other), (colour, other_colour) in product(plain, permutations(colours, 2))
+    ]
     return (
         *(Request(task=Task.SINGLE, things=(Thing(kind=kind),)) for kind in kinds),
-        *(Request(task=Task.TWO, things=pair) for pair in plain_pairs),
+        *(Request(task=Task.TWO, things=pair) for pair in (*plain, *half)),
         *(
             Request(task=Task.COUNTING, things=(Thing(kind=kind, colour=colour, count=count),))
             for count, colour, kind in product(NUMBERS, (None, *colours), kinds)
+        ),
+        *(
+            Request(task=Task.COUNTING, things=(replace(one, count=count), replace(other, count=other_count)))
+            for count, other_count in product((1, *NUMBERS), repeat=2)
+            if 2 < count + other_count <= max(NUMBERS)
+            for one, other in plain
         ),
         *(
             Request(task=Task.COLOURS, things=(Thing(kind=kind, colour=colour),))
@@ -125,9 +136,9 @@ def requests() -> tuple[Request, ...]:
         ),
         *(
             Request(task=Task.POSITION, things=pair, relation=relation)
-            for relation, pair in product(RELATIONS, [*plain_pairs, *pairs])
+            for relation, pair in product(RELATIONS, (*plain, *half, *full))
         ),
-        *(Request(task=Task.ATTRIBUTION, things=pair) for pair in pairs),
+        *(Request(task=Task.ATTRIBUTION, things=pair) for pair in full),
     )
 
 
@@ -161,8 +172,6 @@ def coverage(kind: str) -> NDArray[np.float32]:
             inside = x**2 + y**2 <= 1.0
         case "triangle":
             inside = np.abs(x) <= (y + 1.0) / 2.0
-        case "diamond":
-            inside = np.abs(x) + np.abs(y) <= 1.0
         case "cross":
             inside = np.minimum(np.abs(x), np.abs(y)) <= 1.0 / 3.0
         case _:

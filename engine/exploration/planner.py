@@ -18,11 +18,13 @@ is the caller's seed; what is asked next depends on what was asked and told so f
 so that `took` and `tell` restore a planner; and it may be cut short at any time.
 """
 
+from bisect import insort
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heapreplace
-from itertools import pairwise
+from itertools import chain, pairwise
 from math import isfinite
+from operator import mul
 from statistics import NormalDist
 from typing import Literal, TypedDict, get_args
 
@@ -47,6 +49,10 @@ UPPER_Z = 1.2816
 
 PATHS = 8
 """Futures looked at for graded rewards, stratified. With 16 the kept variance was the same within its error."""
+
+TOGETHER = 96
+"""Prompts x chunks ahead that are looked at in one go. Arrays of 128 KiB and more would be fresh memory each time, and
+fetching that takes longer than the sums."""
 
 DIGITS = 9
 """Gains are compared to so many decimals of the largest there can be: rounding errors must not rank equal prompts."""
@@ -77,8 +83,8 @@ class _Arm:
     prior: Belief
     asked: set[int] = field(default_factory=set)
     told: set[int] = field(default_factory=set)
-    rewards: dict[int, float] = field(default_factory=dict)
-    """Of those told, the finite ones."""
+    rewards: list[float] = field(default_factory=list)
+    """Of those told, the finite ones, ascending."""
     least: int = 0
     """All indices below were asked for."""
 
@@ -145,20 +151,19 @@ class Planner:
         if index not in arm.asked:
             raise ValueError(f"candidate {index} of {prompt!r} was not asked for; call took() for an earlier process's")
         if index not in arm.told and isfinite(reward):
-            arm.rewards[index] = reward
+            insort(arm.rewards, reward)
         arm.told.add(index)
 
     def kept_variance(self) -> dict[str, float]:
         """By prompt, of what is known now; with fewer than `keep` rewards, of all of them, and 0 without any."""
-        known = {prompt: _ascending(arm) for prompt, arm in self._arms.items()}
         return {
-            prompt: kept_variance(rewards, min(self.keep, len(rewards))) if rewards else 0.0
-            for prompt, rewards in known.items()
+            prompt: kept_variance(arm.rewards, min(self.keep, len(arm.rewards))) if arm.rewards else 0.0
+            for prompt, arm in self._arms.items()
         }
 
     def beliefs(self) -> dict[str, Belief]:
         """What a later planner takes as `priors`, by prompt; a prompt of which nothing is known is left out."""
-        moments = {prompt: _moments(_ascending(arm), **arm.prior) for prompt, arm in self._arms.items()}
+        moments = {prompt: _moments(arm.rewards, **arm.prior) for prompt, arm in self._arms.items()}
         return {
             prompt: Belief(count=count, mean=mean, variance=squares / count)
             for prompt, (count, mean, squares) in moments.items()
@@ -179,42 +184,55 @@ class Planner:
         """Up to `count` candidates, each chunk where it is worth most; of equals the prompt with fewer, in order."""
         arms = [arm for arm in self._arms.values() if len(arm.asked) < self.most]
         worth = self._worth(arms)
-        gains = worth(range(len(arms)), 3 + min(count // len(arms), self.most) // self.chunk)
-        pulls = [0] * len(arms)
+        gains = worth(range(len(arms)), 0, 1 + min(count // len(arms), self.most) // self.chunk)
+        while True:
+            pulls, unknown = self._pulls(arms, gains, count)
+            if not unknown:
+                return [arm.take() for arm, size in pulls for _ in range(size)]
+            for known in {len(gains[number]) for number in unknown}:  # they are looked at twice as far
+                some = [number for number in unknown if len(gains[number]) == known]
+                for number, more in zip(some, worth(some, known, 2 * known), strict=True):
+                    gains[number] += more
+
+    def _pulls(
+        self, arms: Sequence[_Arm], gains: Sequence[Sequence[float]], count: int
+    ) -> tuple[list[tuple[_Arm, int]], list[int]]:
+        """Who gets how many candidates, in turns; and the arms whose known gains were not enough to say so."""
+        pulls: list[tuple[_Arm, int]] = []
+        used = [0] * len(arms)
+        unknown = []
         heap = [(-gains[number][0], len(arm.asked), number) for number, arm in enumerate(arms)]
         heapify(heap)
-        given: list[tuple[str, int]] = []
-        while heap and len(given) < count:
-            number = heap[0][-1]
-            arm = arms[number]
-            given += [arm.take() for _ in range(min(self.chunk, count - len(given), self.most - len(arm.asked)))]
-            pulls[number] += 1
-            if len(arm.asked) >= self.most:
+        while heap and count:
+            _, asked, number = heap[0]
+            size = min(self.chunk, count, self.most - asked)
+            pulls.append((arms[number], size))
+            count -= size
+            used[number] += 1
+            if asked + size == self.most:
                 heappop(heap)
-                continue
-            known = len(gains[number])
-            if pulls[number] == known:  # look twice as far, also for those who will soon need it
-                soon = [other for other, row in enumerate(gains) if len(row) == known and 2 * pulls[other] >= known]
-                for other, row in zip(soon, worth(soon, 2 * known), strict=True):
-                    gains[other] = row
-            heapreplace(heap, (-gains[number][pulls[number]], len(arm.asked), number))
-        return given
+            elif used[number] < len(gains[number]):
+                heapreplace(heap, (-gains[number][used[number]], asked + size, number))
+            else:
+                heappop(heap)
+                unknown += [number] if count else []
+        return pulls, unknown
 
-    def _worth(self, arms: Sequence[_Arm]) -> Callable[[Sequence[int], int], list[list[float]]]:
-        """What the next chunks of some of these prompts are worth [prompts, chunks], after their pending draws.
+    def _worth(self, arms: Sequence[_Arm]) -> Callable[[Sequence[int], int, int], list[list[float]]]:
+        """What chunks `begin` to `end` of some of these prompts are worth [prompts, chunks], after their pending draws.
 
         In units of the largest kept variance there can be, a quarter of the squared range of the rewards so far. A
         prompt with rewards that are not finite is worth less by the share of them.
         """
-        everything = {reward for arm in self._arms.values() for reward in arm.rewards.values()}
+        everything = set(chain.from_iterable(arm.rewards for arm in self._arms.values()))
         if not everything:
-            return lambda numbers, chunks: [[0.0] * chunks for _ in numbers]
+            return lambda numbers, begin, end: [[0.0] * (end - begin) for _ in numbers]
         low, span = min(everything), max(everything) - min(everything)
         span = span if span * span > 0 else 1.0
         strict = len(everything) <= 2 if self.strict is None else self.strict
         seen = _Seen(
             keep=self.keep,
-            rewards=[[(reward - low) / span for reward in _ascending(arm)] for arm in arms],
+            rewards=[[(reward - low) / span for reward in arm.rewards] for arm in arms],
             prior_count=np.array([arm.prior["count"] for arm in arms]),
             prior_mean=np.array([(arm.prior["mean"] - low) / span for arm in arms]).clip(0.0, 1.0),
             prior_variance=np.array([arm.prior["variance"] / span**2 for arm in arms]),
@@ -223,9 +241,11 @@ class Planner:
         expected = _expectation(seen, self.policy, strict, self._draws)
         finite = np.array([(len(arm.rewards) + 1) / (len(arm.told) + 1) for arm in arms])
 
-        def worth(numbers: Sequence[int], chunks: int) -> list[list[float]]:
+        def worth(numbers: Sequence[int], begin: int, end: int) -> list[list[float]]:
             some = np.array(numbers)
-            growth = np.diff(expected(some, self.chunk * np.arange(chunks + 1)))
+            ahead = self.chunk * np.arange(begin, end + 1)
+            parts = np.array_split(some, -(-len(some) * len(ahead) // TOGETHER))
+            growth = np.diff(np.concatenate([expected(part, ahead) for part in parts]))
             gains: list[list[float]] = (4 * growth * finite[some, None]).round(DIGITS).tolist()
             return gains
 
@@ -385,8 +405,11 @@ def _graded_curves(seen: _Seen, futures: Futures) -> Curves:
     def curves(some: Counts, ahead: Counts) -> Array:
         new = futures(some, first + ahead[-1])
         new = np.stack([new, -new])  # [2, N, PATHS, draws]
-        is_pending = np.arange(first) < seen.pending[some, None, None]
-        ends = [_lowest(known[:, some], np.where(is_pending, new[..., :first], np.inf))]
+        ends = [known[:, some]]
+        if at_once := first + ahead[0]:
+            number = np.arange(at_once)
+            is_drawn = (number >= first) | (number < seen.pending[some, None, None])
+            ends = [_lowest(ends[0], np.where(is_drawn, new[..., :at_once], np.inf))]
         for begin, end in pairwise(first + ahead):
             ends.append(_lowest(ends[-1], new[..., begin:end]))
         expected: Array = _kept_graded(np.stack(ends, axis=1)).mean(axis=2).T
@@ -401,7 +424,7 @@ def _ends(rewards: list[float], keep: int) -> tuple[list[float], list[float]]:
     If there are fewer, those that are missing are at the mean, where they add no variance.
     """
     mean = sum(rewards) / len(rewards) if rewards else 0.5
-    full = sorted([*rewards, *[mean] * (keep - len(rewards))])
+    full = rewards if len(rewards) >= keep else sorted([*rewards, *[mean] * (keep - len(rewards))])
     return full[:keep], [-reward for reward in full[: -keep - 1 : -1]]
 
 
@@ -413,10 +436,12 @@ def _lowest(ends: Array, new: Array) -> Array:
 def _kept_graded(ends: Array) -> Array:
     """Largest variance of a prefix and a suffix that are `keep` together, from `_ends` [2, .., keep]."""
     keep = ends.shape[-1]
-    first = np.tri(keep + 1, keep, -1).T  # [keep, keep + 1]: column i takes the first i
-    taken = np.concatenate([first, first[:, ::-1]])
-    rewards = np.concatenate([ends[0], -ends[1]], axis=-1)
-    best: Array = (rewards**2 @ taken / keep - (rewards @ taken / keep) ** 2).max(axis=-1)
+    first = np.tri(keep + 1, keep, -1)  # row i takes the first i
+    taken, signed = (np.concatenate([first, sign * first[::-1]], axis=1) for sign in (1, -1))
+    rewards = np.concatenate(tuple(ends), axis=-1)
+    columns = rewards.reshape(-1, 2 * keep).T  # one large product instead of many small ones
+    variance = taken @ columns**2 / keep - (signed @ columns / keep) ** 2
+    best: Array = variance.max(axis=0).reshape(rewards.shape[:-1])
     return best
 
 
@@ -457,16 +482,13 @@ def _discounted(belief: Belief | None) -> Belief:
     return Belief(count=DISCOUNT * belief["count"], mean=belief["mean"], variance=belief["variance"])
 
 
-def _ascending(arm: _Arm) -> list[float]:
-    return sorted(arm.rewards.values())
-
-
 def _moments(rewards: Sequence[float], count: float, mean: float, variance: float) -> tuple[float, float, float]:
     """Count, mean and sum of squares about it, of these rewards together with a last visit."""
     if not rewards:
         return count, mean, count * variance
     both = count + len(rewards)
     own = sum(rewards) / len(rewards)
-    squares = sum((reward - own) ** 2 for reward in rewards)
+    centred = [reward - own for reward in rewards]
+    squares = sum(map(mul, centred, centred))
     between = count * len(rewards) / both * (own - mean) ** 2
     return both, (count * mean + len(rewards) * own) / both, count * variance + squares + between

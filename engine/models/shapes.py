@@ -1,9 +1,14 @@
-"""shapes: a 1.4 M-parameter Qwen-Image that draws the coloured shapes of its prompt.
+"""shapes: a 1.5 M-parameter Qwen-Image that draws the coloured shapes of its prompt.
 
 The second embedded model (`engine/shapes.py` says what can be asked for). It is a `QwenImageTransformer2DModel` like
-the big one, in pixel space instead of behind a VAE: 36 x 36 RGB pictures are cut into 6 x 6 patches, 36 tokens of 108
-values beside 8 text tokens. 4 x 4 patches would be 81 tokens, twice the cost, and a number that sequence parallelism
-cannot halve; heads, picture tokens and text tokens are all divisible by 4, so degrees 1, 2 and 4 run.
+the big one, in pixel space instead of behind a VAE: 36 x 36 RGB pictures are cut into 9 x 9 patches, 16 tokens of 243
+values beside 8 text tokens. 6 x 6 patches would be 36 tokens, nearly twice the cost, and a patch must see enough of a
+shape to know it in strong noise. Heads, picture tokens and text tokens are all divisible by 4, so degrees 1, 2 and 4
+of sequence parallelism run.
+
+So small a network learns slowly which colour belongs to which kind, and where a token is. Both are therefore told: the
+text is mixed over neighbouring words before it is frozen, and a token carries its row, its column and the sum of the
+text (as SD3's pooled vector does) beside its pixels.
 
 A token is wider than the network, which therefore cannot carry the noise that a velocity contains. It predicts the
 picture instead, and the velocity follows from it (arXiv 2511.13720).
@@ -13,6 +18,8 @@ The promise: a prompt is encoded word by word with frozen embeddings, so a promp
 
 import random
 from collections.abc import Sequence
+from functools import cache
+from math import sqrt
 from pathlib import Path
 from typing import cast
 
@@ -27,10 +34,12 @@ from engine.models.adapter import Conditioning
 from engine.models.qwen_image import QWEN_LORA_TARGETS
 from engine.shapes import COLOURS, PICTURE, SHAPE, VOCABULARY, WORDS, Request, coverage
 
-PATCH = 6
+PATCH = 9
 SIDE = PICTURE // PATCH
 TOKENS, CHANNELS = SIDE * SIDE, 3 * PATCH * PATCH
 TEXT_WIDTH = 64
+REACH = 2
+"""Words to either side that one mixing of the text takes in. There are two: a thing knows its colour and relation."""
 EMPTY = len(VOCABULARY)
 """The text token of a place without a word: shorter prompts are padded with it."""
 
@@ -42,18 +51,21 @@ BASE = Path(__file__).with_name("shapes_base.safetensors")
 
 
 class WordText(nn.Module):
-    """Word embedding plus learned position, one token a word."""
+    """Word embedding plus learned position, and what the words around it say; one token a word."""
 
     def __init__(self) -> None:
         super().__init__()
         self.word = nn.Embedding(EMPTY + 1, TEXT_WIDTH)
         self.place = nn.Parameter(0.5 * torch.randn(WORDS, TEXT_WIDTH))
+        self.near = nn.Conv1d(TEXT_WIDTH, 2 * TEXT_WIDTH, 2 * REACH + 1, padding=REACH)
+        self.far = nn.Conv1d(2 * TEXT_WIDTH, TEXT_WIDTH, 2 * REACH + 1, padding=REACH)
 
     def forward(self, prompts: Sequence[str]) -> Tensor:
         """[B, WORDS, TEXT_WIDTH]"""
         ids = torch.tensor([_word_ids(prompt) for prompt in prompts], device=self.place.device)
         embedded: Tensor = self.word(ids) + self.place
-        return embedded
+        around: Tensor = self.far(nn.functional.gelu(self.near(embedded.mT))).mT
+        return embedded + around
 
 
 class ShapesAdapter:
@@ -69,7 +81,7 @@ class ShapesAdapter:
         return {"text": self.text(prompts)}
 
     def latent_shape(self) -> tuple[int, ...]:
-        """[36, 108]: tokens, and the 3 x 6 x 6 colour values of each."""
+        """[16, 243]: tokens, and the 3 x 9 x 9 colour values of each."""
         return (TOKENS, CHANNELS)
 
     def velocity(self, x: Tensor, sigma: Tensor, conditioning: Conditioning, guidance: float) -> Tensor:
@@ -79,7 +91,7 @@ class ShapesAdapter:
 
     @torch.no_grad()
     def decode(self, x: Tensor) -> Tensor:
-        """[B, 36, 108] -> [B, 3, 36, 36]"""
+        """[B, 16, 243] -> [B, 3, 36, 36]"""
         return unpatchify(x.float()).clamp(-1.0, 1.0)
 
     def lora_targets(self) -> Sequence[str]:
@@ -89,20 +101,29 @@ class ShapesAdapter:
 def velocity(transformer: nn.Module, x: Tensor, sigma: Tensor, text: Tensor) -> Tensor:
     """dx/dsigma from the picture that the transformer predicts: (x - picture) / sigma.
 
-    x [B, 36, 108] at sigma [B] -> [B, 36, 108] fp32
+    x [B, 16, 243] at sigma [B] -> [B, 16, 243] fp32
     """
     grids = [[(1, SIDE, SIDE)]] * len(x)
+    pooled = (text.sum(dim=1, keepdim=True) / sqrt(WORDS)).to(x).expand(-1, TOKENS, -1)
+    tokens = torch.cat([x, _places().to(x).expand(len(x), -1, -1), pooled], dim=-1)
     picture = transformer(
-        hidden_states=x, encoder_hidden_states=text, timestep=sigma, img_shapes=grids, return_dict=False
+        hidden_states=tokens, encoder_hidden_states=text, timestep=sigma, img_shapes=grids, return_dict=False
     )[0]
     return (x.float() - picture.float()) / sigma.float().clamp_min(SIGMA_FLOOR)[:, None, None]
+
+
+@cache
+def _places() -> Tensor:
+    """[16, 8]: row and column of each token, one-hot, with a mean square of 1 like the noise beside them."""
+    one = sqrt(SIDE) * torch.eye(SIDE)
+    return torch.cat([one.repeat_interleave(SIDE, dim=0), one.repeat(SIDE, 1)], dim=1)
 
 
 def build_transformer() -> nn.Module:
     """With random weights: 4 layers, 4 heads of 24 dimensions (rope 8, 8, 8), 1.41 M parameters."""
     transformer = QwenImageTransformer2DModel(
         patch_size=PATCH,
-        in_channels=CHANNELS,
+        in_channels=CHANNELS + 2 * SIDE + TEXT_WIDTH,
         out_channels=3,
         num_layers=4,
         attention_head_dim=24,
@@ -143,13 +164,13 @@ def _word_ids(prompt: str) -> list[int]:
 
 
 def patchify(pictures: Tensor) -> Tensor:
-    """[B, 3, 36, 36] -> [B, 36, 108]"""
+    """[B, 3, 36, 36] -> [B, 16, 243]"""
     cut = pictures.reshape(-1, 3, SIDE, PATCH, SIDE, PATCH)
     return cut.permute(0, 2, 4, 1, 3, 5).reshape(-1, TOKENS, CHANNELS)
 
 
 def unpatchify(tokens: Tensor) -> Tensor:
-    """[B, 36, 108] -> [B, 3, 36, 36]"""
+    """[B, 16, 243] -> [B, 3, 36, 36]"""
     cut = tokens.reshape(-1, SIDE, SIDE, 3, PATCH, PATCH)
     return cut.permute(0, 3, 1, 4, 2, 5).reshape(-1, 3, PICTURE, PICTURE)
 
@@ -157,18 +178,17 @@ def unpatchify(tokens: Tensor) -> Tensor:
 def render(request: Request, rng: random.Random) -> NDArray[np.float32]:
     """A picture that shows the request and nothing else, [3, 36, 36] in [-1, 1].
 
-    Every shape lies in a quarter of its own, all of them moved together by a pixel at most. What the request leaves
-    open is drawn: quarters that have its relation, and a colour for each shape of a thing without one.
+    Every shape lies in the middle of a quarter of its own. What the request leaves open is drawn: quarters that have
+    its relation, and a colour for each shape of a thing without one.
     """
     quarter = PICTURE // 2
     margin = (quarter - SHAPE) // 2
-    right, down = rng.randint(-1, 1), rng.randint(-1, 1)
     picture = np.ones((3, PICTURE, PICTURE), dtype=np.float32)
     quarters = iter(_quarters(request, rng))
     for thing in request.things:
         for _ in range(thing.count):
             row, column = next(quarters)
-            top, left = row * quarter + margin + down, column * quarter + margin + right
+            top, left = row * quarter + margin, column * quarter + margin
             colour = np.array(COLOURS[thing.colour or rng.choice(list(COLOURS))], dtype=np.float32) / 127.5 - 1.0
             # White, and the colour over it where the shape covers a pixel.
             picture[:, top : top + SHAPE, left : left + SHAPE] += coverage(thing.kind) * (colour[:, None, None] - 1.0)

@@ -60,6 +60,9 @@ PHASE_OF = {
     Kind.EXPLORE: Phase.EXPLORATION,
 }
 
+IDLE_KINDS = (Kind.CONTROL, Kind.EXPLORE)
+"""What nobody waits for while a batch is rolled out."""
+
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """What weights may be, by safetensors' names."""
 
@@ -190,6 +193,9 @@ class Worker:
 
     def _do(self, work: Work) -> None:
         kind = work.attempts[0].request.kind
+        if kind in IDLE_KINDS and self._device.type == "cpu":
+            # Scoring would share its core with this: what the trainer waits for goes first.
+            self._settle(block=True)
         try:
             with self.usage.measure(PHASE_OF[kind]):
                 trajectories = self._denoise(work)
@@ -219,7 +225,7 @@ class Worker:
         prompts = list(dict.fromkeys(attempt.request.prompt for attempt in attempts))
         place = torch.tensor([prompts.index(attempts[i].request.prompt) for i in filled])
         trajectories = self._begin(work, seeds)
-        device = next(self.adapter.transformer.parameters()).device
+        device = self._device
         conditioning = rows(self.adapter.encode(prompts), place.to(device))
         x = torch.stack([trajectories[i].x for i in filled]).to(device)
         cast = torch.autocast(device.type, dtype=torch.bfloat16, enabled=work.dtype == "bfloat16")
@@ -233,6 +239,10 @@ class Worker:
             if step + 1 < plan.steps and not self._go_on(work, trajectories):
                 return None
         return trajectories
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self.adapter.transformer.parameters()).device
 
     def _begin(self, work: Work, seeds: Sequence[int]) -> list[Trajectory]:
         if work.attempts[0].step == 0:

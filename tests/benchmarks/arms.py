@@ -37,7 +37,7 @@ from tests.engine.fleet import Fleet
 PIECES = Path(__file__).parent / "pieces"
 """Stored cells; not in the repository."""
 
-LOOK_SECONDS = 0.25
+LOOK_SECONDS = 1.0
 """Between two looks at a run; CPU seconds in between are interpolated."""
 
 START_SECONDS = 90.0
@@ -52,7 +52,12 @@ class Settings:
     clip_range: float = 1e-3
     trained: int = 48
     """Pictures that an iteration trains."""
-    candidates: int = 144
+    candidates: int = 120
+    """Of a batch that explores: so many fit beside training here."""
+    explored_together: int = 60
+    """Candidates in a forward pass."""
+    random_fraction: float = 0.0625
+    """Of the candidates that were not chosen: rolled out afresh to check the ranking."""
     budget: int = 18
     """Iterations after which the arms are compared."""
     cap: int = 45
@@ -125,8 +130,15 @@ def engine_config(arm: Arm, settings: Settings, seed: int) -> EngineConfig:
                 "mode": arm.mode,
                 "budget": candidates,
                 "policy": arm.policy,
+                "random_fraction": settings.random_fraction,
                 "profiles": (
-                    ProfileConfig(name="cheap", dtype="bfloat16", shape=48, steps=arm.steps, scorer="student"),
+                    ProfileConfig(
+                        name="cheap",
+                        dtype="bfloat16",
+                        shape=settings.explored_together,
+                        steps=arm.steps,
+                        scorer="student",
+                    ),
                 ),
             }
         ),

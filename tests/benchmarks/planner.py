@@ -33,6 +33,7 @@ CHUNK = 2
 AT_A_TIME = 16
 """Candidates under way: the next are asked for when these are told."""
 ROUNDS = 60
+TRIES = 12
 EXTREME = "bernoulli beta(.5,.5)"
 LIKE_MEASURED = "bernoulli beta(2,4)"
 """Chances of success as rl 4.5 measured them: .10 to .52 in most prompts."""
@@ -198,23 +199,32 @@ def two_for_three(played: Mapping[str, Matrix], policy: str = "bayes") -> float:
 
 
 def plan_ms(strict: bool, times: int = 21) -> float:
-    """Median milliseconds (processor time) in which `bayes` deals 64 chunks to 64 prompts with 16 results each."""
-    found = []
-    for seed in range(times):
-        draw = np.random.default_rng(seed)
-        if strict:
-            matrix = (draw.random((64, 16)) < draw.beta(0.5, 0.5, (64, 1))).astype(float)
-        else:
-            matrix = np.exp(0.6 * draw.standard_normal((64, 1))) * draw.standard_normal((64, 16))
-        planner = Planner([str(i) for i in range(64)], keep=KEEP, most=SEEDS, policy="bayes", chunk=CHUNK, seed=seed)
-        for (i, index), reward in np.ndenumerate(matrix):
-            planner.took(str(i), index)
-            planner.tell(str(i), index, float(reward))
-        begun = time.process_time()
-        asked = planner.ask(64 * CHUNK)
-        found.append(1e3 * (time.process_time() - begun))
-        assert len(asked) == 64 * CHUNK
-    return statistics.median(found)
+    """Milliseconds (processor time) in which `bayes` deals 64 chunks to 64 prompts with 16 results each.
+
+    Median over `times` matrices of the fastest of TRIES planners: work on the other hyperthread slows processor time.
+    """
+    return statistics.median(min(_deal_ms(strict, seed) for _ in range(TRIES)) for seed in range(times))
+
+
+def _deal_ms(strict: bool, seed: int) -> float:
+    draw = np.random.default_rng(seed)
+    if strict:
+        matrix = (draw.random((64, 16)) < draw.beta(0.5, 0.5, (64, 1))).astype(float)
+    else:
+        matrix = np.exp(0.6 * draw.standard_normal((64, 1))) * draw.standard_normal((64, 16))
+    planner = Planner([str(i) for i in range(64)], keep=KEEP, most=SEEDS, policy="bayes", chunk=CHUNK, seed=seed)
+    for (i, index), reward in np.ndenumerate(matrix):
+        planner.took(str(i), index)
+        planner.tell(str(i), index, float(reward))
+    begun = time.process_time()
+    asked = planner.ask(64 * CHUNK)
+    milliseconds = 1e3 * (time.process_time() - begun)
+    assert len(asked) == 64 * CHUNK
+    return milliseconds
+
+
+def per_data(values: Mapping[str, float], digits: int = 3) -> str:
+    return ", ".join(f"{name} {value:.{digits}f}" for name, value in values.items())
 
 
 def rows_of(played: Mapping[str, Mapping[str, Matrix]]) -> list[dict[str, str]]:
@@ -283,13 +293,17 @@ By rule: {PROMPTS} prompts x {SEEDS} seeds. Recorded ones: the seeds of each pro
 `oracle` knows the matrix and chooses how many of each prompt's seeds to take (dynamic programme): every policy ends
 with such a choice, so none can have more; it knows luck in advance, so none comes near. `knows rates` knows each
 prompt's chance but not its luck; for strict rewards nothing that cannot foresee luck does better on average.
-`bayes_2x_vs_uniform_3x_strict`: kept variance of `bayes` at 2x over `uniform` at 3x, on {", ".join(counted)}
-(recorded strict rewards where there are any). On {EXTREME} it is {ratios[EXTREME]:.3f}: three in ten of its
-prompts succeed less than once in 20 tries or fail as rarely, and even who knows every rate gets only
-{two_for_three(played[EXTREME], "knows rates"):.3f}.
+`bayes_2x_vs_uniform_3x_strict`: kept variance of `bayes` at 2x over `uniform` at 3x, mean over {", ".join(counted)}
+(recorded strict rewards where there are any). By data: {per_data(ratios)};
+with known rates: {per_data(bounds)}. It stays below 1 on {EXTREME}: three in ten of
+its prompts succeed less than once in 20 tries or fail as rarely, and every policy has to find out which.
 `bayes_vs_uniform_graded_z`: paired z of `bayes` minus `uniform`, mean over 1.5x, 2x and 3x; the smallest over the
-graded data. `plan_ms_64_prompts`: processor time of one chunk for each of 64 prompts with 16 results each, of `bayes`,
-the slower kind of rewards.
+graded data. By data: {per_data(scores, 1)}.
+On shapes graded `bayes` wins at 1.5x and 2x and loses at 3x: most of its rewards are 1 with a rare 0, which `bayes`,
+who thinks that rewards are normal, does not wait for long enough. Draws from the rewards of the whole batch instead
+(research notes rl 4.5) won there and lost to `uniform` on digits-ocr and where prompts are alike, so it stays.
+`plan_ms_64_prompts`: processor time of one chunk for each of 64 prompts with 16 results each, of `bayes`, the slower
+kind of rewards; median of 21 matrices, of each the fastest of {TRIES} (other work on the machine slows it).
 What it changed: `bayes` is the default, optimistic for both kinds of rewards; `greedy` is kept for comparison only, as
 it is worse than `uniform` where prompts are alike.
 """,

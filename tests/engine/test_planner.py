@@ -334,6 +334,7 @@ def test_a_batch_without_prompts_asks_for_nothing():
         ([10.0], 4.0, 5.5),
         ([10.0], 9.7, 0.0),
         ([10.0], 12.0, 0.0),
+        ([1.0], 0.0, 0.9),  # of a short phase no more than a tenth is kept free
         ([8.0, 30.0, 10.0, 12.0, 20.0], 0.0, 9.5),  # a quarter of them is at 10 or below
         ([8.0, 30.0, 10.0, 12.0, 20.0], 11.0, 0.5),  # of 12, 20 and 30 the first
         ([1.0] + [10.0] * PHASES, 0.0, 9.5),

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from torch import nn
 
-from engine.config import AlgorithmConfig, EngineConfig, EvaluationConfig, ModelConfig, SamplerConfig
+from engine.config import AlgorithmConfig, EngineConfig, EvaluationConfig, ModelConfig, RewardConfig, SamplerConfig
 from engine.models.load import load_adapter, trainable
-from engine.models.pretrain_shapes import evaluate, noisy_caption, pretrain, save, training_requests
+from engine.models.pretrain_shapes import MIX, evaluate, noisy_caption, pretrain, save, training_requests
 from engine.models.shapes import (
     BASE,
     ShapesAdapter,
@@ -27,11 +27,12 @@ from engine.models.shapes import (
     render,
     unpatchify,
 )
-from engine.preflight import check
+from engine.preflight import JobUnfit, check
 from engine.prompts import held_out_shapes, prompt_source
 from engine.rewards.shapes import Seen, ShapesReward, detect, relations, similarity
 from engine.rollout.noise import noise_rows
-from engine.rollout.sampler import denoise, evaluation_plan
+from engine.rollout.request import Stream, seed_of
+from engine.rollout.sampler import denoise, evaluation_plan, rollout_plan
 from engine.shapes import COLOURS, KINDS, RELATIONS, VOCABULARY, Request, Task, Thing, coverage, parse, requests
 from launcher.job import load_job
 
@@ -60,7 +61,7 @@ def one(picture, prompt):
 
 
 def test_a_prompt_and_its_request_decide_one_another():
-    assert len({request.prompt for request in requests()}) == len(requests()) == 3240
+    assert len({request.prompt for request in requests()}) == len(requests()) == 2752
     assert all(parse(request.prompt) == request for request in requests())
 
 
@@ -71,7 +72,22 @@ def test_a_prompt_and_its_request_decide_one_another():
         ("a circle and a square", Request(task=Task.TWO, things=(Thing(kind="circle"), Thing(kind="square")))),
         ("two red squares", Request(task=Task.COUNTING, things=(Thing(kind="square", colour="red", count=2),))),
         ("three crosses", Request(task=Task.COUNTING, things=(Thing(kind="cross", count=3),))),
-        ("a blue diamond", Request(task=Task.COLOURS, things=(Thing(kind="diamond", colour="blue"),))),
+        (
+            "two circles and a cross",
+            Request(task=Task.COUNTING, things=(Thing(kind="circle", count=2), Thing(kind="cross"))),
+        ),
+        ("a blue triangle", Request(task=Task.COLOURS, things=(Thing(kind="triangle", colour="blue"),))),
+        (
+            "a circle and a red square",
+            Request(task=Task.TWO, things=(Thing(kind="circle"), Thing(kind="square", colour="red"))),
+        ),
+        (
+            "a red circle and a blue square",
+            Request(
+                task=Task.ATTRIBUTION,
+                things=(Thing(kind="circle", colour="red"), Thing(kind="square", colour="blue")),
+            ),
+        ),
         (
             "a green circle left of a blue triangle",
             Request(
@@ -89,10 +105,13 @@ def test_prompts_read_naturally(prompt, request_):
 
 @pytest.mark.parametrize(
     "prompt",
-    ["", "a Cross", "a cross ", "two square", "a red circle and a red square", "a circle and a circle", "1234"],
+    [
+        *("", "a Cross", "a cross ", "two square", "a red circle and a red square", "a circle and a circle", "1234"),
+        *("a red circle above a red square", "three circles and two squares", "two red circles and a square"),
+    ],
 )
 def test_any_other_text_is_refused_with_examples_and_the_words(prompt):
-    with pytest.raises(ValueError, match=r"is none of the 3240 of shapes.*`two red squares`.*diamonds, crosses"):
+    with pytest.raises(ValueError, match=r"is none of the 2752 of shapes.*`two red squares`.*triangles, crosses"):
         parse(prompt)
 
 
@@ -124,8 +143,9 @@ def test_other_batches_and_other_runs_have_other_shapes():
     assert source().batch(7) != source(seed=1).batch(7)
 
 
-@pytest.mark.parametrize("per_batch", [5, 12, 30])
-def test_the_six_tasks_come_in_a_fixed_mix(per_batch):
+@pytest.mark.parametrize("per_batch", [5, 12, 24])
+def test_the_six_tasks_come_in_a_fixed_mix_while_each_has_prompts(per_batch):
+    """Two single prompts are trained, and none is twice in a batch: one of more than 24 has less than their share."""
     prompts = [prompt for batch in range(12) for prompt in source(per_batch).batch(batch)]
     seen = Counter(parse(prompt).task for prompt in prompts)
     share = len(prompts) / 12
@@ -140,22 +160,34 @@ def test_the_six_tasks_come_in_a_fixed_mix(per_batch):
 
 
 def test_a_batch_may_hold_every_trained_prompt():
-    prompts = source(2159).batch(0)
+    prompts = source(2240).batch(0)
     assert sorted(prompts) == sorted({request.prompt for request in requests()} - set(held_out_shapes()))
-    with pytest.raises(ValueError, match="prompts_per_batch is 2160; shapes has 2159"):
-        source(2160)
+    with pytest.raises(ValueError, match="prompts_per_batch is 2241; shapes has 2240"):
+        source(2241)
 
 
 def test_these_shapes_stay_held_out_for_good():
     assert held_out_shapes()[:3] == [
-        "two diamonds",
-        "a red cross above a purple square",
-        "a red square and a green diamond",
+        "four purple circles",
+        "a triangle below a red circle",
+        "a green cross and a purple circle",
     ]
-    assert len(set(held_out_shapes())) == 1081
+    assert len(set(held_out_shapes())) == 512
     assert source(evaluated=7).held_out() == held_out_shapes()[:7]
-    with pytest.raises(ValueError, match=r"evaluation\.prompts is 1082; shapes has 1081"):
-        source(evaluated=1082)
+    with pytest.raises(ValueError, match=r"evaluation\.prompts is 513; shapes has 512"):
+        source(evaluated=513)
+
+
+def test_no_task_is_more_than_about_a_third_of_what_is_evaluated():
+    """Half of the prompts of a task and at most 174: four tasks have few prompts, and none is asked twice."""
+    assert Counter(parse(prompt).task for prompt in held_out_shapes()) == {
+        Task.SINGLE: 2,
+        Task.TWO: 78,
+        Task.COUNTING: 72,
+        Task.COLOURS: 12,
+        Task.POSITION: 174,
+        Task.ATTRIBUTION: 174,
+    }
 
 
 def test_every_task_is_evaluated_from_the_first_dozen_on():
@@ -207,6 +239,7 @@ def test_a_picture_is_accepted_for_what_it_shows_and_for_nothing_else(drawn, ask
 def wrong_ones():
     """(request, a request of the same task that its picture does not fit)"""
     square, circle = Thing(kind="square", colour="red"), Thing(kind="circle", colour="blue")
+    plain_circle = Thing(kind="circle")
     for task, things, relation, other in [
         (Task.SINGLE, (Thing(kind="square"),), None, "a circle"),
         (Task.TWO, (Thing(kind="square"), Thing(kind="circle")), None, "a square and a cross"),
@@ -214,6 +247,11 @@ def wrong_ones():
         (Task.COUNTING, (replace(square, count=3),), None, "four red squares"),
         (Task.COUNTING, (replace(square, count=3),), None, "three blue squares"),
         (Task.COLOURS, (square,), None, "a blue square"),
+        (Task.COUNTING, (Thing(kind="square", count=2), plain_circle), None, "two circles and a square"),
+        (Task.COUNTING, (Thing(kind="square", count=2), plain_circle), None, "three squares and a circle"),
+        (Task.TWO, (square, plain_circle), None, "a blue square and a circle"),
+        (Task.POSITION, (square, plain_circle), "left of", "a red square right of a circle"),
+        (Task.POSITION, (square, plain_circle), "left of", "a blue square left of a circle"),
         (Task.POSITION, (square, circle), "left of", "a red square right of a blue circle"),
         (Task.POSITION, (square, circle), "above", "a blue circle above a red square"),
         (Task.ATTRIBUTION, (square, circle), None, "a blue square and a red circle"),
@@ -224,9 +262,12 @@ def wrong_ones():
 @pytest.mark.parametrize(("drawn", "other"), list(wrong_ones()))
 def test_a_wrong_picture_of_every_task_is_refused(drawn, other):
     for seed in range(10):
-        score = one(render(drawn, random.Random(seed)), other)
-        assert score.metrics["exact_match"] == 0.0
-        assert score.reward == score.metrics["similarity"] < 1.0
+        picture = render(drawn, random.Random(seed))
+        for noise in (0.0, 0.2):  # what is tolerated must not make a wrong picture right
+            noisy = picture + noise * noise_rows([seed], 0, (3, 36, 36))[0].numpy()
+            score = one(noisy.astype(np.float32), other)
+            assert score.metrics["exact_match"] == 0.0
+            assert score.reward == score.metrics["similarity"] < 1.0
 
 
 @pytest.mark.parametrize(
@@ -238,7 +279,10 @@ def test_a_wrong_picture_of_every_task_is_refused(drawn, other):
         ("a red circle", "a red square", 0.0),
         ("a red square", "a red square and a blue circle", 1 / 2),
         ("a blue square and a red circle", "a red square and a blue circle", 1 / 2),
+        ("a red square right of a circle", "a red square left of a circle", 3 / 4),
         ("a red square right of a blue circle", "a red square left of a blue circle", 4 / 5),
+        ("three squares and a circle", "two squares and a circle", 3 / 4),  # one object too many
+        ("two squares and a circle", "two circles and a square", 3 / 4),  # one circle of two
         ("a circle and a square", "a circle", 1 / 2),  # one object more than was asked for
     ],
 )
@@ -340,7 +384,7 @@ def test_pictures_of_another_model_are_refused():
         ShapesReward()(torch.zeros(1, 1, 12, 32), ["a cross"])
 
 
-@pytest.mark.parametrize(("kind", "area"), [("square", 1.0), ("circle", 0.785), ("triangle", 0.5), ("diamond", 0.5)])
+@pytest.mark.parametrize(("kind", "area"), [("square", 1.0), ("circle", 0.785), ("triangle", 0.5), ("cross", 5 / 9)])
 def test_outlines_have_the_areas_of_their_shapes(kind, area):
     assert coverage(kind).mean() == pytest.approx(area, abs=0.025)
 
@@ -366,8 +410,8 @@ def test_patches_go_together_again():
 
 def test_a_patch_is_a_square_of_neighbouring_pixels():
     picture = torch.zeros(1, 3, 36, 36)
-    picture[0, :, 6:12, 12:18] = 1.0
-    assert patchify(picture)[0].sum(dim=1).nonzero().flatten().tolist() == [6 + 2]
+    picture[0, :, 9:18, 18:27] = 1.0
+    assert patchify(picture)[0].sum(dim=1).nonzero().flatten().tolist() == [4 + 2]
 
 
 def test_heads_and_tokens_divide_by_every_degree_of_sequence_parallelism():
@@ -377,9 +421,9 @@ def test_heads_and_tokens_divide_by_every_degree_of_sequence_parallelism():
         adapter.encode(["a cross"])["text"].shape[1],
         adapter.transformer.config.num_attention_heads,
     )
-    assert sizes == (36, 8, 4)
+    assert sizes == (16, 8, 4)
     assert all(size % degree == 0 for size in sizes for degree in (1, 2, 4))
-    assert sum(p.numel() for p in adapter.transformer.parameters()) == pytest.approx(1.42e6, rel=0.01)
+    assert sum(p.numel() for p in adapter.transformer.parameters()) == pytest.approx(1.45e6, rel=0.01)
 
 
 def test_shapes_of_an_adapters_tensors():
@@ -387,7 +431,7 @@ def test_shapes_of_an_adapters_tensors():
     text = adapter.encode(["a cross", "a green circle left of a blue triangle"])
     assert text["text"].shape == (2, 8, 64)
     x = noise_rows([1, 2], 0, adapter.latent_shape())
-    assert adapter.velocity(x, torch.tensor([0.9, 0.2]), text, 1.0).shape == x.shape == (2, 36, 108)
+    assert adapter.velocity(x, torch.tensor([0.9, 0.2]), text, 1.0).shape == x.shape == (2, 16, 243)
     pictures = adapter.decode(5 * x)
     assert pictures.shape == (2, 3, 36, 36)
     assert pictures.abs().max() <= 1.0
@@ -435,6 +479,13 @@ def test_word_order_matters():
     assert not torch.equal(text[0], text[1])
 
 
+def test_a_word_knows_its_neighbours():
+    """`red` is of the circle in one and of the square in the other: the token of `circle` says so."""
+    text = untrained().encode(["a red circle and a blue square", "a blue circle and a red square"])["text"]
+    circle = 2
+    assert (text[0, circle] - text[1, circle]).abs().max() > 0.01
+
+
 def test_guidance_is_refused_because_there_is_no_unconditional_branch():
     adapter = untrained()
     x = noise_rows([1], 0, adapter.latent_shape())
@@ -453,7 +504,8 @@ def test_the_shipped_base_is_small_and_says_how_it_was_made():
         facts = file.metadata()
         assert all(file.get_tensor(name).dtype == torch.float16 for name in file.keys())  # noqa: SIM118
     assert {"steps", "seed", "seconds", "torch", "similarity", *(f"exact_match/{task}" for task in Task)} <= set(facts)
-    assert 0.35 < float(facts["exact_match"]) < 0.55
+    assert 0.30 <= float(facts["exact_match"]) <= 0.55
+    assert 0.6 <= float(facts["similarity"]) <= 0.8
 
 
 def test_the_shipped_base_draws_about_what_its_facts_say():
@@ -463,9 +515,30 @@ def test_the_shipped_base_draws_about_what_its_facts_say():
     assert np.mean([score.metrics["exact_match"] for score in scores]) == pytest.approx(said, abs=0.15)
 
 
+def test_there_is_something_to_learn_from_the_pictures_that_a_run_draws():
+    """Rewards of the job's own sampler: noise leaves most of them as good as those of the ODE, and seeds differ."""
+    job = load_job(Path(str(files("sky_yamls") / "shapes.yaml"))).job.engine()
+    size = job.algorithm.images_per_prompt
+    adapter, reward, prompts = load_shapes(), ShapesReward("shapes"), prompt_source(job, None)
+    rewards: list[float] = []
+    strict: list[float] = []
+    for batch in range(3):
+        asked = [prompt for prompt in prompts.batch(batch) for _ in range(size)]
+        seeds = [seed_of(job.seed, Stream.TRAIN, batch, prompt, i % size) for i, prompt in enumerate(asked)]
+        latents = denoise(adapter, rollout_plan(job.sampler, job.seed, batch), adapter.encode(asked), seeds)
+        scores = reward(adapter.decode(latents), asked)
+        rewards.extend(score.reward for score in scores)
+        strict.extend(score.metrics["exact_match"] for score in scores)
+    groups = np.array(rewards).reshape(-1, size)
+    assert 0.5 < groups.mean() < 0.9
+    assert 0.25 < np.mean(strict) < 0.75
+    assert np.mean(groups.std(axis=1) == 0.0) < 0.5
+
+
 @pytest.mark.parametrize("weights", ["full", "lora"])
 def test_the_text_stays_frozen_whatever_is_trained(weights):
     adapter = load_adapter(ModelConfig(name="shapes", weights=weights))
+    assert isinstance(adapter, ShapesAdapter)
     names = trainable(adapter)
     assert names
     assert (weights == "lora") == all("lora_" in name for name in names)
@@ -480,21 +553,40 @@ def test_the_example_job_passes_its_preflight():
     assert found["held_out"] == job.evaluation.prompts
 
 
+@pytest.mark.parametrize(
+    ("line", "found"), [("a pink hexagon", "does not know: pink, hexagon"), ("a red " * 5, "has 10 words")]
+)
+def test_a_prompt_file_that_the_model_cannot_read_is_found_before_anything_is_bought(tmp_path, line, found):
+    lines = [request.prompt for request in requests()[:20]]
+    (tmp_path / "mine.txt").write_text("\n".join([*lines, line]))
+    config = EngineConfig(
+        model=ModelConfig(name="shapes"),
+        prompts="mine.txt",
+        reward=RewardConfig(name="shapes"),
+        algorithm=AlgorithmConfig(prompts_per_batch=4, updates_per_batch=1),
+        evaluation=EvaluationConfig(prompts=4),
+    )
+    with pytest.raises(JobUnfit, match=f"shapes cannot read a prompt.*{found}") as unfit:
+        check(config, str(tmp_path))
+    assert unfit.value.field == "prompts"
+    assert "use prompts: shapes" in unfit.value.remedy
+
+
 # --- pre-training
 
 
 def test_pre_training_shows_no_held_out_prompt():
     rng = random.Random(0)
-    wanted = training_requests(rng, 2_000)
+    wanted = training_requests(rng, 2_000, MIX)
     shown = {request.prompt for request in wanted} | {noisy_caption(request, rng) for request in wanted}
     assert not shown & set(held_out_shapes())
 
 
-def test_three_captions_in_four_are_right():
+def test_five_captions_in_six_are_right():
     rng = random.Random(0)
-    wanted = training_requests(rng, 3_000)
+    wanted = training_requests(rng, 3_000, MIX)
     right = np.mean([noisy_caption(request, rng) == request.prompt for request in wanted])
-    assert right == pytest.approx(0.74, abs=0.03)
+    assert right == pytest.approx(0.83, abs=0.03)
 
 
 def test_a_noisy_caption_keeps_its_task():
@@ -515,6 +607,6 @@ def test_pre_training_repeats_bit_for_bit_and_survives_its_file(tmp_path):
         assert torch.equal(a, b)
     save(first, tmp_path / "base.safetensors", {"steps": "2"})
     again = load_shapes(tmp_path / "base.safetensors")
-    x, sigma = noise_rows([1], 0, (36, 108)), torch.tensor([0.7])
+    x, sigma = noise_rows([1], 0, (16, 243)), torch.tensor([0.7])
     before, after = (adapter.velocity(x, sigma, adapter.encode(["a cross"]), 1.0) for adapter in (first, again))
     torch.testing.assert_close(after, before, atol=0.02, rtol=0.02)
