@@ -52,9 +52,9 @@ class Settings:
     clip_range: float = 1e-3
     trained: int = 48
     """Pictures that an iteration trains."""
-    candidates: int = 120
+    candidates: int = 108
     """Of a batch that explores: so many fit beside training here."""
-    explored_together: int = 60
+    explored_together: int = 54
     """Candidates in a forward pass."""
     random_fraction: float = 0.0625
     """Of the candidates that were not chosen: rolled out afresh to check the ranking."""

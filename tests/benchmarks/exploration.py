@@ -27,6 +27,7 @@ from tests.benchmarks.arms import (
     crossing,
     iteration_cpu_seconds,
     iteration_seconds,
+    piece_of,
     stored_or_run,
 )
 from tests.benchmarks.page import load_now, publish, spread
@@ -37,11 +38,11 @@ SETTINGS = Settings()
 ARMS: Mapping[str, Arm] = {
     "plain-6x8": Arm(prompts=6),
     "plain-12x4": Arm(),
-    "plain-wide": Arm(images=12, most=SETTINGS.budget),
+    "plain-wide": Arm(images=SETTINGS.candidates // 12, most=SETTINGS.budget),
     "in-path": Arm(mode="in-path"),
-    "stale": Arm(mode="stale"),
-    "control": Arm(mode="stale", module="tests.benchmarks.other_noise"),
-    "on-demand-only": Arm(prompts=6, spot=False, most=9),
+    "stale": Arm(mode="stale", steps=7),
+    "control": Arm(mode="stale", steps=7, module="tests.benchmarks.other_noise", most=SETTINGS.budget),
+    "on-demand-only": Arm(prompts=6, spot=False, most=6),
 }
 PLAIN = ("plain-6x8", "plain-12x4")
 CHECKED = (*PLAIN, "stale")
@@ -62,13 +63,16 @@ def cell_of(name: str, seed: int) -> Cell:
     return cell
 
 
-def tune() -> dict[str, dict[str, float]]:
+def tune(*, only_stored: bool = False) -> dict[str, dict[str, float]]:
     """Exact match after the budget of the plain arms by learning rate, mean over seeds that are not reported."""
     only_the_end = replace(SETTINGS, evaluate_every=SETTINGS.budget)
     found: dict[str, dict[str, float]] = {}
     for name in PLAIN:
         for rate in TUNED_RATES:
             arm = replace(ARMS[name], learning_rate=rate, most=SETTINGS.budget)
+            pieces = [piece_of(f"tune-{name}", arm, only_the_end, seed) for seed in TUNED_ON]
+            if only_stored and not all(piece.exists() for piece in pieces):
+                continue
             cells = [stored_or_run(f"tune-{name}", arm, only_the_end, seed) for seed in TUNED_ON]
             found.setdefault(name, {})[f"{rate:g}"] = statistics.mean(exact_after(cell) for cell in cells)
             print(f"{name} at {rate:g}: {found[name][f'{rate:g}']:.3f}", file=sys.stderr, flush=True)
@@ -225,7 +229,7 @@ lengthen as they do the wall clock.
 - `{result["plain"]}` is the better plain arm after the budget, chosen on the reported seeds, which favours it.
 - After {SETTINGS.budget} iterations: stale minus {result["plain"]}, paired by seed, {difference["mean"]:+.3f}
   (95 % interval {difference["low"]:+.3f} to {difference["high"]:+.3f}).
-- plain-wide trains all 144 candidates of a batch. In the wall time of stale's budget it does
+- plain-wide trains all {SETTINGS.candidates} candidates of a batch. In the wall time of stale's budget it does
   {min(result["plain_wide_in_equal_time"]["iterations"].values())} to
   {max(result["plain_wide_in_equal_time"]["iterations"].values())} iterations, to exact match
   {result["plain_wide_in_equal_time"]["exact"]:.3f} at its last evaluation before.
@@ -269,7 +273,7 @@ def main() -> None:
     for seed in seeds:
         for name in ARMS:
             by[name][seed] = cell_of(name, seed)
-    tuned = tune()
+    tuned = tune(only_stored=True)
     result = figures(by)
     publish(
         "exploration",
