@@ -15,11 +15,12 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from engine.clock import ScaledClock
-from engine.events import EngineStarted, Evaluated, IterationDone, NodeMissed, Phase
+from engine.events import EngineStarted, Evaluated, IterationDone, NodeMissed, Phase, Ranked
 from launcher.ledger.accounting import Charge, NodeCost, RunCosts, interval_micro_usd, run_costs
 from launcher.ledger.models import Node, Preemption, ProgressRow, Run
 from launcher.ledger.store import current_status, nodes_of, progress_of
 from launcher.money import HOUR_MS
+from launcher.report.exploration import Exploration, exploration_of
 from launcher.report.target import Evaluation, Gain, Point, best, crossing, dollars_per_gain, smoothed
 
 SCHEMA = 1
@@ -236,6 +237,7 @@ class Report:
     """Of the whole climb, from the first evaluation to the best smoothed score; None when there was none."""
     nodes: tuple[NodeLine, ...]
     preemptions: tuple[PreemptionLine, ...]
+    exploration: Exploration | None
     price_effect: PriceEffect
     saved: tuple[Saving, ...]
     prices: tuple[PriceSource, ...]
@@ -304,6 +306,11 @@ def build_report(
         micro_usd_per_hundredth=_per_hundredth(curve),
         nodes=tuple(_node_line(node) for node in costs.nodes),
         preemptions=preemptions,
+        exploration=exploration_of(
+            [row.event for row in _by_iteration(session, run, IterationDone.KIND).values()],
+            [row.event for row in _by_iteration(session, run, Ranked.KIND).values()],
+            costs.by_phase.get(Phase.EXPLORATION, 0),
+        ),
         price_effect=_price_effect(costs),
         saved=tuple(saved),
         prices=_price_sources(nodes_of(session, run)),

@@ -8,6 +8,7 @@ from rich.table import Table
 
 from launcher.money import dollars, hourly
 from launcher.report.build import Factors, Report, Saving
+from launcher.report.exploration import exploration_words
 from launcher.report.words import age, headline, moment, phase_name, score, seconds, short_node
 
 PIPED_WIDTH = 140
@@ -40,6 +41,7 @@ def print_report(report: Report, console: Console) -> None:
     _splits(report, console)
     _gains(report, console)
     _preemptions(report, console)
+    console.print(exploration_words(report.exploration))
     _compared(report, console)
     _provenance(report, console)
 

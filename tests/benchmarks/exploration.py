@@ -223,8 +223,8 @@ Measured, {len(by["stale"])} seeds, median (range) in the table. Task: digits-oc
 and 2 optimiser steps an iteration in every arm but plain-wide; exact match on {SETTINGS.held_out} held-out strings,
 ODE 8 steps, averaged weights. Never reached counts as the cap of {SETTINGS.cap} iterations. Two processes that work,
 one core each: the trainer's node on core 0, the spot node on core 1, one thread each; on-demand-only has core 0 alone.
-Arms take turns seed by seed. Evaluation is off both clocks. CPU s: of the busier node, which other jobs on the machine do not
-lengthen as they do the wall clock.
+Arms take turns seed by seed. Evaluation is off both clocks. CPU s: of the busier node, which other jobs on the machine
+do not lengthen as they do the wall clock.
 
 - `{result["plain"]}` is the better plain arm after the budget, chosen on the reported seeds, which favours it.
 - After {SETTINGS.budget} iterations: stale minus {result["plain"]}, paired by seed, {difference["mean"]:+.3f}

@@ -16,6 +16,7 @@ from engine.events import (
     NodeSeen,
     NodeUsage,
     ProgressEvent,
+    Ranked,
 )
 from launcher.ledger.accounting import interval_micro_usd
 from launcher.ledger.models import Base, BillingInterval, Node, NodeEvent, Preemption, ProgressRow, Run, RunStatus
@@ -129,6 +130,29 @@ class MadeLedger:
             health={},
         )
         self.tell(event, at, lineage)
+
+    def ranked(self, iteration: int, at: int, *, explores_on: bool = True, corrected: bool = True) -> None:
+        event = Ranked(
+            iteration=iteration,
+            profile="full",
+            control=12,
+            explores_on=explores_on,
+            spearman=0.9,
+            kendall=0.8,
+            low=0.86,
+            high=0.93,
+            corrected=corrected,
+            batches=iteration,
+            prompts=12,
+            left_out=0,
+            pairs=60,
+            selection_gain=2.4,
+            predicted_gain=1.94,
+            realised_gain=2.04,
+            refused_stale=0,
+            refused_sampler=0,
+        )
+        self.tell(event, at)
 
     def used(self, node: Node, start: int, end: int, lineage: int = 0, **phase_ms: int) -> None:
         event = NodeUsage(node=node.name, from_ms=START_MS + start, to_ms=START_MS + end, phase_ms=phase_ms)

@@ -6,6 +6,7 @@ import pytest
 
 from launcher.ledger.models import NodeEvent
 from launcher.report.build import SCHEMA, build_report
+from launcher.report.exploration import exploration_words
 from launcher.report.result import result_dict
 from launcher.report.words import headline
 from tests.launcher.made_ledger import HOUR_MS, JOB, MINUTE_MS, START_MS, a_long_run, a_run, a_session
@@ -246,3 +247,32 @@ def test_a_node_that_is_still_paid_for_is_in_the_result(session):
     assert result["micro_usd"]["total"] == 3_600_000
     assert result["leftovers"] == {"processes": [4, 17]}
     assert result["exact_match"] == {"before": None, "after": None}
+
+
+def test_the_report_says_what_exploration_found_and_what_it_cost(session):
+    made = a_run(session)
+    node = made.node("spot-0", rate=1_000_000, up=0, end=HOUR_MS, seen=0)
+    made.used(node, 0, HOUR_MS, exploration=HOUR_MS // 2, rollout=HOUR_MS // 2)
+    made.trained(0, MINUTE_MS, explored=144)
+    made.trained(1, 2 * MINUTE_MS, explored=100)
+    made.ranked(1, 2 * MINUTE_MS)
+    made.trained(2, 3 * MINUTE_MS)
+    explored = build_report(session, made.run, START_MS + HOUR_MS).exploration
+    assert (explored.candidates, explored.batches, explored.control) == (244, 2, 12)
+    assert explored.micro_usd == 500_000
+    assert exploration_words(explored) == (
+        "Exploration: 244 candidates for 2 batches, $0.50 of the cost. Old weights ranked seeds with a Spearman "
+        "correlation of 0.90 (0.86 to 0.93, corrected by a random control slice); the rewards that were trained "
+        "differed x2.0 as much as a random choice's (x1.9 was predicted)."
+    )
+
+
+def test_exploration_that_switched_itself_off_or_never_was_is_said(session):
+    made = a_run(session)
+    assert exploration_words(build_report(session, made.run, START_MS).exploration).startswith("Exploration: none")
+    made.trained(0, MINUTE_MS, explored=144)
+    assert "not known yet" in exploration_words(build_report(session, made.run, START_MS).exploration)
+    made.ranked(1, 2 * MINUTE_MS, explores_on=False, corrected=False)
+    words = exploration_words(build_report(session, made.run, START_MS).exploration)
+    assert "uncorrected" in words
+    assert words.endswith("It was not worth it, and was switched off.")

@@ -1,0 +1,70 @@
+"""What exploration did for a run, from what the engine told of it: how much was tried, and what that was worth."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from launcher.money import dollars
+
+Event = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exploration:
+    """Of a whole run; what ranks and gains is the engine's last word, over its last batches (events.Ranked)."""
+
+    candidates: int
+    batches: int
+    """Batches whose seeds were chosen from candidates."""
+    control: int
+    """Candidates that were not chosen and rolled out afresh all the same."""
+    micro_usd: int
+    """Of the run's cost: what spot nodes were paid for while they explored."""
+    spearman: float | None
+    low: float
+    high: float
+    corrected: bool
+    predicted_gain: float | None
+    realised_gain: float | None
+    explores_on: bool
+
+
+def exploration_of(iterations: Sequence[Event], ranked: Sequence[Event], micro_usd: int) -> Exploration | None:
+    """`iterations`: IterationDone events; `ranked`: Ranked events, newest last. None when nothing was explored."""
+    explored = [event["explored"] for event in iterations if event["explored"]]
+    if not explored:
+        return None
+    last = ranked[-1] if ranked else {}
+    return Exploration(
+        candidates=sum(explored),
+        batches=len(explored),
+        control=sum(event["control"] for event in ranked),
+        micro_usd=micro_usd,
+        spearman=last.get("spearman"),
+        low=last.get("low", -1.0),
+        high=last.get("high", 1.0),
+        corrected=last.get("corrected", False),
+        predicted_gain=last.get("predicted_gain"),
+        realised_gain=last.get("realised_gain"),
+        explores_on=last.get("explores_on", True),
+    )
+
+
+def exploration_words(exploration: Exploration | None) -> str:
+    """One sentence or two."""
+    if exploration is None:
+        return "Exploration: none; each prompt's first seeds were trained."
+    said = f"Exploration: {exploration.candidates:,} candidates for {exploration.batches} batches"
+    said += f", {dollars(exploration.micro_usd)} of the cost."
+    if exploration.spearman is None:
+        return f"{said} How well old weights rank seeds is not known yet."
+    how = "corrected by a random control slice" if exploration.corrected else "uncorrected"
+    interval = f"{exploration.low:.2f} to {exploration.high:.2f}"
+    said += f" Old weights ranked seeds with a Spearman correlation of {exploration.spearman:.2f} ({interval}, {how})"
+    if exploration.realised_gain is not None:
+        said += (
+            f"; the rewards that were trained differed x{exploration.realised_gain:.1f} as much as a random choice's"
+        )
+    if exploration.predicted_gain is not None:
+        said += f" (x{exploration.predicted_gain:.1f} was predicted)"
+    return f"{said}." if exploration.explores_on else f"{said}. It was not worth it, and was switched off."
