@@ -199,7 +199,7 @@ def test_the_json_has_a_schema_version_and_only_plain_values(session):
     assert read["schema"] == SCHEMA == 1
     assert set(read) == {
         "schema", "run", "money_basis", "money_note", "target", "costs", "curve", "gains", "micro_usd_per_hundredth",
-        "nodes", "preemptions", "price_effect", "saved", "prices", "pictures_before", "pictures_after", "start_ms",
+        "nodes", "preemptions", "exploration", "price_effect", "saved", "prices", "pictures_before", "pictures_after", "start_ms",
         "end_ms", "notes",
     }  # fmt: skip
     splits = [read["costs"][name] for name in ("by_role", "by_market", "by_node", "by_phase")]
