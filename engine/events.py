@@ -190,6 +190,10 @@ class NodeUsage:
     phase_ms: Mapping[str, int]
     spans: tuple[WorkerSpan, ...] = ()
 
+    def __post_init__(self) -> None:
+        # JSON has no tuples.
+        object.__setattr__(self, "spans", tuple(tuple(span) for span in self.spans))
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeSeen:

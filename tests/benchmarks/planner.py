@@ -305,8 +305,8 @@ who thinks that rewards are normal, does not wait for long enough. Draws from th
 `plan_ms_64_prompts`: processor time of one chunk for each of 64 prompts with 16 results each, of `bayes`, the slower
 kind of rewards; median of 21 matrices, of each the fastest of {TRIES} (other work on the machine slows it).
 What it changed: `bayes` is optimistic for both kinds of rewards; `greedy` is kept for comparison only, as it is worse
-than `uniform` where prompts are alike. It did not become the default of a job: with advantages divided by the group's own
-deviation (`std: group`) every group weighs the same however much it varies, and there an even share trained better
+than `uniform` where prompts are alike. It did not become the default of a job: with advantages divided by the group's
+own deviation (`std: group`) every group weighs the same however much it varies, and there an even share trained better
 (digits-ocr, exact match after 18 iterations, 144 candidates a batch, seeds 100 and 101: uniform .799 and .848, bayes
 .773 and .811). More kept variance is worth more with `std: batch` and with strict rewards.
 """,

@@ -88,7 +88,7 @@ def test_a_job_is_named_by_its_file(tmp_path):
         ("budget: {max_total: forty}", 1, "budget.max_total", "write it like"),
         ("budget: {deadline: 90}", 1, "budget.deadline", "with units"),
         ("exploration:\n  mode: off", 2, "", "exploration.mode: off"),
-        ("exploration: {mode: 'off'}", 1, "exploration.mode", "use 'none' or 'stale'"),
+        ("exploration: {mode: 'off'}", 1, "exploration.mode", "use 'none', 'in-path' or 'stale'"),
         ("exploration: {budget: {candidates: 1, seconds: 3}}", 1, "exploration.budget", "keep one"),
         ("exploration: {budget: {seconds: autp}}", 1, "exploration.budget.seconds", "use 'auto'"),
         ("sampler: {name: flow}", 1, "sampler.name", "did you mean flow-sde?"),
