@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 LOCK := engine/versions.lock
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(LOCK)
 
-.PHONY: env quickstart test format clean
+.PHONY: env bench quickstart test format clean
 
 env: $(VENV)/.everything
 
@@ -32,6 +32,11 @@ $(VENV)/.ray: $(VENV)/.engine
 	@echo "installing Ray into $(VENV)"
 	$(PIP) --editable '.[engine,ray]'
 	@touch $@
+
+# For the exploration benchmark, another recogniser than the reward's. Without what it asks for: an OpenCV with windows,
+# which would overwrite the one without.
+bench: env
+	$(PIP) --no-deps 'rapidocr-onnxruntime==1.4.4'
 
 quickstart: $(VENV)/.engine $(if $(filter ray,$(RUNTIME)),$(VENV)/.ray)
 	$(BIN)/spotrl launch sky_yamls/quickstart.yaml --yes --name quickstart-$$(date +%m%d-%H%M%S) --runtime $(RUNTIME) \

@@ -40,9 +40,6 @@ PIECES = Path(__file__).parent / "pieces"
 LOOK_SECONDS = 1.0
 """Between two looks at a run; CPU seconds in between are interpolated."""
 
-START_SECONDS = 90.0
-"""Both nodes are up, or something is wrong."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
@@ -63,7 +60,7 @@ class Settings:
     cap: int = 45
     """Iterations after which a run has not reached the target."""
     target: float = 0.75
-    evaluate_every: int = 3
+    evaluate_every: int = 6
     held_out: int = 512
 
 
@@ -103,7 +100,8 @@ class Cell:
     stall_seconds: list[float]
     """The trainer had trained a batch and still waited for its candidates."""
     exploration_inside: float | None
-    """Share of the spot node's exploration that lies between the trainer's first and last training of a batch."""
+    """Share of the spot node's exploration that lies between the trainer's first and last training of a batch. The
+    first batch, in which everything is touched for the first time, is left out."""
     ranking: dict[str, Any]
     """The monitor's last report."""
     explored: list[int]
@@ -188,7 +186,6 @@ def run(name: str, arm: Arm, settings: Settings, seed: int, *, checked: bool) ->
         try:
             if arm.spot:
                 fleet.start("spot-0", module=arm.module, cores=[1])
-                fleet.wait_for((Path(folder) / "nodes/spot-0/ready.json").exists, seconds=START_SECONDS, every=0.2)
             fleet.start("trainer", cores=[0])
             meter = _follow(fleet, arm, settings)
             cell = _read(name, fleet, seed, meter, load1)
@@ -299,7 +296,8 @@ def _timeline(spans: Sequence[Sequence[Any]]) -> tuple[list[float], float | None
             phases.append((training[0][0], training[-1][1]))
             stalls.append(max(0, begin - training[-1][1]) / 1000)
             training = []
-    explored = [(begin, end) for worker, phase, begin, end in spans if phase == "exploration" and worker != "trainer"]
+    first = phases[0][1] if phases else 0
+    explored = [(begin, end) for _, phase, begin, end in spans if phase == "exploration" and begin > first]
     whole = sum(end - begin for begin, end in explored)
     shared = sum(max(0, min(end, e) - max(begin, b)) for begin, end in explored for b, e in phases)
     return stalls, shared / whole if whole else None
