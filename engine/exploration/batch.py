@@ -5,7 +5,7 @@ to do, the planner says which candidates are worth trying next. A *counted* budg
 of the round before it are in, so that a repeated run tries the same seeds; an *idle-time* budget is dealt a forward
 pass at a time, as long as training is expected to go on.
 
-The promise: an `Explored` batch restored from its order and from what was submitted and finished deals on alike.
+The promise: a batch restored from its order and from what was submitted and finished deals on alike.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

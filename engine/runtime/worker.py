@@ -195,7 +195,7 @@ class Worker:
         kind = work.attempts[0].request.kind
         if kind in IDLE_KINDS and self._device.type == "cpu":
             # Scoring would share its core with this: what the trainer waits for goes first.
-            self._settle(block=True)
+            self._settle(block=True, held=work)
         try:
             with self.usage.measure(PHASE_OF[kind]):
                 trajectories = self._denoise(work)
@@ -358,11 +358,14 @@ class Worker:
 
     # --- scoring ------------------------------------------------------------------------------------------
 
-    def _settle(self, *, block: bool, keep: int = 0) -> None:
-        """Send what is scored; with `block`, wait until at most `keep` leases are left to score."""
+    def _settle(self, *, block: bool, keep: int = 0, held: Work | None = None) -> None:
+        """Send what is scored; with `block`, wait until at most `keep` leases are left to score.
+
+        `held`: work that was granted and begins only afterwards.
+        """
         for made in list(self._pending):
             if block and len(self._pending) > keep:
-                self._wait_for(made)
+                self._wait_for(made, held)
             if not made.scoring.done() or made not in self._pending:
                 continue
             self._pending.remove(made)
@@ -376,7 +379,7 @@ class Worker:
                 continue
             self._finish(made, scores, pictures)
 
-    def _wait_for(self, made: _Made) -> None:
+    def _wait_for(self, made: _Made, held: Work | None) -> None:
         """Until it is scored, or fenced. A reward may take longer than a lease: the leases are kept alive meanwhile."""
         phase = PHASE_OF[made.work.attempts[0].request.kind]
         while made in self._pending:
@@ -385,6 +388,8 @@ class Worker:
             if made.scoring.done():
                 return
             leases = {str(pending.work.lease): pending.trajectories[0].step for pending in self._pending}
+            if held is not None:
+                leases[str(held.lease)] = held.attempts[0].step
             reply = self._call({"call": "heartbeat", "leases": leases})
             if isinstance(reply, Fenced):
                 self._fenced(reply.lease)

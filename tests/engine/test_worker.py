@@ -407,8 +407,10 @@ def test_weights_that_were_published_anew_meanwhile_are_not_taken_for_held():
 # --- over HTTP
 
 
-def test_a_reward_slower_than_a_lease_loses_nothing(tmp_path):
-    """Two leases, one scored beside the sampling of the other; each takes twice as long to score as a lease lasts."""
+@pytest.mark.parametrize("other", [Kind.TRAIN, Kind.EXPLORE], ids=str)
+def test_a_reward_slower_than_a_lease_loses_nothing(tmp_path, other):
+    """Two leases, one scored beside the sampling of the other, or before it when that can wait; each takes twice as
+    long to score as a lease lasts."""
     torch.set_num_threads(1)
     clock = ScaledClock(origin_ms=time.time_ns() // 1_000_000)
     # Over HTTP, because there the coordinator looks at its leases while the worker waits.
@@ -434,16 +436,15 @@ def test_a_reward_slower_than_a_lease_loses_nothing(tmp_path):
         heartbeat_seconds=0.2,
     )
     plan = rollout_plan(SamplerConfig(steps=2), 0, 0)
-    requests = tuple(
-        RequestId(run="r", lineage=0, batch=0, prompt=f"{seed:04d}", seed=seed, kind=Kind.TRAIN) for seed in range(2)
-    )
     v0 = WeightsKey(version=0)
     transport.call({"call": "publish", "weights": weights_to_list(v0)}, {"weights": get_weights(trainable(adapter))})
     sampler = json.dumps(plan_to_dict(plan))
-    task = Task(requests=requests, weights=v0, sampler=sampler, steps=2, shape=1, dtype="float32")
-    transport.call({"call": "submit", "task": task_to_dict(task)})
+    for seed, kind in enumerate([Kind.TRAIN, other]):
+        request = RequestId(run="r", lineage=0, batch=0, prompt=f"{seed:04d}", seed=seed, kind=kind)
+        task = Task(requests=(request,), weights=v0, sampler=sampler, steps=2, shape=1, dtype="float32")
+        transport.call({"call": "submit", "task": task_to_dict(task)})
     try:
-        while coordinator.queue.wanted(Kind.TRAIN) and len(scored) < 4:
+        while any(map(coordinator.queue.wanted, (Kind.TRAIN, other))) and len(scored) < 4:
             serving.serve_once(wait=False)
     finally:
         front.close()
