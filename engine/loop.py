@@ -197,7 +197,8 @@ class Loop:
         self.std = RunningStd(checkpoint.std)
         self.skipped_in_a_row = checkpoint.skipped_in_a_row
         self.next_batch = checkpoint.next_batch
-        self.explorer.restore(checkpoint.exploration)
+        if checkpoint.exploration:
+            self.explorer.restore(checkpoint.exploration)
         set_weights(self.parameters, checkpoint.files["weights"])
         average = load(checkpoint.files["ema"])
         self.average.tensors = {name: average[name].to(value.device) for name, value in self.parameters.items()}

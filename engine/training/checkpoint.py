@@ -40,7 +40,7 @@ class Checkpoint:
 
     `files`: safetensors bytes by name: weights, ema, optimizer. `evaluations`: (iteration, metrics) so far.
     `std`: the running reward std (std: ema), or None. `config_digest`: of the engine's config. `exploration`: what
-    the explorer knows, as JSON values (engine/exploration/explorer.py).
+    the explorer knows, as JSON values (engine/exploration/explorer.py); empty: nothing yet.
     """
 
     iteration: int
@@ -137,7 +137,7 @@ class CheckpointStore:
             std=raw["std"],
             skipped_in_a_row=raw["skipped_in_a_row"],
             config_digest=raw["config_digest"],
-            exploration=raw["exploration"],
+            exploration=raw.get("exploration", {}),  # none in what an earlier version wrote
         )
 
     def put(self, path: str, data: bytes) -> None:

@@ -1,5 +1,6 @@
 """A checkpoint counts when it is whole, and the newest is the one of the newest lineage."""
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -48,6 +49,15 @@ def test_without_a_checkpoint_there_is_nothing_to_go_on_from(store):
 def test_everything_in_it_comes_back_on_another_machine(tmp_path, store):
     store.save(FIRST, keep=3)
     assert CheckpointStore(f"file://{tmp_path}/store").newest() == FIRST
+
+
+def test_one_that_an_earlier_version_wrote_knows_nothing_of_exploration(tmp_path, store):
+    store.save(FIRST, keep=3)
+    (manifest,) = tmp_path.glob("store/checkpoints/*/manifest.json")
+    raw = json.loads(manifest.read_text())
+    del raw["exploration"]
+    manifest.write_text(json.dumps(raw))
+    assert store.newest() == replace(FIRST, exploration={})
 
 
 def test_the_last_ones_are_kept(store):
