@@ -24,13 +24,15 @@ from launcher.money import dollars, exact_dollars, exact_duration, parse_duratio
 from launcher.yaml_file import Field as Place
 from launcher.yaml_file import YamlFile, YamlFileError, parse_value, read_yaml
 
-REWARDS = ("ocr", "shapes", "shapes_strict")
+REWARDS = ("ocr", "ocr_strict", "ocr_smooth", "shapes", "shapes_strict")
 """Scorers that ship with spotrl (engine/rewards/). A user's own is `package.module:function`."""
 
 PROMPTS = ("digits", "shapes")
 """Prompts that are made on the fly; any other name is a file."""
 
-METRICS = dict.fromkeys(REWARDS, ("exact_match", "similarity", "reward"))
+METRICS = dict.fromkeys(REWARDS, ("exact_match", "similarity", "reward")) | {
+    "ocr_smooth": ("exact_match", "similarity", "smooth", "reward")
+}
 """What a scorer of ours measures; a user's own reward has `reward` and whatever metrics it returns."""
 
 BOUNDED_METRICS = ("exact_match", "similarity")

@@ -218,3 +218,10 @@ def test_a_late_fault_is_told_with_the_line_of_its_field(write):
     checked = load_job(write("seed: 1\nreward: my.module:score\n"))
     error = checked.error("reward", "it raised ZeroDivisionError", "correct it")
     assert str(error).endswith("job.yaml, line 2: it raised ZeroDivisionError; correct it")
+
+
+def test_every_reward_that_the_engine_has_may_be_asked_for():
+    from engine.rewards.load import BUILT_IN
+    from launcher.job import METRICS, REWARDS
+
+    assert set(REWARDS) == set(METRICS) == set(BUILT_IN)
