@@ -53,7 +53,7 @@ from engine.runtime.transport import Transport
 from engine.runtime.usage import Usage
 from engine.runtime.worker import Worker, get_weights, set_weights
 from engine.training.advantages import RunningStd
-from engine.training.checkpoint import Checkpoint, CheckpointStore
+from engine.training.checkpoint import Checkpoint, CheckpointStore, checkpoint_name
 from engine.training.metrics import MetricsLog
 from engine.training.rollouts import Rollouts, torch_threads
 from engine.training.transaction import Average, Health, Trainer
@@ -220,21 +220,24 @@ class Loop:
             manifest = self.explorer.choose_in_path(manifest, rollouts.reward_of())
             rollouts = rollouts.only(manifest)
         health = self._train(manifest, plan, rollouts)
+        self.average.follow()
+        weights = get_weights(self.parameters)
+        with self.usage.measure(Phase.CHECKPOINT):
+            written = self._write_checkpoint_files(weights)  # while spot nodes still explore
         candidates = self._explored(order)
         self._judge(manifest, rollouts)
 
         rewards = torch.tensor(rollouts.rewards(), dtype=torch.float64)
         finite = rewards[torch.isfinite(rewards).all(dim=1)]
         self.std = self.std.after(finite) if len(finite) else self.std
-        self.average.follow()
         # Told before it is durable: killed in between, the batch is trained and told again, never forgotten.
         self._tell(manifest, finite, len(candidates), health, time.perf_counter() - begun)
         saving = time.perf_counter()
         self.iteration += 1
         self.next_batch = self._manifest(order, candidates)
-        weights = get_weights(self.parameters)
         with self.usage.measure(Phase.CHECKPOINT):
-            self._checkpoint(weights)
+            if written is not None:
+                self._checkpoint(*written)
         with self.usage.measure(Phase.SYNC):
             self._publish_live(weights)
             self._withdraw_trained()
@@ -464,25 +467,33 @@ class Loop:
 
     # --- durable state and the line to the coordinator ----------------------------------------------------
 
-    def _checkpoint(self, weights: bytes) -> None:
-        if self.iteration % self.config.checkpoint.every and self.iteration != self.config.iterations:
-            return
+    def _write_checkpoint_files(self, weights: bytes) -> tuple[dict[str, bytes], dict[str, str]] | None:
+        """The big part of the checkpoint after this batch, with digests; None when none is due."""
+        iteration = self.iteration + 1
+        if iteration % self.config.checkpoint.every and iteration != self.config.iterations:
+            return None
+        files = {
+            "weights": weights,
+            "ema": save(self.average.tensors),
+            "optimizer": save({n: t.contiguous() for n, t in self.trainer.optimizer_state().items()}),
+        }
+        name = checkpoint_name(self.lineage, iteration)
+        return files, self._store(lambda: self.place.store.write_files(name, files))
+
+    def _checkpoint(self, files: dict[str, bytes], digests: dict[str, str]) -> None:
         checkpoint = Checkpoint(
             iteration=self.iteration,
             lineage=self.lineage,
             next_batch=self.next_batch,
-            files={
-                "weights": weights,
-                "ema": save(self.average.tensors),
-                "optimizer": save({n: t.contiguous() for n, t in self.trainer.optimizer_state().items()}),
-            },
+            files=files,
             evaluations=tuple(self.evaluations),
             std=self.std.value,
             skipped_in_a_row=self.skipped_in_a_row,
             config_digest=self.config_digest,
             exploration=self.explorer.to_dict(),
         )
-        digest = self._store(lambda: self.place.store.save(checkpoint, keep=self.config.checkpoint.keep))
+        keep = self.config.checkpoint.keep
+        digest = self._store(lambda: self.place.store.save(checkpoint, keep=keep, digests=digests))
         event = CheckpointSaved(iteration=self.iteration, path=f"checkpoints/{checkpoint.name}", digest=digest)
         self.place.progress.write(self.lineage, event)
 

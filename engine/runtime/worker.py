@@ -28,6 +28,7 @@ from torch import Tensor
 from engine.clock import Clock
 from engine.events import Phase
 from engine.models.adapter import DiTAdapter, rows
+from engine.models.half import half_precision
 from engine.rewards.reward import Reward
 from engine.rollout.request import (
     Drain,
@@ -228,16 +229,15 @@ class Worker:
         device = self._device
         conditioning = rows(self.adapter.encode(prompts), place.to(device))
         x = torch.stack([trajectories[i].x for i in filled]).to(device)
-        cast = torch.autocast(device.type, dtype=torch.bfloat16, enabled=work.dtype == "bfloat16")
-        for step in range(trajectories[0].step, plan.steps):
-            begun = time.perf_counter()
-            with cast:
+        with half_precision(self.adapter.transformer) if work.dtype == "bfloat16" else contextlib.nullcontext():
+            for step in range(trajectories[0].step, plan.steps):
+                begun = time.perf_counter()
                 x, log_probs = advance(self.adapter, plan, conditioning, seeds, x, step)
-            trajectories = self._record(plan, work, trajectories, x, log_probs)
-            time.sleep(max(0.0, begun + self.step_seconds - time.perf_counter()))
-            self.trace(work, step + 1)
-            if step + 1 < plan.steps and not self._go_on(work, trajectories):
-                return None
+                trajectories = self._record(plan, work, trajectories, x, log_probs)
+                time.sleep(max(0.0, begun + self.step_seconds - time.perf_counter()))
+                self.trace(work, step + 1)
+                if step + 1 < plan.steps and not self._go_on(work, trajectories):
+                    return None
         return trajectories
 
     @property

@@ -3,7 +3,8 @@
     checkpoints/l0001-i000012/{weights,ema,optimizer}.safetensors, then manifest.json
     lineages/0001                                                  one per lineage, created once
 
-A checkpoint counts when its manifest is there, and the manifest is written last. It carries the manifest of the
+A checkpoint counts when its manifest is there, and the manifest is written last; the files may be written earlier,
+while what the manifest says is not all known. It carries the manifest of the
 *next* batch too: exploration for that batch used weights that are gone by then, so choosing again could choose
 otherwise. The newest is the highest lineage, then the highest iteration: a zombie trainer that wakes after its
 machine was given up writes under an old lineage, and nobody reads it.
@@ -55,7 +56,11 @@ class Checkpoint:
 
     @property
     def name(self) -> str:
-        return f"l{self.lineage:04d}-i{self.iteration:06d}"
+        return checkpoint_name(self.lineage, self.iteration)
+
+
+def checkpoint_name(lineage: int, iteration: int) -> str:
+    return f"l{lineage:04d}-i{iteration:06d}"
 
 
 class CheckpointStore:
@@ -78,18 +83,26 @@ class CheckpointStore:
             except AlreadyExistsError:
                 lineage += 1
 
-    def save(self, checkpoint: Checkpoint, *, keep: int) -> str:
-        """Write it, the manifest last; then drop all but the newest `keep`. Returns the digest of the weights."""
-        folder = f"checkpoints/{checkpoint.name}"
+    def write_files(self, name: str, files: Mapping[str, bytes]) -> dict[str, str]:
+        """The files of a checkpoint that counts only once it is saved. Returns their digests, for `save`."""
 
         def put(item: tuple[str, bytes]) -> tuple[str, str]:
-            name, data = item
-            self.put(f"{folder}/{name}.safetensors", data)
-            return name, hashlib.sha256(data).hexdigest()
+            file, data = item
+            self.put(f"checkpoints/{name}/{file}.safetensors", data)
+            return file, hashlib.sha256(data).hexdigest()
 
         # Side by side: hashing and writing both let other threads run, and the trainer waits for nothing else.
         with ThreadPoolExecutor() as pool:
-            digests = dict(pool.map(put, checkpoint.files.items()))
+            return dict(pool.map(put, files.items()))
+
+    def save(self, checkpoint: Checkpoint, *, keep: int, digests: Mapping[str, str] | None = None) -> str:
+        """Write it, the manifest last; then drop all but the newest `keep`. Returns the digest of the weights.
+
+        digests: of its files, when they are written already
+        """
+        folder = f"checkpoints/{checkpoint.name}"
+        if digests is None:
+            digests = self.write_files(checkpoint.name, checkpoint.files)
         manifest: dict[str, Any] = {
             "schema": SCHEMA,
             "iteration": checkpoint.iteration,

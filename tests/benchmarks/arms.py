@@ -49,11 +49,11 @@ class Settings:
     clip_range: float = 1e-3
     trained: int = 48
     """Pictures that an iteration trains."""
-    candidates: int = 108
+    candidates: int = 120
     """Of a batch that explores: so many fit beside training here."""
-    explored_together: int = 54
+    explored_together: int = 60
     """Candidates in a forward pass."""
-    random_fraction: float = 0.0625
+    random_fraction: float = 0.03125
     """Of the candidates that were not chosen: rolled out afresh to check the ranking."""
     budget: int = 18
     """Iterations after which the arms are compared."""
@@ -283,19 +283,24 @@ def _windows(fleet: Fleet) -> Iterator[tuple[float, float]]:
 
 
 def _timeline(spans: Sequence[Sequence[Any]]) -> tuple[list[float], float | None]:
-    """Seconds that the trainer waited between training a batch and its checkpoint, by batch; and how much of the spot
-    node's exploration lay inside a training phase."""
+    """Seconds that the trainer waited between training a batch and knowing the next, by batch, writing the checkpoint's
+    files left out; and how much of the spot node's exploration lay inside a training phase."""
     trainer = sorted((begin, end, phase) for worker, phase, begin, end in spans if worker == "trainer/trainer")
     phases: list[tuple[int, int]] = []
     stalls: list[float] = []
     training: list[tuple[int, int]] = []
+    free = 0
     for begin, end, phase in trainer:
         if phase == "training":
             training.append((begin, end))
-        elif phase == "checkpoint" and training:
-            phases.append((training[0][0], training[-1][1]))
-            stalls.append(max(0, begin - training[-1][1]) / 1000)
-            training = []
+        elif phase == "checkpoint":
+            if training:  # its files come first, its manifest when the next batch is known
+                phases.append((training[0][0], training[-1][1]))
+                stalls.append(0.0)
+                free, training = training[-1][1], []
+            if stalls:
+                stalls[-1] += max(0, begin - free) / 1000
+            free = end
     first = phases[0][1] if phases else 0
     explored = [(begin, end) for _, phase, begin, end in spans if phase == "exploration" and begin > first]
     whole = sum(end - begin for begin, end in explored)

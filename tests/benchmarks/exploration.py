@@ -40,8 +40,8 @@ ARMS: Mapping[str, Arm] = {
     "plain-12x4": Arm(),
     "plain-wide": Arm(images=SETTINGS.candidates // 12, most=SETTINGS.budget),
     "in-path": Arm(mode="in-path"),
-    "stale": Arm(mode="stale", steps=7),
-    "control": Arm(mode="stale", steps=7, module="tests.benchmarks.other_noise", most=SETTINGS.budget),
+    "stale": Arm(mode="stale"),
+    "control": Arm(mode="stale", module="tests.benchmarks.other_noise", most=SETTINGS.budget),
     "on-demand-only": Arm(prompts=6, spot=False, most=6),
 }
 PLAIN = ("plain-6x8", "plain-12x4")

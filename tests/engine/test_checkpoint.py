@@ -51,6 +51,15 @@ def test_everything_in_it_comes_back_on_another_machine(tmp_path, store):
     assert CheckpointStore(f"file://{tmp_path}/store").newest() == FIRST
 
 
+def test_files_that_were_written_ahead_count_once_the_manifest_is_there(tmp_path, store):
+    store.save(FIRST, keep=3)
+    second = replace(at(13), files={**FIRST.files, "weights": b"newer"})
+    digests = store.write_files(second.name, second.files)
+    assert store.newest() == FIRST
+    store.save(second, keep=3, digests=digests)
+    assert CheckpointStore(f"file://{tmp_path}/store").newest() == second
+
+
 def test_one_that_an_earlier_version_wrote_knows_nothing_of_exploration(tmp_path, store):
     store.save(FIRST, keep=3)
     (manifest,) = tmp_path.glob("store/checkpoints/*/manifest.json")

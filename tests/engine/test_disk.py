@@ -80,21 +80,22 @@ def test_a_checkpoint_that_finds_no_room_is_an_oserror_and_does_not_count(small)
 
 
 class FullAtFirst(CheckpointStore):
-    """Has no room, `refusals` times."""
+    """Has no room for some objects, `refusals` times."""
 
-    refusals = 0
+    refused, refusals = "", 0
 
-    def save(self, checkpoint, *, keep):
-        if self.refusals:
+    def put(self, path, data):
+        if self.refusals and path.endswith(self.refused):
             self.refusals -= 1
             raise OSError(errno.ENOSPC, "No space left on device")
-        return super().save(checkpoint, keep=keep)
+        super().put(path, data)
 
 
-def test_the_trainer_waits_for_room_says_so_once_and_goes_on(tmp_path):
+@pytest.mark.parametrize("refused", ["optimizer.safetensors", "manifest.json"])
+def test_the_trainer_waits_for_room_says_so_once_and_goes_on(tmp_path, refused):
     run = build(TINY, tmp_path)
     store = FullAtFirst(f"file://{tmp_path}/store")
-    store.refusals = 3
+    store.refused, store.refusals = refused, 3
     object.__setattr__(run.loop.place, "store", store)
     assert run.loop.run().reason == "iterations"
     assert store.refusals == 0

@@ -43,7 +43,11 @@ def test_the_two_values_of_a_box_muller_pair_are_independent():
     assert abs(np.corrcoef(values[:20_000] ** 2, values[20_000:] ** 2)[0, 1]) < 0.03
 
 
-def test_a_row_depends_on_its_own_seed_alone():
-    together = noise_rows([5, 6, 7], 2, (3, 4))
-    assert together.shape == (3, 3, 4)
-    assert together[1].numpy().tobytes() == noise(6, 2, (3, 4)).tobytes()
+@pytest.mark.parametrize("shape", [(1,), (3, 5, 3), (24, 16), (3, 1001)])
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 48])
+def test_a_row_depends_on_its_own_seed_alone(shape, count):
+    seeds = [2**64 - 1 - 977 * i for i in range(count)]
+    together = noise_rows(seeds, 2, shape)
+    assert together.shape == (count, *shape)
+    for seed, row in zip(seeds, together, strict=True):
+        assert row.numpy().tobytes() == noise(seed, 2, shape).tobytes()
