@@ -71,8 +71,9 @@ class Line:
         self.answers = []
 
     def call(self, head, blobs=None, *, wait=False):
-        self.calls.append(head["call"])
-        mine = (head["call"], self.calls.count(head["call"])) == self._at
+        names = [head["call"], f"{head['call']}-{head.get('kind')}"]
+        self.calls += names
+        mine = self._at in [(name, self.calls.count(name)) for name in names]
         if mine and not self._answered:
             raise Killed
         answer = self._inner.call(head, blobs, wait=wait)
@@ -137,6 +138,8 @@ def straight(tmp_path_factory):
         (("finish", 2), False),
         (("finish", 2), True),
         (("collect", 12), False),
+        (("collect-explore", 1), False),  # the checkpoint's files are written, and nobody knows the next batch
+        (("collect-explore", 2), True),
         (("publish", 3), False),  # the checkpoint is written, nobody knows its weights yet
         (("publish", 3), True),
         (("withdraw", 5), False),
@@ -301,6 +304,31 @@ def test_the_seeds_that_are_trained_are_those_of_largest_variance(tmp_path):
         assert len(rewards) == CANDIDATES // 2
         best = max(variance(pair) for pair in combinations(rewards.values(), 2))
         assert variance([rewards[seed] for seed in seeds]) == best
+
+
+def test_the_checkpoints_files_are_written_while_spot_nodes_explore(tmp_path):
+    run = build(TINY, tmp_path, workers=1)
+    store = run.loop.place.store
+    order = []
+
+    class Watched(CheckpointStore):
+        def put(self, path, data):
+            order.append(path.rsplit("/", 1)[1])
+            store.put(path, data)
+
+    object.__setattr__(run.loop.place, "store", Watched(f"file://{tmp_path}/store"))
+    collect = run.loop._collect
+
+    def watched(kind, *rest, **more):
+        order.append(str(kind))
+        return collect(kind, *rest, **more)
+
+    run.loop._collect = watched
+    assert run.loop.run().reason == "iterations"
+    first = order[: order.index("manifest.json") + 1]
+    asked = first.index("explore")
+    assert {"weights.safetensors", "ema.safetensors", "optimizer.safetensors"} <= set(first[:asked])
+    assert "train" not in first[first.index("weights.safetensors") :]
 
 
 def test_in_path_the_best_of_all_candidates_are_trained_with_the_weights_that_made_them(tmp_path):
