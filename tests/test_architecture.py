@@ -1,10 +1,13 @@
 """Who may import whom (DESIGN.md, section 3), and that the launcher stays light."""
 
 import ast
+import itertools
 import os
+import re
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,6 +28,15 @@ PURE = {
 """What policies and replays may use besides: decisions, without torch or Ray."""
 
 HEAVY = {"torch", "ray", "sky", "diffusers", "transformers"}
+
+INSTALLED_AS = {
+    "PIL": "pillow",
+    "google": "google-cloud-compute",
+    "sky": "skypilot",
+    "vl_convert": "vl-convert-python",
+    "rapidocr_onnxruntime": "rapidocr-onnxruntime",  # `make bench` alone installs it
+}
+"""Where a module's name is not its distribution's."""
 
 
 def python_files(room: str) -> list[Path]:
@@ -94,6 +106,22 @@ def test_the_contract_needs_no_torch():
 def test_the_events_are_standard_library_only():
     used = {top(module) for _, module in imports_of(ROOT / "engine/events.py")}
     assert used <= set(sys.stdlib_module_names)
+
+
+def test_everything_that_is_imported_is_asked_for():
+    """An indirect dependency may go at any time, and is not there on a fresh machine if nothing else wants it."""
+    text = (ROOT / "pyproject.toml").read_text() + (ROOT / "Makefile").read_text()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [*project["dependencies"], *itertools.chain(*project["optional-dependencies"].values())]
+    asked = {re.split(r"[\[<>=~!]", one)[0].lower() for one in wanted} | set(re.findall(r"'([a-z-]+)==", text))
+    ours = {"engine", "launcher", "catalogs", "sky_yamls", "tests"}
+
+    def is_allowed(_: Path, name: str) -> bool:
+        module = top(name)
+        known = INSTALLED_AS.get(module, module.replace("_", "-").lower())
+        return module in sys.stdlib_module_names or module in ours or known in asked or name.startswith("ruamel.")
+
+    assert not [line for room in sorted(ours) for line in forbidden(room, is_allowed)]
 
 
 def loaded_by(code: str) -> set[str]:

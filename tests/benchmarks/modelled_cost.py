@@ -2,7 +2,7 @@
 
     python -m tests.benchmarks.modelled_cost --seeds 3 --json
     python -m tests.benchmarks.modelled_cost --seeds 3 --cells-only         the learning runs it needs; which are stored
-    python -m tests.benchmarks.modelled_cost --cell stale-96 --seed 1       one of them, stored
+    python -m tests.benchmarks.modelled_cost --cell stale-144 --seed 1      one of them, stored
 
 Iterations to the target are measured: real runs of digits-ocr, some of them cells of the exploration benchmark.
 Seconds and dollars are modelled (tests/benchmarks/qwen_image.py); from both follows what an arm takes in a cell

@@ -265,10 +265,10 @@ def made_up_figures() -> Figures:
 
 def test_runs_are_shared_and_few():
     runs = learning_runs()
-    assert set(runs) >= {"plain-6x8", "plain-12x4", "stale-96", "in-path-96"}
+    assert set(runs) >= {"plain-6x8", "plain-12x4", "stale", "stale-144", "in-path", "in-path-144"}
     assert len(stale_pools()) <= 5
     assert runs["plain-6x8"] == modelled_cost.ARMS["plain-6x8"]
-    assert runs["stale-96"] == replace(modelled_cost.ARMS["stale"], candidates=96)
+    assert runs["stale-144"] == replace(modelled_cost.ARMS["stale"], candidates=144)
     assert all(arm.candidates in (None, *POOLS) for arm in runs.values())
 
 
@@ -286,7 +286,7 @@ def test_a_page_comes_of_made_up_runs():
     assert "1280 px, 4+4" in page.split("so that `stale` is `plain`, in")[1].splitlines()[0]
     assert "nan" not in page
     assert found["arms"]["512 px, 4+8"]["stale"]["pool"] == 192
-    assert found["curves"]["stale-96"]["1"].startswith("0:0.4700 ")
+    assert found["curves"]["stale"]["1"].startswith("0:0.4700 ")
 
 
 def test_conclusions_follow_the_runs():

@@ -1,0 +1,44 @@
+"""Half precision is for ranking: near full precision inside, and nothing is left of it outside."""
+
+import contextlib
+
+import pytest
+import torch
+from diffusers.models.activations import GELU
+
+from engine.config import ModelConfig
+from engine.models.half import half_precision
+from engine.models.load import load_adapter
+from engine.rollout.sampler import initial
+
+
+@pytest.fixture(scope="module")
+def adapter():
+    return load_adapter(ModelConfig())
+
+
+def approximations(adapter):
+    return {one.approximate for one in adapter.transformer.modules() if isinstance(one, GELU)}
+
+
+def velocity(adapter):
+    x = initial(range(4), adapter.latent_shape())
+    with torch.no_grad():
+        return adapter.velocity(x, torch.full((4,), 0.5), adapter.encode(["12", "7", "0042", "9999"]), 1.0)
+
+
+def test_it_is_near_full_precision_and_not_equal(adapter):
+    full = velocity(adapter)
+    with half_precision(adapter.transformer):
+        half = velocity(adapter)
+    assert half.dtype == torch.float32
+    assert 0 < (half - full).abs().max() < 0.03 * full.abs().max()
+
+
+def test_nothing_of_it_is_left_outside(adapter):
+    before = velocity(adapter)
+    with contextlib.suppress(KeyError), half_precision(adapter.transformer):
+        assert approximations(adapter) == {"none"}
+        raise KeyError
+    assert approximations(adapter) == {"tanh"}
+    assert torch.equal(velocity(adapter), before)
