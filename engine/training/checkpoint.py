@@ -96,7 +96,7 @@ class CheckpointStore:
             return dict(pool.map(put, files.items()))
 
     def save(self, checkpoint: Checkpoint, *, keep: int, digests: Mapping[str, str] | None = None) -> str:
-        """Write it, the manifest last; then drop all but the newest `keep`. Returns the digest of the weights.
+        """Write it, the manifest last; then drop what is older but the newest `keep`. Returns the weights' digest.
 
         digests: of its files, when they are written already
         """
@@ -116,7 +116,11 @@ class CheckpointStore:
             "files": {f"{name}.safetensors": digest for name, digest in digests.items()},
         }
         self.put(f"{folder}/manifest.json", json.dumps(manifest, indent=1).encode())
-        for old in self.names()[:-keep]:
+        kept = self.names()[-keep:]
+        # Also what never got its manifest: a trainer ended in between, or its machine was lost.
+        for old in sorted({path.split("/")[1] for path in self._paths("checkpoints/")}.difference(kept)):
+            if old > checkpoint.name:
+                continue  # ours is an old lineage by now: the new one's are none of our business
             # The manifest goes first, so that a half-deleted checkpoint does not count.
             for path in sorted(self._paths(f"checkpoints/{old}/"), key=lambda path: not path.endswith(".json")):
                 obstore.delete(self._store, path)

@@ -60,6 +60,17 @@ def test_files_that_were_written_ahead_count_once_the_manifest_is_there(tmp_path
     assert CheckpointStore(f"file://{tmp_path}/store").newest() == second
 
 
+def test_files_that_never_got_a_manifest_are_cleared_away(tmp_path, store):
+    store.write_files(at(1).name, FIRST.files)
+    ahead = at(1, lineage=2)
+    store.write_files(ahead.name, FIRST.files)
+    store.save(at(2), keep=3)
+    assert sorted(path.name for path in tmp_path.glob("store/checkpoints/*/weights.*")) == ["weights.safetensors"] * 2
+    assert not list(tmp_path.glob(f"store/checkpoints/{at(1).name}/*"))
+    store.save(ahead, keep=3)
+    assert store.names() == [at(2).name, ahead.name]
+
+
 def test_one_that_an_earlier_version_wrote_knows_nothing_of_exploration(tmp_path, store):
     store.save(FIRST, keep=3)
     (manifest,) = tmp_path.glob("store/checkpoints/*/manifest.json")
