@@ -1,0 +1,135 @@
+"""How long a denoising step takes on d GPUs: a model that serves until it was measured, and what replaces it then.
+
+    t(d) = F / (d P mfu) + 4 L alpha + V(d) / B        (no second and third term for d = 1)
+
+F floating point operations of a forward pass, P the GPU's peak, mfu the share of it that is reached, L blocks with 4
+all-to-alls each (query, key, value, output) that cost alpha to launch, V(d) bytes that a rank sends, B its bandwidth.
+Formula and points: research notes, engine 6; every point names who published it. Pure: no torch, no clock.
+
+The promise: what was measured counts, the model only fills the gaps, in proportion to what was measured.
+"""
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+ALPHA_SECONDS = 80e-6
+"""Launch, layout copies and synchronisation of one all-to-all, whatever its size. Published: FLUX.1-dev at 1024 pixels
+on 2 and 4 H100 loses 18.9 and 19.8 ms a step, 83 us for each of 228 (xDiT, docs/performance/flux.md)."""
+
+BYTES = 2
+"""Of an activation: bf16."""
+
+MFU = ((1_100, 0.20), (4_600, 0.49), (9_300, 0.50), (33_000, 0.35), (119_000, 0.32))
+"""Share of the peak that is reached by tokens in the sequence, on H100. Published, in order: Qwen-Image at 512 pixels
+(vLLM-Omni), FLUX.1-dev at 1024 (xDiT), Qwen-Image at 1536 (vLLM-Omni), Wan2.1-14B at 480p (bytedance/ATI issue 7),
+HunyuanVideo at 720p (xDiT). Between two points: on a line over the logarithm of the tokens; beyond: the last point."""
+
+LAST = 32
+"""Steps whose median counts. Enough that a few slow ones do not matter, few enough that new weights, a new batch shape
+or a hot GPU are seen within a request or two. Chosen."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gpu:
+    """What the model needs to know of a GPU and of the links of its node."""
+
+    flops: float
+    """Peak a second, dense bf16."""
+    bytes_per_second: float
+    """That one GPU sends to its peers within the node."""
+
+
+H100 = Gpu(flops=989e12, bytes_per_second=300e9)
+A100 = Gpu(flops=312e12, bytes_per_second=300e9)
+"""300 GB/s is NVLink as research notes engine 6 count it: the rate for weights, assumed for activations."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Network:
+    """A diffusion transformer, as far as its step time depends on it."""
+
+    blocks: int
+    width: int
+    heads: int
+    weights_per_token: int
+    """Of one block: weights that each token is multiplied with."""
+    cross_tokens: int = 0
+    """Text that every token attends to apart, where text is not part of the sequence (Wan)."""
+
+    def flops(self, tokens: int) -> float:
+        """Of a forward pass over one sequence of `tokens` (picture and text)."""
+        linear = 2 * self.blocks * self.weights_per_token * tokens
+        return linear + 4 * tokens * (tokens + self.cross_tokens) * self.width * self.blocks
+
+    def bytes_sent(self, tokens: int, degree: int) -> float:
+        """By each rank, in one forward pass."""
+        return 4 * self.blocks * (tokens / degree) * self.width * BYTES * (degree - 1) / degree
+
+
+QWEN_IMAGE = Network(blocks=60, width=3072, heads=24, weights_per_token=12 * 3072**2)
+FLUX = Network(blocks=57, width=3072, heads=24, weights_per_token=12 * 3072**2)
+HUNYUAN_VIDEO = Network(blocks=60, width=3072, heads=24, weights_per_token=12 * 3072**2)
+WAN_14B = Network(blocks=40, width=5120, heads=40, weights_per_token=6 * 5120**2 + 2 * 5120 * 13_824, cross_tokens=512)
+
+
+def model_flops_utilisation(tokens: int) -> float:
+    """Share of a GPU's peak that a sequence of `tokens` reaches: `MFU`, and between its points."""
+    if tokens <= MFU[0][0]:
+        return MFU[0][1]
+    for (low, begin), (high, end) in pairwise(MFU):
+        if tokens <= high:
+            return begin + (end - begin) * math.log(tokens / low) / math.log(high / low)
+    return MFU[-1][1]
+
+
+def modelled_step_seconds(
+    network: Network, tokens: int, degrees: Iterable[int], *, gpu: Gpu = H100, forwards: int = 1
+) -> dict[int, float]:
+    """Seconds of a denoising step by degree, as long as none was measured.
+
+    tokens    picture and text tokens of one request
+    forwards  passes to a step: 2 with guidance
+    raises    ValueError: a degree below 1, no tokens
+    """
+    if tokens < 1 or forwards < 1:
+        raise ValueError(f"a step of {forwards} passes over {tokens} tokens; both must be 1 or more")
+    one = network.flops(tokens) / (gpu.flops * model_flops_utilisation(tokens))
+    seconds = {}
+    for degree in degrees:
+        if degree < 1:
+            raise ValueError(f"degree {degree} of sequence parallelism; use 1 (alone) or more GPUs")
+        talk = 0.0
+        if degree > 1:
+            talk = 4 * network.blocks * ALPHA_SECONDS + network.bytes_sent(tokens, degree) / gpu.bytes_per_second
+        seconds[degree] = forwards * (one / degree + talk)
+    return seconds
+
+
+def with_measured(modelled: Mapping[int, float], seen: Mapping[int, Sequence[float]]) -> dict[int, float]:
+    """The table of one request class once some of its steps were measured.
+
+    modelled  seconds of a step by degree: what was believed
+    seen      measured seconds of steps by degree, newest last; other degrees than the modelled ones do not count
+    returns   by degree of `modelled`: the median of the `LAST` newest steps; where none was measured, the model times
+              what measurement was to model at the nearest measured degree (in powers of two; of two the smaller)
+    raises    ValueError: a step that took no time, or not a number
+
+    The median, not the mean: a first step compiles, a commit or a neighbour slows one in many, and neither says how
+    long the next step will take. An average that follows would carry such a step along for a dozen more.
+    """
+    measured = {}
+    for degree, steps in seen.items():
+        if degree in modelled and steps:
+            measured[degree] = statistics.median(steps[-LAST:])
+            if not 0 < measured[degree] < math.inf:
+                raise ValueError(f"steps at degree {degree} took {measured[degree]} s; record finite times above 0")
+    if not measured:
+        return dict(modelled)
+    table = {}
+    for degree, seconds in modelled.items():
+        near = min(sorted(measured), key=lambda other: abs(math.log2(other / degree)))
+        table[degree] = seconds * measured[near] / modelled[near]
+    return table

@@ -1,0 +1,363 @@
+"""Ulysses sequence parallelism of a live transformer (DeepSpeed-Ulysses, arXiv 2309.14509; research notes engine 3).
+
+The ranks of a group compute one forward pass together. Each holds all weights and its part of the tokens; around
+attention they change places, so that each then holds all tokens and its part of the heads:
+
+    my tokens, all heads  -> all-to-all ->  all tokens, my heads  -> attention -> all-to-all ->  my tokens, all heads
+
+Which group does it is changed by `use`, in well under a millisecond: a few hooks and one attribute of each attention
+module. No weight, process or communicator is touched. The promises:
+
+- alone (degree 1) the model is as it was before: without a hook, bit for bit
+- the same degree again gives the same bits, whatever came between; across degrees, differences are rounding (at most
+  5e-6 of max|x| a forward pass in fp32, often none: tests/benchmarks/results/sp_parity.md)
+- any number of tokens goes: what does not divide is filled up, and left out again before attention
+- every rank must be called with equal inputs, and returns the whole output; gradients are partial until `sum_gradients`
+- when a peer dies, a forward or backward pass raises (for a frozen one at the group's timeout); after `use(None)` the
+  model computes alone again
+
+A layer costs two all-to-alls (queries, keys and values travel together), because at picture sizes it is their number
+that costs: 83 us each (research notes engine 6). Ring attention is not offered: diffusers' own needs a log-sum-exp that
+its native backend does not return, so it runs on CUDA only, where nothing of ours has tested it.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from engine.parallel.sp_plans import Attend, Plan, SharedAttention, Stream, make_shareable, plan_for, share
+
+BUCKET_ELEMENTS = 1 << 24
+"""Gradients that are summed in one all-reduce. Assumed: 64 MB in fp32, large enough to hide its latency."""
+
+
+@dataclass(frozen=True)
+class SPGroup:
+    """Ranks that compute one forward pass together, as one of them sees it."""
+
+    group: dist.ProcessGroup
+    """Of any backend that has all-to-all, all-gather and all-reduce for the model's device."""
+
+    @property
+    def degree(self) -> int:
+        return self.group.size()
+
+    @property
+    def rank(self) -> int:
+        """Place of this process in the group, which decides its tokens and heads."""
+        return self.group.rank()
+
+
+class SPBackend(Protocol):
+    """What a worker knows of sequence parallelism. `Ulysses` does it."""
+
+    @property
+    def degree(self) -> int:
+        """Ranks that share a forward pass now; 1: this one alone."""
+
+    @property
+    def rank(self) -> int:
+        """This one's place among them."""
+
+    def use(self, group: SPGroup | None) -> None:
+        """From now on forward passes are shared by this group; None: alone.
+
+        Repeatable, between forward passes only, and without a message to anyone: every rank of the group calls it for
+        itself. A ValueError leaves everything as it was.
+        """
+
+
+class Ulysses:
+    """`SPBackend` of one live transformer. Low-rank adapters may be put on it before, or later while it is alone."""
+
+    def __init__(self, transformer: nn.Module) -> None:
+        """Raises ValueError for a transformer that cannot be shared (`plan_for`)."""
+        self._model = _unwrapped(transformer)
+        self._plan = plan_for(self._model)
+        self._group: SPGroup | None = None
+        self._hooks: list[RemovableHandle] = []
+        make_shareable(self._model, self._plan)
+
+    @property
+    def degree(self) -> int:
+        return 1 if self._group is None else self._group.degree
+
+    @property
+    def rank(self) -> int:
+        return 0 if self._group is None else self._group.rank
+
+    def use(self, group: SPGroup | None) -> None:
+        if group is not None and (problem := problem_with_degree(self._model, group.degree)):
+            raise ValueError(problem)
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._group = group
+        if group is None or group.degree == 1:
+            share(self._model, self._plan, None)
+            return
+        work = _SharedPass(group, self._plan)
+        share(self._model, self._plan, work)
+        # Looked up by name each time: low-rank adapters that were put on since took the place of the module named.
+        first = self._model.get_submodule(f"{self._plan.blocks[0]}.0")
+        self._hooks.append(first.register_forward_pre_hook(work.enter, with_kwargs=True))
+        for name, cuts in self._plan.outputs.items():
+            module = self._model.get_submodule(name)
+            self._hooks.append(module.register_forward_hook(partial(_cut_outputs, work, cuts)))
+        self._hooks.append(self._model.get_submodule("proj_out").register_forward_hook(work.leave))
+
+
+def allowed_degrees(transformer: nn.Module) -> tuple[int, ...]:
+    """Degrees at which it can be shared, ascending: the divisors of its heads. Lengths need not divide."""
+    heads = _heads(_unwrapped(transformer))
+    return tuple(degree for degree in range(1, heads + 1) if heads % degree == 0)
+
+
+def problem_with_degree(transformer: nn.Module, degree: int) -> str | None:
+    """Why it cannot be shared by so many, and what would do; None when it can."""
+    model = _unwrapped(transformer)
+    allowed = allowed_degrees(model)
+    if degree in allowed:
+        return None
+    return (
+        f"sequence-parallel degree {degree} does not divide the {_heads(model)} attention heads of "
+        f"{type(model).__name__}; use one of {', '.join(map(str, allowed))}, because every rank takes whole heads"
+    )
+
+
+@torch.no_grad()
+def sum_gradients(parameters: Iterable[nn.Parameter], group: SPGroup | None) -> None:
+    """Make the gradients of shared passes whole, in place and alike on every rank; None: nothing to do.
+
+    Every rank's backward pass saw its own tokens only, so gradients add up (a sum, not a mean: research notes engine
+    3.2). Call it once after the last backward pass, on every rank, with parameters in the same order.
+    """
+    if group is None or group.degree == 1:
+        return
+    waiting: dict[torch.dtype, list[Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is None:
+            continue
+        bucket = waiting.setdefault(parameter.grad.dtype, [])
+        bucket.append(parameter.grad)
+        if sum(gradient.numel() for gradient in bucket) >= BUCKET_ELEMENTS:
+            _sum_together(waiting.pop(parameter.grad.dtype), group)
+    for bucket in waiting.values():
+        _sum_together(bucket, group)
+
+
+def _sum_together(gradients: list[Tensor], group: SPGroup) -> None:
+    flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+    dist.all_reduce(flat, group=group.group)
+    for gradient, whole in zip(gradients, flat.split([one.numel() for one in gradients]), strict=True):
+        gradient.copy_(whole.view_as(gradient))
+
+
+def _unwrapped(transformer: nn.Module) -> nn.Module:
+    """The model of diffusers inside a peft wrapper."""
+    inside = getattr(transformer, "get_base_model", None)
+    return transformer if inside is None else inside()
+
+
+def _heads(model: nn.Module) -> int:
+    config: Any = model.config
+    return int(config.num_attention_heads)
+
+
+# --- a forward pass that is shared
+
+
+class _SharedPass(SharedAttention):
+    """This rank's part of the passes of one group, from one `use` to the next."""
+
+    def __init__(self, group: SPGroup, plan: Plan) -> None:
+        self._group = group
+        self._plan = plan
+        self._lengths: dict[Stream, int] = {}
+        """Tokens of each stream in the pass under way; all passes of one backward pass must have the same."""
+
+    def enter(
+        self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Before the first block: keep this rank's tokens of the streams that enter there."""
+        given, named = list(args), dict(kwargs)
+        for place, (name, stream) in enumerate(
+            zip(("hidden_states", "encoder_hidden_states"), self._plan.enters, strict=False)
+        ):
+            if name in named:
+                named[name] = self.part(named[name], stream, 1)
+            else:
+                given[place] = self.part(given[place], stream, 1)
+        return tuple(given), named
+
+    def part(self, x: Tensor, stream: Stream, dim: int) -> Tensor:
+        """This rank's tokens of a tensor that runs along `stream` in dimension `dim`."""
+        if stream is Stream.JOINT:
+            lengths = [self._lengths[Stream.TEXT], self._lengths[Stream.PICTURE]]
+            return torch.cat([self._own(one, dim) for one in x.split(lengths, dim)], dim)
+        self._lengths[stream] = x.shape[dim]
+        return self._own(x, dim)
+
+    def _own(self, x: Tensor, dim: int) -> Tensor:
+        return own_part(x, dim, self._group.rank, self._group.degree)
+
+    def leave(self, _: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        """After the last layer: everyone's tokens of the picture, [B, own, C] -> [B, picture, C]."""
+        whole: Tensor = _AllGather.apply(output.transpose(0, 1), self._group)
+        return whole[: self._lengths[Stream.PICTURE]].transpose(0, 1).contiguous()
+
+    def attend(self, alone: Attend, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """Attention over all tokens, in the order and with the mask of a pass alone: empty places are left out.
+
+        query, key, value  [B, own, H, D]  this rank's tokens
+        mask               [B, 1, 1, keys] True where a key counts, of all tokens or as `_whole_mask` takes it; or None
+        returns            [B, own, H, D]
+        """
+        degree = self._group.degree
+        lengths = self._lengths_of(query.shape[1])
+        order, places = _indices(lengths, degree, query.device)
+        mine = [one.to(_dtype(query)).unflatten(2, (degree, -1)).permute(2, 1, 0, 3, 4) for one in (query, key, value)]
+        # [whose heads, own, 3, B, heads, D] -> [whose tokens, own, 3, B, heads, D]
+        received: Tensor = _AllToAll.apply(torch.stack(mine, dim=2), self._group)
+        query, key, value = received.flatten(0, 1).index_select(0, order).permute(1, 2, 0, 3, 4)
+        mask = None if mask is None else self._whole_mask(mask, sum(lengths))
+        attended = alone(query=query, key=key, value=value, attn_mask=mask)
+        placed = attended.transpose(0, 1).index_select(0, places).unflatten(0, (degree, -1))
+        # [whose tokens, own, B, heads, D] -> [whose heads, own, B, heads, D]
+        returned: Tensor = _AllToAll.apply(placed, self._group)
+        return returned.permute(2, 1, 0, 3, 4).flatten(2, 3)
+
+    def _lengths_of(self, own: int) -> tuple[int, ...]:
+        """Tokens of the streams that a call of attention is about, in its order; `own`: tokens that it has here."""
+        degree = self._group.degree
+        streams = (Stream.TEXT, Stream.PICTURE) if self._plan.text_first else (Stream.PICTURE, Stream.TEXT)
+        lengths = tuple(self._lengths[stream] for stream in streams if stream in self._lengths)
+        picture = (self._lengths[Stream.PICTURE],)
+        for candidate in (lengths, picture):
+            if sum(share_of(length, degree) for length in candidate) == own:
+                return candidate
+        raise RuntimeError(
+            f"attention got {own} tokens on this rank, but the pass under way has {lengths} in all at degree {degree}; "
+            "with gradient checkpointing, use one length of text and one size of picture for all passes of a backward"
+        )
+
+    def _whole_mask(self, mask: Tensor, tokens: int) -> Tensor:
+        """[B, 1, 1, tokens]. Qwen-Image's processor adds the picture to the mask, but only what it sees of it."""
+        missing = tokens - mask.shape[-1]
+        if missing == 0:
+            return mask
+        here = share_of(self._lengths[Stream.PICTURE], self._group.degree)
+        if not self._plan.text_first or missing != self._lengths[Stream.PICTURE] - here:
+            raise RuntimeError(
+                f"an attention mask over {mask.shape[-1]} keys does not belong to {tokens} tokens; "
+                "give the text's mask as the model's forward pass takes it"
+            )
+        return torch.cat([mask, mask.new_ones(*mask.shape[:-1], missing)], dim=-1)
+
+
+def _cut_outputs(
+    work: _SharedPass, cuts: tuple[tuple[Stream, int], ...], _: nn.Module, args: tuple[Any, ...], output: Any
+) -> Any:
+    """After a module whose outputs run along the sequence: keep this rank's part of each."""
+    if isinstance(output, Tensor):
+        ((stream, dim),) = cuts
+        return work.part(output, stream, dim)
+    return tuple(work.part(one, stream, dim) for one, (stream, dim) in zip(output, cuts, strict=True))
+
+
+def _dtype(x: Tensor) -> torch.dtype:
+    """What attention computes in: autocast's type, or x's own. Less to send, and queries and values are of one type."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
+# --- who holds which token
+
+
+def share_of(length: int, degree: int) -> int:
+    """Places that each of `degree` ranks has for `length` tokens; the last ones may be empty."""
+    return -(-length // degree)
+
+
+def own_part(x: Tensor, dim: int, rank: int, degree: int) -> Tensor:
+    """The rank's neighbouring tokens in dimension `dim`: `share_of` places, empty ones filled with zeros."""
+    length = x.shape[dim]
+    places = share_of(length, degree)
+    begin = min(rank * places, length)
+    own = x.narrow(dim, begin, min(places, length - begin))
+    empty = list(own.shape)
+    empty[dim] = places - own.shape[dim]
+    return torch.cat([own, own.new_zeros(empty)], dim) if empty[dim] else own
+
+
+def order_of(lengths: tuple[int, ...], degree: int) -> Tensor:
+    """[sum(lengths)]: where each token is when the ranks' places stand one after another.
+
+    A rank's places are its `share_of` the first stream, then of the second.
+    """
+    own = sum(share_of(length, degree) for length in lengths)
+    order, before = [], 0
+    for length in lengths:
+        places = share_of(length, degree)
+        token = torch.arange(length)
+        order.append(token // places * own + before + token % places)
+        before += places
+    return torch.cat(order)
+
+
+def places_of(order: Tensor, places: int) -> Tensor:
+    """[places]: the token in each place, the inverse of `order`. An empty place says token 0: nobody reads it."""
+    tokens = torch.zeros(places, dtype=torch.long)
+    tokens[order] = torch.arange(len(order))
+    return tokens
+
+
+@lru_cache(maxsize=64)
+def _indices(lengths: tuple[int, ...], degree: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """`order_of` and `places_of` on the device, made once: every layer needs them."""
+    # A tensor made in inference mode could not serve a later pass that is differentiated.
+    with torch.inference_mode(False):
+        order = order_of(lengths, degree)
+        places = places_of(order, degree * sum(share_of(length, degree) for length in lengths))
+        return order.to(device), places.to(device)
+
+
+# --- collectives with a backward pass
+
+
+class _AllToAll(torch.autograd.Function):
+    """Row i of every rank goes to rank i: [degree, ...] -> [degree, ...]. Its transpose is itself."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: SPGroup) -> Tensor:
+        ctx.group = group
+        x = x.contiguous()
+        received = torch.empty_like(x)
+        dist.all_to_all_single(received, x, group=group.group)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _AllToAll.apply(gradient, ctx.group), None
+
+
+class _AllGather(torch.autograd.Function):
+    """[own, ...] of every rank -> [degree own, ...]. Backward each keeps the gradient of its own rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: SPGroup) -> Tensor:
+        ctx.group = group
+        x = x.contiguous()
+        gathered = x.new_empty(group.degree * x.shape[0], *x.shape[1:])
+        dist.all_gather_single(gathered, x, group=group.group)
+        return gathered
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient.chunk(ctx.group.degree)[ctx.group.rank], None
