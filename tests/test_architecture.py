@@ -21,6 +21,8 @@ CONTRACT = {"engine.events", "engine.config", "engine.clock"}
 PURE = {
     "engine.rollout.queue",
     "engine.parallel.groups",
+    "engine.parallel.forecast",
+    "engine.parallel.latency",
     "engine.exploration.planner",
     "engine.exploration.value",
     "engine.training.schedule",
