@@ -22,36 +22,18 @@ its native backend does not return, so it runs on CUDA only, where nothing of ou
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from engine.parallel.communicator import SPGroup
 from engine.parallel.sp_plans import Attend, Plan, SharedAttention, Stream, make_shareable, plan_for, share
 
 BUCKET_ELEMENTS = 1 << 24
 """Gradients that are summed in one all-reduce. Assumed: 64 MB in fp32, large enough to hide its latency."""
-
-
-@dataclass(frozen=True)
-class SPGroup:
-    """Ranks that compute one forward pass together, as one of them sees it."""
-
-    group: dist.ProcessGroup
-    """Of any backend that has all-to-all, all-gather and all-reduce for the model's device."""
-
-    @property
-    def degree(self) -> int:
-        return self.group.size()
-
-    @property
-    def rank(self) -> int:
-        """Place of this process in the group, which decides its tokens and heads."""
-        return self.group.rank()
 
 
 class SPBackend(Protocol):
@@ -154,7 +136,7 @@ def sum_gradients(parameters: Iterable[nn.Parameter], group: SPGroup | None) -> 
 
 def _sum_together(gradients: list[Tensor], group: SPGroup) -> None:
     flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-    dist.all_reduce(flat, group=group.group)
+    group.all_reduce(flat)
     for gradient, whole in zip(gradients, flat.split([one.numel() for one in gradients]), strict=True):
         gradient.copy_(whole.view_as(gradient))
 
@@ -337,10 +319,7 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: SPGroup) -> Tensor:
         ctx.group = group
-        x = x.contiguous()
-        received = torch.empty_like(x)
-        dist.all_to_all_single(received, x, group=group.group)
-        return received
+        return group.all_to_all(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
@@ -353,10 +332,7 @@ class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: SPGroup) -> Tensor:
         ctx.group = group
-        x = x.contiguous()
-        gathered = x.new_empty(group.degree * x.shape[0], *x.shape[1:])
-        dist.all_gather_single(gathered, x, group=group.group)
-        return gathered
+        return group.all_gather(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:

@@ -170,12 +170,16 @@ class LoadWeights:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Regroup:
-    """Join a sequence-parallel group of a new epoch."""
+    """Be in this sequence-parallel group from now on. Epoch 0: alone.
+
+    `members` in rank order, the first one pulls; `communicator`: the number of what they share.
+    """
 
     epoch: int
     rank: int
     degree: int
     members: tuple[str, ...]
+    communicator: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

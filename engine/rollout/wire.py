@@ -8,6 +8,7 @@ import json
 import math
 import struct
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any, assert_never
 
 from engine.rollout.queue import Task
@@ -126,14 +127,7 @@ def reply_to_dict(reply: Reply) -> dict[str, Any]:
         case LoadWeights():
             return {"do": "load_weights", "weights": weights_to_list(reply.weights), "digest": reply.digest}
         case Regroup():
-            members = list(reply.members)
-            return {
-                "do": "regroup",
-                "epoch": reply.epoch,
-                "rank": reply.rank,
-                "degree": reply.degree,
-                "members": members,
-            }
+            return {"do": "regroup", **asdict(reply), "members": list(reply.members)}
         case Drain():
             return {"do": "drain", "deadline_ms": reply.deadline_ms}
         case Fenced():

@@ -9,19 +9,15 @@ degree and lengths that do not. `tests/engine/test_ulysses.py` runs a part of it
 
 import argparse
 import multiprocessing
-import os
-import socket
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from functools import cache
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from diffusers import (
     FluxTransformer2DModel,
     HunyuanVideoTransformer3DModel,
@@ -33,7 +29,8 @@ from torch import Tensor, nn
 
 from engine.models.digits import load_digits
 from engine.models.flux import grid_positions
-from engine.parallel.ulysses import SPGroup, Ulysses, sum_gradients
+from engine.parallel.communicator import Communicators, SPGroup, join_store, serve_store
+from engine.parallel.ulysses import Ulysses, sum_gradients
 from tests.benchmarks.page import load_now, publish
 
 HEADS, WIDTH, POOLED, BATCH = 4, 32, 16, 2
@@ -277,13 +274,6 @@ class Failed(Exception):
     """A rank raised; the text is its exception's type and message."""
 
 
-def loopback_store() -> dist.TCPStore:
-    """Where ranks meet. By itself a TCPStore listens on every interface, whatever host it is given."""
-    listening = socket.create_server(("127.0.0.1", 0))
-    port = listening.getsockname()[1]
-    return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
-
-
 class Ranks:
     """Live processes with gloo groups on the loopback, each of which runs what it is sent. Ended by `close`."""
 
@@ -301,12 +291,12 @@ class Ranks:
         """
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([*HEAVY, *preload])
-        self._store = loopback_store()
+        self._store = serve_store()
         self._pipes: list[Connection] = []
         self.processes = []
         for rank in range(number):
             ours, theirs = context.Pipe()
-            arguments = (theirs, self._store.port, rank, number, tuple(groups), timeout_seconds)
+            arguments = (theirs, self._store.port, rank, tuple(groups), timeout_seconds)
             process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             theirs.close()
@@ -343,17 +333,16 @@ class Ranks:
             process.join()
 
 
-def _serve(
-    pipe: Connection, port: int, rank: int, number: int, groups: tuple[tuple[int, ...], ...], timeout_seconds: float
-) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+def _serve(pipe: Connection, port: int, rank: int, groups: tuple[tuple[int, ...], ...], timeout_seconds: float) -> None:
     torch.set_num_threads(1)
-    timeout = timedelta(seconds=timeout_seconds)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    # The default group only brings them together: slow starters are waited for, whatever the groups' own patience.
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=number)
-    made = {ranks: dist.new_group(list(ranks), timeout=timeout) for ranks in groups}
-    member = Member(rank, {ranks: SPGroup(group) for ranks, group in made.items() if rank in ranks})
+    store = join_store(port, timeout_seconds=ANSWER_SECONDS)
+    communicators = Communicators(store, timeout_seconds=timeout_seconds, patience_seconds=ANSWER_SECONDS)
+    made = {
+        ranks: communicators.get(which, ranks.index(rank), len(ranks))
+        for which, ranks in enumerate(groups)
+        if rank in ranks
+    }
+    member = Member(rank, made)
     while True:
         try:
             function, args = pipe.recv()

@@ -15,9 +15,9 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from engine.models.half import half_precision
+from engine.parallel.communicator import SPGroup
 from engine.parallel.sp_plans import DIFFUSERS, PLANS, plan_for
 from engine.parallel.ulysses import (
-    SPGroup,
     Ulysses,
     allowed_degrees,
     order_of,

@@ -59,7 +59,7 @@ REPLIES = [
         scorer="student",
     ),
     LoadWeights(weights=WEIGHTS, digest="abc"),
-    Regroup(epoch=4, rank=1, degree=2, members=("a/0", "a/1")),
+    Regroup(epoch=4, rank=1, degree=2, members=("a/0", "a/1"), communicator=3),
     Drain(deadline_ms=99),
     Fenced(lease=5),
     Exit(reason="the run is over"),

@@ -1,0 +1,176 @@
+"""Elastic groups on live processes: they form, dissolve and tear, and the model computes the same."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+from engine.config import ModelConfig
+from engine.models.load import load_adapter
+from engine.parallel.communicator import Communicators, TornGroup, join_store
+from engine.parallel.elastic import Elastic
+from engine.parallel.membership import ALONE
+from engine.parallel.ulysses import Ulysses
+from engine.rollout.request import Regroup
+from engine.rollout.sampler import initial
+from tests.benchmarks.sp_parity import Failed, Ranks
+
+TIMEOUT_SECONDS = 2.0
+NAMES = ("a/0", "a/1", "a/2", "a/3")
+
+
+@pytest.fixture
+def ranks():
+    live = Ranks(4, (), preload=[__name__])
+    live.run(range(4), begin, live._store.port)
+    yield live
+    live.close()
+
+
+def begin(member, port):
+    adapter = load_adapter(ModelConfig())
+    store = join_store(port, timeout_seconds=30.0)
+    communicators = Communicators(store, timeout_seconds=TIMEOUT_SECONDS)
+    member.kept["adapter"] = adapter
+    member.kept["elastic"] = Elastic(Ulysses(adapter.transformer), communicators, store)
+
+
+def regroup(member, epoch, communicator, members):
+    elastic = member.kept["elastic"]
+    began = time.perf_counter()
+    if member.rank in members:
+        elastic.follow(order(epoch, communicator, members, member.rank))
+    else:
+        elastic.follow(order(ALONE, ALONE, (member.rank,), member.rank))
+    return elastic.epoch, elastic.degree, elastic.rank, list(elastic.torn), time.perf_counter() - began
+
+
+def order(epoch, communicator, members, rank):
+    names = tuple(NAMES[one] for one in members)
+    return Regroup(epoch=epoch, rank=members.index(rank), degree=len(members), members=names, communicator=communicator)
+
+
+def velocity(member):
+    adapter = member.kept["adapter"]
+    x = initial(range(3), adapter.latent_shape())
+    with torch.no_grad():
+        return adapter.velocity(x, torch.full((3,), 0.5), adapter.encode(["12", "7", "0042"]), 1.0)
+
+
+def endless(member):
+    try:
+        while True:
+            velocity(member)
+    except TornGroup:
+        member.kept["elastic"].tore()
+        raise
+
+
+def storages(member):
+    adapter = member.kept["adapter"]
+    return os.getpid(), [parameter.data_ptr() for parameter in adapter.transformer.parameters()]
+
+
+def states(found):
+    return [tuple(one[:3]) for one in found]
+
+
+def test_groups_come_and_go_and_touch_nothing_else(ranks):
+    everyone = range(4)
+    before = ranks.run(everyone, storages)
+    (alone, *_) = ranks.run(everyone, velocity)
+    pairs = {0: (0, 1), 1: (0, 1), 2: (2, 3), 3: (2, 3)}
+    for epoch in (10, 20, 30):
+        assert states(ranks.run(everyone, regroup, epoch, 1, (0, 1, 2, 3))) == [
+            (
+                epoch,
+                4,
+                r,
+            )
+            for r in everyone
+        ]
+        for together in ranks.run(everyone, velocity):
+            assert (together - alone).abs().max() <= 5e-6 * alone.abs().max()
+        for rank, members in pairs.items():
+            ranks.send([rank], regroup, epoch + 1 + members[0], 2 + members[0], members)
+        assert [found[1] for found in ranks.answers(everyone)] == [2] * 4
+        for together in ranks.run(everyone, velocity):
+            assert (together - alone).abs().max() <= 5e-6 * alone.abs().max()
+    ranks.run(everyone, regroup, 90, 1, ())
+    assert all(torch.equal(one, alone) for one in ranks.run(everyone, velocity))
+    assert ranks.run(everyone, storages) == before
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_death_tears_its_group_and_the_survivors_form_another(ranks, how):
+    everyone, survivors = range(4), (0, 1, 3)
+    (alone, *_) = ranks.run(everyone, velocity)
+    ranks.run(everyone, regroup, 10, 1, (0, 1, 2, 3))
+    ranks.send(everyone, endless)
+    time.sleep(0.3)
+    died = time.monotonic()
+    os.kill(ranks.processes[2].pid, how)
+    found = ranks.answers(survivors)
+    assert all(isinstance(one, Failed) and "TornGroup" in str(one) for one in found), found
+    assert time.monotonic() - died < TIMEOUT_SECONDS + 5.0
+    assert [torn[3] for torn in ranks.run(survivors, regroup, ALONE, ALONE, ())] == [[1]] * 3
+    for rank, members in {0: (0, 1), 1: (0, 1)}.items():
+        ranks.send([rank], regroup, 11, 2, members)
+    assert [one[1] for one in ranks.answers((0, 1))] == [2, 2]
+    for together in ranks.run((0, 1), velocity):
+        assert (together - alone).abs().max() <= 5e-6 * alone.abs().max()
+    assert torch.equal(ranks.run([3], velocity)[0], alone)
+
+
+def test_who_waits_in_vain_for_the_others_is_alone_and_says_which_number_is_spent(ranks):
+    epoch, degree, _, torn, seconds = ranks.run([0], regroup, 10, 7, (0, 1))[0]
+    assert (epoch, degree, torn) == (ALONE, 1, [7])
+    assert seconds < TIMEOUT_SECONDS + 2.0
+
+
+def lead(member):
+    elastic = member.kept["elastic"]
+    elastic.hand_out(b"first")
+    x = torch.ones(3)
+    elastic.share(x)
+    elastic.hand_out(b"second")
+    said = [elastic.agree(go_on, torch.device("cpu")) for go_on in (True, False)]
+    elastic.leave()
+    return said, x.tolist(), elastic.epoch
+
+
+def follow(member):
+    elastic = member.kept["elastic"]
+    assert elastic.follows
+    heard = [elastic.handed(10.0)]
+    x = torch.zeros(3)
+    elastic.share(x)
+    heard.append(elastic.handed(10.0))
+    said = [elastic.agree(True, torch.device("cpu")) for _ in range(2)]
+    assert elastic.handed(10.0) is None
+    return heard, said, x.tolist(), elastic.epoch
+
+
+def test_the_first_hands_out_and_decides_and_takes_the_others_along(ranks):
+    ranks.run((0, 1), regroup, 10, 1, (0, 1))
+    ranks.send([1], follow)
+    ranks.send([0], lead)
+    ((said, x, epoch),) = ranks.answers([0])
+    assert (said, x, epoch) == ([True, False], [1.0] * 3, ALONE)
+    ((heard, said, x, epoch),) = ranks.answers([1])
+    assert heard == [b"first", b"second"]
+    assert (said, x, epoch) == ([True, False], [1.0] * 3, ALONE)
+
+
+def test_nothing_handed_out_is_not_waited_for_longer_than_asked(ranks):
+    ranks.run((0, 1), regroup, 10, 1, (0, 1))
+    ((nothing, seconds),) = ranks.run([1], hear_nothing)
+    assert nothing is None
+    assert seconds < 1.5
+
+
+def hear_nothing(member):
+    began = time.perf_counter()
+    return member.kept["elastic"].handed(0.3), time.perf_counter() - began

@@ -1,0 +1,241 @@
+"""Membership: groups are ordered into being when all of their members wait, under numbers that nobody had before."""
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.parallel.groups import plan_groups
+from engine.parallel.membership import ALONE, SETTLING_MS, Membership
+from engine.rollout.request import Regroup
+
+
+def fixed(degree):
+    def planner(live, groups):
+        return plan_groups(live, step_seconds={}, regroup_seconds=0.0, groups=groups, sp_degree=degree)
+
+    return planner
+
+
+@dataclass
+class Process:
+    """What a worker does, without its work: follows orders, and finds out when a peer is dead."""
+
+    name: str
+    boot: int
+    epoch: int = ALONE
+    order: Regroup | None = None
+    torn: list[int] = field(default_factory=list)
+    busy: bool = False
+
+
+class World:
+    """Workers that die, come back and work, around a membership."""
+
+    def __init__(self, names, degree):
+        self.membership = Membership()
+        self.names, self.degree = names, degree
+        self.now_ms = 0
+        self.boots = 0
+        self.processes = {}
+        self.orders = {}
+        """By epoch: the order that its first member was given."""
+        self.communicators = {}
+        """By number: processes."""
+
+    def start(self, name):
+        self.boots += 1
+        self.processes[name] = Process(name, self.boots)
+
+    def kill(self, name):
+        dead = self.processes.pop(name, None)
+        if dead is not None and dead.epoch != ALONE:
+            for other in self.processes.values():
+                if other.epoch == dead.epoch:
+                    other.torn.append(dead.order.communicator)
+
+    def tell_death(self, name):
+        if name not in self.processes and self.membership.gone([name]):
+            self.membership.plan(fixed(self.degree))
+
+    def pull(self, name):
+        process = self.processes.get(name)
+        if process is None:
+            return
+        if process.torn:
+            process.epoch, process.busy = ALONE, False
+        if process.busy and not self.membership.must_come(name):
+            return
+        process.busy = False
+        torn, process.torn = process.torn, []
+        if self.membership.pulled(name, process.boot, process.epoch, torn, now_ms=self.now_ms):
+            self.membership.plan(fixed(self.degree))
+        order = self.membership.order(name)
+        for processes, number in self.membership._communicators.items():
+            assert self.communicators.setdefault(number, dict(processes)) == dict(processes)
+        if order is None:
+            if self.membership.leads(name):
+                process.busy = True
+                self.membership.busy(name)
+            return
+        self.obey(process, order)
+
+    def obey(self, process, order):
+        assert order.members[order.rank] == process.name
+        assert order.degree == len(order.members)
+        if order.epoch == ALONE:
+            process.epoch, process.order = ALONE, None
+            return
+        first = self.orders.setdefault(order.epoch, order)
+        assert (first.members, first.communicator) == (order.members, order.communicator), "one epoch, two groups"
+        boots = self.communicators[order.communicator]
+        assert boots[process.name] == process.boot, "a communicator met another process"
+        others = [self.processes.get(other) for other in order.members if other != process.name]
+        others = [other for other in others if other is not None and other.boot == boots[other.name]]
+        elsewhere = [other for other in others if other.busy and other.epoch != order.epoch]
+        assert not elsewhere, "ordered while a peer works elsewhere"
+        if len(others) + 1 < order.degree:
+            process.torn.append(order.communicator)  # the rendezvous times out
+            return
+        process.epoch, process.order = order.epoch, order
+
+    def want(self, degree):
+        self.degree = degree
+        self.membership.plan(fixed(degree))
+
+    def pass_time(self, ms):
+        self.now_ms += ms
+        if self.membership.settled(self.now_ms):
+            self.membership.plan(fixed(self.degree))
+
+    def calm_down(self):
+        """Nobody dies any more, every death is known, everybody calls in."""
+        for name in self.names:
+            self.tell_death(name)
+        for _ in range(12):
+            for name in sorted(self.processes):
+                self.pull(name)
+            self.pass_time(SETTLING_MS)
+
+
+NAMES = [f"{node}/{place}" for node in ("a", "b") for place in range(4)]
+
+moves = st.lists(
+    st.tuples(
+        st.sampled_from(["start", "kill", "tell_death", "pull", "pull", "pull", "wait", "halve", "double"]),
+        st.sampled_from(NAMES),
+    ),
+    max_size=80,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(moves, st.sampled_from([1, 2, 4]))
+def test_whatever_happens_the_living_end_in_the_groups_that_are_wanted(steps, degree):
+    world = World(NAMES, degree)
+    for move, name in steps:
+        if move == "wait":
+            world.pass_time(100)
+        elif move in ("halve", "double"):
+            world.want(max(1, min(4, world.degree * 2 if move == "double" else world.degree // 2)))
+        elif move != "start" or name not in world.processes:
+            getattr(world, move)(name)
+    world.calm_down()
+    live = sorted(world.processes)
+    wanted = {group.members for group in fixed(world.degree)(live, [])}
+    there = {formed.members for formed in world.membership.groups()}
+    sizes = sorted(len(members) for members in wanted if len(members) > 1)
+    assert sorted(map(len, there)) == sizes
+    for formed in world.membership.groups():
+        assert {world.processes[name].epoch for name in formed.members} == {formed.epoch}
+        assert [world.membership.leads(name) for name in formed.members] == [True] + [False] * (len(formed.members) - 1)
+    grouped = {name for members in there for name in members}
+    for name in set(live) - grouped:
+        assert world.processes[name].epoch == ALONE
+        assert world.membership.leads(name)
+    assert all(world.processes[name].busy for name in live if world.membership.leads(name))
+
+
+def together(names=("a/0", "a/1"), degree=2):
+    world = World(list(names), degree)
+    for name in names:
+        world.start(name)
+    world.calm_down()
+    return world
+
+
+def test_a_worker_at_work_is_told_to_come_before_its_group_is_ordered():
+    world = World(["a/0", "a/1"], 2)
+    world.start("a/0")
+    world.pull("a/0")
+    assert world.processes["a/0"].busy
+    world.start("a/1")
+    world.pull("a/1")
+    assert world.membership.must_come("a/0")
+    assert not world.orders
+    world.pull("a/0")
+    world.pull("a/1")
+    assert {process.epoch for process in world.processes.values()} == set(world.orders)
+
+
+def test_the_same_processes_get_their_communicator_again_under_a_new_epoch():
+    world = together()
+    (first,) = world.membership.groups()
+    world.want(1)
+    world.calm_down()
+    assert world.membership.groups() == []
+    world.want(2)
+    world.calm_down()
+    (again,) = world.membership.groups()
+    assert again.communicator == first.communicator
+    assert again.epoch != first.epoch
+
+
+def test_a_new_process_of_a_worker_meets_a_new_communicator():
+    world = together()
+    (first,) = world.membership.groups()
+    world.kill("a/1")
+    world.start("a/1")
+    world.calm_down()
+    (again,) = world.membership.groups()
+    assert again.communicator != first.communicator
+
+
+def test_survivors_of_a_torn_group_are_waited_for_and_not_for_ever():
+    world = together([f"a/{place}" for place in range(4)], degree=4)
+    world.kill("a/3")
+    world.degree = 2
+    world.pull("a/0")
+    assert not world.membership.leads("a/0")
+    world.pull("a/1")
+    world.pull("a/2")
+    assert not world.membership.leads("a/2")
+    world.pass_time(SETTLING_MS)
+    for name in ("a/0", "a/1", "a/2", "a/0", "a/1"):
+        world.pull(name)
+    assert [formed.members for formed in world.membership.groups()] == [("a/0", "a/1")]
+    assert world.processes["a/2"].busy
+
+
+def test_who_is_no_part_of_it_may_always_work():
+    assert Membership().leads("node/trainer")
+    assert Membership().order("node/trainer") is None
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_long_lives(seed):
+    rng = random.Random(seed)
+    world = World(NAMES, 2)
+    for _ in range(600):
+        name = rng.choice(NAMES)
+        if name not in world.processes:
+            world.start(name)
+        elif rng.random() < 0.03:
+            world.kill(name)
+        elif rng.random() < 0.1:
+            world.pass_time(50)
+        world.pull(rng.choice(NAMES))
+    world.calm_down()
+    assert sorted(world.orders) == list(dict.fromkeys(sorted(world.orders)))
