@@ -139,15 +139,6 @@ class Communicators:
             with suppress(RuntimeError):
                 group.group.abort()
 
-    def drop_all(self) -> None:
-        for number in list(self._made):
-            self.drop(number)
-
-    @property
-    def numbers(self) -> tuple[int, ...]:
-        """Of those that are alive, as far as is known."""
-        return tuple(self._made)
-
     def _form(self, store: dist.Store, rank: int, degree: int) -> Any:
         if self._backend == "nccl":
             options = dist.ProcessGroupNCCL.Options()

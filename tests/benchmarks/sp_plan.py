@@ -378,19 +378,13 @@ def main() -> None:
             "regroup_seconds": REGROUP_SECONDS,
             "step_seconds": STEP_SECONDS,
             "steps": STEPS,
-            "by_cell": [
-                {
-                    "queue": cell.mix,
-                    "gpus": cell.gpus,
-                    "requests": cell.requests,
-                    "elastic_s": round(cell.elastic, 3),
-                    "best_fixed": cell.best,
-                    "best_fixed_s": round(cell.fixed[cell.best], 3),
-                    "ratio": round(cell.ratio, 5),
-                    "regroupings": cell.regrouped,
-                }
+            "by_cell": {
+                f"{cell.mix}, {cell.gpus} GPUs, {cell.requests} requests": (
+                    f"{cell.elastic:.3f} s elastic with {cell.regrouped} regroupings, "
+                    f"{cell.fixed[cell.best]:.3f} s at degree {cell.best}: {cell.ratio:.5f}"
+                )
                 for cell in played
-            ],
+            },
             "seconds": time.perf_counter() - begun,
         },
         runs=options.times,
