@@ -49,11 +49,11 @@ class Settings:
     clip_range: float = 1e-3
     trained: int = 48
     """Pictures that an iteration trains."""
-    candidates: int = 96
+    candidates: int = 120
     """Of a batch that explores: so many fit beside training here."""
-    explored_together: int = 48
+    explored_together: int = 60
     """Candidates in a forward pass."""
-    random_fraction: float = 0.0625
+    random_fraction: float = 0.03125
     """Of the candidates that were not chosen: rolled out afresh to check the ranking."""
     budget: int = 18
     """Iterations after which the arms are compared."""

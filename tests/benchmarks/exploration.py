@@ -55,7 +55,8 @@ CHECKED = (*PLAIN, "stale")
 
 GIVES_REWARD = "v6 at 72 columns, which gave the reward"
 
-FIRST_SEED = 1
+FIRST_SEED = 6
+"""Seeds 1 to 5 were seen with earlier settings, and these were chosen because of that: they prove nothing any more."""
 TUNED_ON = (101, 102)
 TUNED_RATES = (1e-4, 2e-4, 4e-4, 8e-4)
 

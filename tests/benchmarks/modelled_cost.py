@@ -48,7 +48,7 @@ from tests.benchmarks.spot_cells import (
     waiting,
 )
 
-IN_PATH_POOLS = (96, 144)
+IN_PATH_POOLS = (120, 144)
 
 HALF = 0.5
 """What a candidate costs of a rollout in one of the remedies."""

@@ -136,8 +136,8 @@ def all_times(candidate_share: float) -> tuple[Times, ...]:
 TRAINED = Settings().trained
 """Pictures that an iteration of a learning run trains. Pools are counted in candidates for so many."""
 
-POOLS = (72, 96, 144, 192, 288, 432)
-"""Which learning runs are made: few, so that cells share them; multiples of their 12 prompts. The last is the cap, 9
+POOLS = (72, 120, 144, 192, 288, 432)
+"""Which learning runs are made: few, so that cells share them; multiples of 12. The last is the cap, 9
 for each trained picture, because what is gained by one more falls."""
 
 

@@ -51,8 +51,8 @@ SMALL, LARGE = TIMES["512 px"], TIMES["1280 px"]
 
 LEARNED = Learned(
     plain=[24.0, 38.0, 25.0],
-    in_path={96: [20.0, 26.0, 21.0], 144: [15.0, 22.0, 19.0]},
-    stale={72: [21.0, 26.0, 22.0], 96: [19.0, 22.0, 20.0], 144: [15.0, 17.0, 15.0], 192: [14.0] * 3, 288: [13.0] * 3},
+    in_path={120: [19.0, 25.0, 20.0], 144: [15.0, 22.0, 19.0]},
+    stale={72: [21.0, 26.0, 22.0], 120: [19.0, 22.0, 20.0], 144: [15.0, 17.0, 15.0], 192: [14.0] * 3, 288: [13.0] * 3},
 )
 HALF_PRICE = Price(name="50 % off", on_demand=6.0, spot=3.0, source="made up")
 
@@ -137,7 +137,7 @@ def test_more_spot_never_lowers_the_pool(cost, spot, more):
     assert (pool_of(affordable(cost, spot + more)) or 0) >= (pool_of(affordable(cost, spot)) or 0)
 
 
-@pytest.mark.parametrize(("candidates", "pool"), [(0, None), (71.9, None), (72, 72), (143.9, 96), (999, 432)])
+@pytest.mark.parametrize(("candidates", "pool"), [(0, None), (71.9, None), (72, 72), (143.9, 120), (999, 432)])
 def test_pools_are_rounded_down_and_capped(candidates, pool):
     assert pool_of(candidates) == pool
 
@@ -179,7 +179,7 @@ def test_with_too_few_candidates_stale_is_plain():
 def test_in_path_has_the_pool_that_is_faster_for_the_cell():
     dear_rollouts = replace(SMALL.cost, rollout_gpu_seconds=20.0)
     assert arms_of(SMALL.cost, 8, LEARNED)["in-path"].pool == 144
-    assert arms_of(dear_rollouts, 8, LEARNED)["in-path"].pool == 96
+    assert arms_of(dear_rollouts, 8, LEARNED)["in-path"].pool == 120
 
 
 @pytest.mark.parametrize("times", TIMES.values(), ids=TIMES)
@@ -209,7 +209,7 @@ def test_break_even_is_where_the_cost_ratio_is_one(times, spot, price):
 )
 def test_a_verdict_needs_the_whole_interval(pair, verdict):
     plain, stale = zip(*pair, strict=True)
-    learned = Learned(plain=plain, in_path={96: plain}, stale={192: stale})
+    learned = Learned(plain=plain, in_path={120: plain}, stale={192: stale})
     assert spot_cell(SMALL, 8, discounted()[-1], learned).verdict == verdict
 
 
@@ -302,7 +302,7 @@ def test_conclusions_follow_the_runs():
 def test_at_1280_cheap_spot_pays_by_rollouts_alone():
     # (324 + 788) s at 4 + 4 x 0.23 is less than (648 + 788) s at 4; at 512 px it is more.
     same = (20.0, 30.0)
-    nothing_gained = Learned(plain=same, in_path={96: same}, stale=dict.fromkeys(POOLS, same))
+    nothing_gained = Learned(plain=same, in_path={120: same}, stale=dict.fromkeys(POOLS, same))
     cheap = discounted()[-1]
     assert spot_cell(LARGE, 4, cheap, nothing_gained).verdict == "pays"
     assert spot_cell(SMALL, 4, cheap, nothing_gained).verdict == "costs more"
