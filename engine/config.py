@@ -260,6 +260,10 @@ class RuntimeConfig(Strict):
     """Mean life of a spot node (run's clock) that `auto` starts from; what the run itself sees is added to it."""
     step_seconds: Annotated[float, Field(ge=0.0)] = 0.0
     """A denoising step takes at least so long: for drills and benchmarks."""
+    sp_degree: Positive = 1
+    """Workers of a spot node that share a picture's sequence (Ulysses); the rest of a node works at smaller degrees."""
+    sp_timeout_seconds: Annotated[float, Field(gt=0.0)] = 5.0
+    """How long a worker waits for a peer of its group that neither answers nor dies."""
     trace_steps: bool = False
     """Every worker writes down the steps that it finishes, with the time: `traces/` in its node's folder."""
     trainer_threads: Annotated[int, Field(ge=0)] = 0

@@ -10,6 +10,7 @@ whether to go on: a forward pass needs everyone, so nobody may decide for himsel
   flight stands at its last finished step, and that communicator is never used again
 """
 
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 
@@ -28,8 +29,17 @@ LEAVE = b"leave"
 class Elastic:
     """See the module's story."""
 
-    def __init__(self, backend: SPBackend, communicators: Communicators, store: dist.Store) -> None:
+    def __init__(
+        self,
+        backend: SPBackend,
+        communicators: Communicators,
+        store: dist.Store,
+        *,
+        is_current: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """`is_current`: whether the node's store is still the one that was joined."""
         self._backend, self._communicators, self._store = backend, communicators, store
+        self._is_current = is_current
         self._group: SPGroup | None = None
         self._communicator = ALONE
         self._handed = 0
@@ -54,8 +64,13 @@ class Elastic:
     # --- coming and going
 
     def follow(self, order: Regroup) -> None:
-        """Be in this group from now on; in none if its other members do not come."""
+        """Be in this group from now on; in none if its other members do not come.
+
+        Raises ConnectionError when the node's store was started anew: this process cannot meet anybody any more.
+        """
         self.leave()
+        if not self._is_current():
+            raise ConnectionError("the store of this node was started anew; this worker must be, too")
         if order.epoch == ALONE:
             return
         try:

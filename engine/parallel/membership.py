@@ -29,6 +29,12 @@ SETTLING_MS = 300
 """Milliseconds of the run's clock. Peers of a dead process hear of it within 30 to 120 ms (research notes engine 3.4);
 to begin without one of them means to regroup once more when it calls in."""
 
+
+def alone(worker: str) -> Regroup:
+    """The order to share with nobody."""
+    return Regroup(epoch=ALONE, rank=0, degree=1, members=(worker,), communicator=ALONE)
+
+
 Planner = Callable[[Sequence[str], Sequence[WorkerGroup]], Sequence[WorkerGroup]]
 """(live workers, groups that exist) -> groups that should: `plan_groups` with what the caller knows of the demand."""
 
@@ -135,6 +141,10 @@ class Membership:
         """That exist, as far as is known; who works alone is in none."""
         return [formed for _, formed in sorted(self._formed.items())]
 
+    def workers_of(self, node: str) -> list[str]:
+        """Whom it has heard of."""
+        return [worker for worker in self._members if worker.rpartition("/")[0] == node]
+
     def leads(self, worker: str) -> bool:
         """Whether it may be given work: alone, and meant to be, or the first of its group, as that is formed."""
         member = self._members.get(worker)
@@ -163,7 +173,7 @@ class Membership:
             return None
         if member.epoch != ALONE and member.epoch not in self._formed:
             member.ordered = ALONE
-            return Regroup(epoch=ALONE, rank=0, degree=1, members=(worker,), communicator=ALONE)
+            return alone(worker)
         if member.epoch == ALONE and member.ordered == ALONE:
             self._form(self._wanted.get(worker, (worker,)))
         formed = self._formed.get(member.ordered)

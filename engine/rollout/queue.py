@@ -457,6 +457,11 @@ class Queue:
             self._give_away({n for n in late if self._leases[n].node == node}, node, MISSED, now_ms)
             late &= self._leases.keys()
 
+    def takes_part(self, node: str) -> bool:
+        """Whether its workers may be given work: it is neither lost nor draining."""
+        known = self._nodes.get(node)
+        return known is None or (known.lost_ms is None and known.deadline_ms is None)
+
     def live_nodes(self, now_ms: int, within_ms: int) -> list[str]:
         """Nodes that work or called in lately, and are neither draining nor lost."""
         working = {lease.node for lease in self._leases.values()}

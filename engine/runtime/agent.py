@@ -102,6 +102,7 @@ class Agent:
         self.folder = Path(self.spec.folder)
         self.context = multiprocessing.get_context("forkserver")
         os.environ.setdefault("GLIBC_TUNABLES", MALLOC)
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # that a follower waited in vain is no warning
         self.ray = self.spec.engine.runtime.name == "ray"
         if self.ray:
             os.environ.update(ray_environment(self.spec))
@@ -129,7 +130,7 @@ class Agent:
                     self.write("ready.json", {"at_ms": self.spec.clock.clock().now_ms()})
                     told_ready = True
             self._hear_notice()
-            if self.children[-1].done and (self.spec.role == "trainer" or all(c.done for c in self.children)):
+            if self.children[-1].done and (self.spec.role == "trainer" or all(c.done for c in self._workers)):
                 if self.spec.role == "trainer":
                     time.sleep(LAST_WORDS_SECONDS)
                 return EXIT_FINISHED
@@ -153,7 +154,11 @@ class Agent:
             return [self._child("run_raylet")]
         if self.spec.role == "trainer":
             return [self._child("run_coordinator"), self._child("run_trainer")]
-        return [self._child("run_worker", number, self.drain, self.memory) for number in range(self.spec.workers)]
+        port = self.context.Value("i", 0, lock=False)
+        shares = self.spec.engine.runtime.sp_degree > 1 and self.spec.workers > 1
+        store = [self._child("run_store", port)] if shares else []
+        workers = range(self.spec.workers)
+        return store + [self._child("run_worker", number, self.drain, self.memory, port) for number in workers]
 
     def _child(self, name: str, *arguments: Any) -> Any:
         """Plan one process; returns the event that it sets when it is ready."""
@@ -167,6 +172,11 @@ class Agent:
 
         self.children.append(_Child(name=name, start=start, beat=beat))
         return ready
+
+    @property
+    def _workers(self) -> list[_Child]:
+        """Of a spot node: all but the store, which ends with the node."""
+        return [child for child in self.children if child.name != "run_store"]
 
     def _money_deadline(self) -> int | None:
         """When the money is used up: what the node was told at its start, or by its controller since."""

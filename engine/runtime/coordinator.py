@@ -13,6 +13,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from engine.config import RuntimeConfig
 from engine.events import Capacity, NodeUsage, Phase, WorkerSpan
 from engine.exploration.batch import BatchExploration, ExplorationOrder
 from engine.exploration.budget import PHASES, candidates_that_fit, seconds_until_trained
+from engine.parallel.groups import plan_groups
+from engine.parallel.membership import Membership, alone
 from engine.rollout.pace import Rules
 from engine.rollout.queue import PRIORITY, LeaseRecord, Queue, Task
 from engine.rollout.request import (
@@ -62,8 +65,16 @@ class Coordinator:
     """See the module's story. Not thread-safe: one caller at a time."""
 
     def __init__(
-        self, journal: Journal, book: WeightBook, *, clock: Clock, rules: Rules, progress: ProgressLog | None = None
+        self,
+        journal: Journal,
+        book: WeightBook,
+        *,
+        clock: Clock,
+        rules: Rules,
+        progress: ProgressLog | None = None,
+        sp_degree: int = 1,
     ) -> None:
+        """`sp_degree`: GPUs of a node that share a picture's sequence."""
         self._clock = clock
         self._rules = rules
         self._progress = progress
@@ -85,6 +96,8 @@ class Coordinator:
         self._idle = _IdleTime()
         self.queue = Queue(rules)
         self._restore()
+        self._planner = partial(plan_groups, step_seconds={}, regroup_seconds=0.0, sp_degree=sp_degree)
+        self.membership = Membership(first=self._first_lease)
 
     # --- one call ---------------------------------------------------------------------------------------
 
@@ -97,7 +110,10 @@ class Coordinator:
                 return reply_to_dict(self._pull(head, now_ms)), {}
             case "heartbeat":
                 leases = {int(number): step for number, step in head["leases"].items()}
-                return reply_to_dict(self.queue.heartbeat(head["worker"], head["node"], leases, now_ms=now_ms)), {}
+                reply = self.queue.heartbeat(head["worker"], head["node"], leases, now_ms=now_ms)
+                if isinstance(reply, Wait) and self.membership.must_come(head["worker"]):
+                    reply = alone(head["worker"])
+                return reply_to_dict(reply), {}
             case "finish":
                 return reply_to_dict(self._finish(head, blobs, now_ms)), {}
             case "commit":
@@ -112,8 +128,10 @@ class Coordinator:
                 return reply_to_dict(reply), {}
             case "died":
                 self.queue.died(head["worker"], head["boot"], head["reason"], now_ms=now_ms)
+                self._regroup(self.membership.gone([head["worker"]]))
             case "node_lost":
                 self.queue.unreachable(head["node"], head["reason"], now_ms=now_ms)
+                self._regroup(self.membership.gone(self.membership.workers_of(head["node"])))
             case "notice":
                 self.queue.notice(head["node"], head["deadline_ms"], now_ms=now_ms)
             case "states":
@@ -179,6 +197,7 @@ class Coordinator:
         now_ms = self._clock.now_ms()
         before = len(self.queue.events)
         self.queue.tick(now_ms)
+        self._regroup(self.membership.settled(now_ms))
         if len(self.queue.events) != before:
             self.changes += 1
         if self._progress is None:
@@ -198,6 +217,8 @@ class Coordinator:
         if Kind.EXPLORE in kinds:
             self._idle.explorers[head["worker"]] = head["node"]
             self._deal(now_ms)
+        if not self._may_work(head, now_ms):
+            kinds = []
         missed = len(self.queue.events)
         reply = self.queue.pull(
             head["worker"],
@@ -213,8 +234,28 @@ class Coordinator:
             self._remember_poison()
             self.changes += 1
         if isinstance(reply, Work):
+            self.membership.busy(head["worker"])
             self._remember_lease(reply.lease)
+        elif isinstance(reply, Wait):
+            return self.membership.order(head["worker"]) or reply
         return reply
+
+    def _may_work(self, head: Mapping[str, Any], now_ms: int) -> bool:
+        """Whether one that pulls may be given work: it leads its group, and that is the one that is wanted."""
+        if "group" not in head:
+            return True
+        worker, (epoch, torn) = head["worker"], head["group"]
+        if not self.queue.takes_part(head["node"]):
+            self._regroup(self.membership.gone(self.membership.workers_of(head["node"])))
+            return True  # to be told to drain or to exit
+        self._regroup(self.membership.pulled(worker, head["boot"], epoch, torn, now_ms=now_ms))
+        return self.membership.leads(worker)
+
+    def _regroup(self, changed: bool) -> None:
+        """Plan the groups anew if there is a reason to."""
+        if changed:
+            self.membership.plan(lambda live, groups: self._planner(live, groups=groups))
+            self.changes += 1
 
     def _finish(self, head: Mapping[str, Any], blobs: Blobs, now_ms: int) -> Reply:
         self._renew(head, now_ms)
@@ -558,7 +599,14 @@ def open_coordinator(
         commit_every=None if runtime.commit_every == "auto" else runtime.commit_every,
         preemption_ms=round(runtime.hours_to_preemption * 3_600_000),
     )
-    return Coordinator(Journal(folder), WeightBook(folder / "weights"), clock=clock, rules=rules, progress=progress)
+    return Coordinator(
+        Journal(folder),
+        WeightBook(folder / "weights"),
+        clock=clock,
+        rules=rules,
+        progress=progress,
+        sp_degree=runtime.sp_degree,
+    )
 
 
 def _run_ms(clock: Clock, wall_seconds: float) -> int:
