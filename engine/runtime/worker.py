@@ -149,6 +149,8 @@ class Worker:
     """The node agent's word that the cloud takes the node back; heard between steps without asking anyone."""
     trace: Callable[[Work, int], None] = lambda work, step: None
     """Called after every step, with the number of steps that are done."""
+    heard: Callable[[Regroup], None] = lambda order: None
+    """Called with every order to regroup before it is carried out."""
     elastic: Elastic | None = None
     """Its part in the sequence-parallel groups of its node; None: it always works alone."""
 
@@ -212,6 +214,7 @@ class Worker:
             case Wait() | Drain() | Exit():
                 self._settle(block=True)
             case Regroup() if self.elastic is not None:
+                self.heard(reply)
                 with self.usage.measure(Phase.SYNC):
                     self.elastic.follow(reply)
             case Regroup() | Fenced():
