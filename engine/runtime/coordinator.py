@@ -13,17 +13,16 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from engine.clock import Clock
 from engine.config import RuntimeConfig
 from engine.events import Capacity, NodeUsage, Phase, WorkerSpan
 from engine.exploration.batch import BatchExploration, ExplorationOrder
 from engine.exploration.budget import PHASES, candidates_that_fit, seconds_until_trained
-from engine.parallel.groups import plan_groups
-from engine.parallel.membership import Membership, alone
+from engine.parallel.membership import alone
+from engine.parallel.regrouping import PLAN_SECONDS, Regrouping
 from engine.rollout.pace import Rules
 from engine.rollout.queue import PRIORITY, LeaseRecord, Queue, Task
 from engine.rollout.request import (
@@ -72,9 +71,9 @@ class Coordinator:
         clock: Clock,
         rules: Rules,
         progress: ProgressLog | None = None,
-        sp_degree: int = 1,
+        sp_degree: int | Literal["auto"] = 1,
     ) -> None:
-        """`sp_degree`: GPUs of a node that share a picture's sequence."""
+        """`sp_degree`: workers of a node that share a picture's sequence."""
         self._clock = clock
         self._rules = rules
         self._progress = progress
@@ -96,8 +95,12 @@ class Coordinator:
         self._idle = _IdleTime()
         self.queue = Queue(rules)
         self._restore()
-        self._planner = partial(plan_groups, step_seconds={}, regroup_seconds=0.0, sp_degree=sp_degree)
-        self.membership = Membership(first=self._first_lease)
+        self.groups = Regrouping(
+            lambda: self.queue.demand(clock.now_ms()),
+            sp_degree=sp_degree,
+            plan_ms=_run_ms(clock, PLAN_SECONDS),
+            first=self._first_lease,
+        )
 
     # --- one call ---------------------------------------------------------------------------------------
 
@@ -111,7 +114,7 @@ class Coordinator:
             case "heartbeat":
                 leases = {int(number): step for number, step in head["leases"].items()}
                 reply = self.queue.heartbeat(head["worker"], head["node"], leases, now_ms=now_ms)
-                if isinstance(reply, Wait) and self.membership.must_come(head["worker"]):
+                if isinstance(reply, Wait) and self.groups.members.must_come(head["worker"]):
                     reply = alone(head["worker"])
                 return reply_to_dict(reply), {}
             case "finish":
@@ -128,10 +131,11 @@ class Coordinator:
                 return reply_to_dict(reply), {}
             case "died":
                 self.queue.died(head["worker"], head["boot"], head["reason"], now_ms=now_ms)
-                self._regroup(self.membership.gone([head["worker"]]))
+                self.groups.gone([head["worker"]], f"{head['worker']} died", now_ms=now_ms)
             case "node_lost":
                 self.queue.unreachable(head["node"], head["reason"], now_ms=now_ms)
-                self._regroup(self.membership.gone(self.membership.workers_of(head["node"])))
+                workers = self.groups.members.workers_of(head["node"])
+                self.groups.gone(workers, f"{head['node']} is lost", now_ms=now_ms)
             case "notice":
                 self.queue.notice(head["node"], head["deadline_ms"], now_ms=now_ms)
             case "states":
@@ -197,15 +201,16 @@ class Coordinator:
         now_ms = self._clock.now_ms()
         before = len(self.queue.events)
         self.queue.tick(now_ms)
-        self._regroup(self.membership.settled(now_ms))
-        if len(self.queue.events) != before:
+        regrouped = self.groups.tick(self.queue.takes_part, now_ms=now_ms)
+        if regrouped or len(self.queue.events) != before:
             self.changes += 1
         if self._progress is None:
             return
         self._progress.flush()
-        while self.queue.events:
-            self._progress.write(self.lineage, self.queue.events[0])
-            self.queue.events.pop(0)
+        for events in (self.queue.events, self.groups.events):
+            while events:
+                self._progress.write(self.lineage, events[0])
+                events.pop(0)
         if self._clock.wall_seconds(now_ms - self._usage_told_ms) >= USAGE_EVERY_WALL_SECONDS:
             self._tell_usage(now_ms)
 
@@ -234,28 +239,22 @@ class Coordinator:
             self._remember_poison()
             self.changes += 1
         if isinstance(reply, Work):
-            self.membership.busy(head["worker"])
+            self.groups.members.busy(head["worker"])
             self._remember_lease(reply.lease)
         elif isinstance(reply, Wait):
-            return self.membership.order(head["worker"]) or reply
+            return self.groups.members.order(head["worker"]) or reply
         return reply
 
     def _may_work(self, head: Mapping[str, Any], now_ms: int) -> bool:
         """Whether one that pulls may be given work: it leads its group, and that is the one that is wanted."""
         if "group" not in head:
             return True
-        worker, (epoch, torn) = head["worker"], head["group"]
         if not self.queue.takes_part(head["node"]):
-            self._regroup(self.membership.gone(self.membership.workers_of(head["node"])))
             return True  # to be told to drain or to exit
-        self._regroup(self.membership.pulled(worker, head["boot"], epoch, torn, now_ms=now_ms))
-        return self.membership.leads(worker)
-
-    def _regroup(self, changed: bool) -> None:
-        """Plan the groups anew if there is a reason to."""
-        if changed:
-            self.membership.plan(lambda live, groups: self._planner(live, groups=groups))
+        worker = head["worker"]
+        if self.groups.pulled(worker, head["boot"], head["group"], now_ms=now_ms):
             self.changes += 1
+        return self.groups.members.leads(worker)
 
     def _finish(self, head: Mapping[str, Any], blobs: Blobs, now_ms: int) -> Reply:
         self._renew(head, now_ms)
@@ -267,6 +266,8 @@ class Coordinator:
             self._record({"op": "finish", "results": [finished_to_dict(result) for result in results]}, kept)
         reply = self.queue.finish(head["worker"], head["node"], head["lease"], results, now_ms=now_ms)
         if isinstance(reply, Wait):
+            if "pace" in head:
+                self.groups.measured(*head["pace"])
             self._in_order(results)
             self._explored(results)
             if not self.queue.wanted(Kind.TRAIN):
@@ -596,7 +597,7 @@ def open_coordinator(
     rules = Rules(
         lease_ms=_run_ms(clock, runtime.lease_seconds),
         first_lease_ms=_run_ms(clock, runtime.first_lease_seconds),
-        commit_every=None if runtime.commit_every == "auto" else runtime.commit_every,
+        commit_every=_commit_every(runtime),
         preemption_ms=round(runtime.hours_to_preemption * 3_600_000),
     )
     return Coordinator(
@@ -607,6 +608,12 @@ def open_coordinator(
         progress=progress,
         sp_degree=runtime.sp_degree,
     )
+
+
+def _commit_every(runtime: RuntimeConfig) -> int | None:
+    if runtime.resume == "restart":
+        return 0  # nobody would go on from what is committed
+    return None if runtime.commit_every == "auto" else runtime.commit_every
 
 
 def _run_ms(clock: Clock, wall_seconds: float) -> int:

@@ -9,27 +9,22 @@ A process whose agent is gone ends itself: a node lives and dies as one.
 import asyncio
 import os
 import threading
-import time
 from collections.abc import Callable
 from multiprocessing.synchronize import Event
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
 import engine.rewards.ocr  # noqa: F401  preloaded
 from engine.config import NodeSpec
 from engine.loop import Loop, Place
-from engine.models.adapter import DiTAdapter
 from engine.models.load import load_adapter, trainable
-from engine.parallel.communicator import Communicators, join_store, serve_store
-from engine.parallel.elastic import Elastic
-from engine.parallel.ulysses import Ulysses
 from engine.prompts import prompt_source
 from engine.rewards.load import load_reward, load_student
 from engine.runtime.child import Beat, begin
 from engine.runtime.coordinator import Coordinator, open_coordinator
 from engine.runtime.disk import when_there_is_room
+from engine.runtime.node_store import join_groups
 from engine.runtime.node_weights import NodeMemory, NodeWeights
 from engine.runtime.progress import ProgressLog
 from engine.runtime.server import CoordinatorServer, Front, bind
@@ -39,13 +34,6 @@ from engine.runtime.weight_source import FromCoordinator, WeightSource
 from engine.runtime.worker import Worker
 from engine.training.checkpoint import CheckpointStore
 from engine.training.metrics import MetricsLog
-
-
-class Port(Protocol):
-    """A shared number: where the node's store listens."""
-
-    value: int
-
 
 PATIENCE_SECONDS = 60.0
 """How long worker and trainer go on asking a coordinator that does not answer (wall time)."""
@@ -91,46 +79,16 @@ def run_trainer(spec: NodeSpec, beat: Beat, ready: Event) -> None:
     print(loop.run(), flush=True)
 
 
-def run_store(spec: NodeSpec, beat: Beat, port: Port, ready: Event) -> None:
-    """Where the workers of this node meet to share a picture's sequence. It outlives them."""
-    begin(spec, "store", beat)
-    store = serve_store()
-    port.value = store.port
-    ready.set()
-    while True:
-        time.sleep(3600)
-
-
-def run_worker(
-    spec: NodeSpec, beat: Beat, number: int, drain: Event, memory: NodeMemory, port: Port, ready: Event
-) -> None:
-    """Roll out and explore until told to exit.
-
-    memory  where the node keeps its one copy of the weights
-    port    of the node's store, 0 until it serves
-    """
+def run_worker(spec: NodeSpec, beat: Beat, number: int, drain: Event, memory: NodeMemory, ready: Event) -> None:
+    """Roll out and explore until told to exit. `memory`: where the node keeps its one copy of the weights."""
     begin(spec, f"worker-{number}", beat)
     transport = _transport(spec)
     source = NodeWeights(memory, FromCoordinator(transport).fetch)
     worker = make_worker(spec, number, transport, source, drain.is_set)
-    worker.elastic = _elastic(spec, worker.adapter, port)
     presence = (worker.name, worker.node, worker.boot)
     threading.Thread(target=_transport(spec).stay_present, args=presence, daemon=True).start()
     ready.set()
     print("exit:", worker.serve(), flush=True)
-
-
-def _elastic(spec: NodeSpec, adapter: DiTAdapter, port: Port) -> Elastic | None:
-    """This worker's part in the groups of its node; None when there are none."""
-    runtime = spec.engine.runtime
-    if runtime.sp_degree == 1 or spec.workers == 1:
-        return None
-    while not port.value:
-        time.sleep(0.01)
-    joined = port.value
-    store = join_store(joined, timeout_seconds=runtime.sp_timeout_seconds)
-    communicators = Communicators(store, timeout_seconds=runtime.sp_timeout_seconds)
-    return Elastic(Ulysses(adapter.transformer), communicators, store, is_current=lambda: port.value == joined)
 
 
 def make_worker(
@@ -139,6 +97,8 @@ def make_worker(
     """The worker in this place of its node, whatever carries its calls and weights. It takes one thread."""
     torch.set_num_threads(1)
     adapter = load_adapter(spec.engine.model)
+    elastic = join_groups(spec, adapter)
+    trace = step_trace(spec, f"worker-{number}", lambda: 1 if elastic is None else elastic.degree)
     return Worker(
         name=f"{spec.node}/{number}",
         node=spec.node,
@@ -151,9 +111,12 @@ def make_worker(
         clock=spec.clock.clock(),
         heartbeat_seconds=spec.engine.runtime.heartbeat_seconds,
         step_seconds=spec.engine.runtime.step_seconds,
+        resume=spec.engine.runtime.resume,
         source=source,
         draining=draining,
-        trace=step_trace(spec, f"worker-{number}"),
+        trace=trace.stepped,
+        heard=trace.regrouped,
+        elastic=elastic,
     )
 
 

@@ -16,10 +16,11 @@ import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import blake2b
-from typing import Any, assert_never
+from statistics import median
+from typing import Any, Literal, assert_never
 
 import torch
 from safetensors.torch import save
@@ -47,6 +48,7 @@ from engine.rollout.request import (
     Wait,
     WeightsKey,
     Work,
+    request_class,
     request_to_list,
 )
 from engine.rollout.sampler import Plan, advance, initial, plan_from_dict
@@ -80,6 +82,8 @@ class _Made:
     work: Work
     trajectories: list[Trajectory]
     scoring: "Future[tuple[list[Score], Tensor]]"
+    paced: tuple[int, float]
+    """How many workers shared it, and seconds of a step."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -149,6 +153,8 @@ class Worker:
     """The node agent's word that the cloud takes the node back; heard between steps without asking anyone."""
     trace: Callable[[Work, int], None] = lambda work, step: None
     """Called after every step, with the number of steps that are done."""
+    resume: Literal["exact", "close", "restart"] = "close"
+    """What becomes of pictures that were interrupted (engine/config.py)."""
     heard: Callable[[Regroup], None] = lambda order: None
     """Called with every order to regroup before it is carried out."""
     elastic: Elastic | None = None
@@ -168,6 +174,7 @@ class Worker:
         self._last_commit = (0, 0)
         """Lease and step of the newest commit that was sent."""
         self._commit_ms: float | None = None
+        self._paced = (1, 0.0)
         self._scorer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="score")
         self._committer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="commit")
         self._called = time.perf_counter()
@@ -250,7 +257,7 @@ class Worker:
                 latents = torch.stack([trajectory.x for trajectory in trajectories])
                 prompts = [a.request.prompt for a in work.attempts]
                 scoring = self._scorer.submit(self._score, latents, prompts, work.scorer)
-                made = _Made(work=work, trajectories=trajectories, scoring=scoring)
+                made = _Made(work=work, trajectories=trajectories, scoring=scoring, paced=self._paced)
             self._pending.append(made)
             self._settle(block=True, keep=1 if self.overlap_scoring else 0)
             return
@@ -268,14 +275,16 @@ class Worker:
         made = _Pictures.of(work, self.adapter)
         trajectories = self._begin(work, made.seeds)
         x = torch.stack([trajectories[i].x for i in made.filled]).to(self._device)
+        seconds: list[float] = []
         try:
-            self._hand_out(work, x)
+            self._hand_out(work, x, trajectories[0].step)
             with self._precision(work):
                 for step in range(trajectories[0].step, made.plan.steps):
                     begun = time.perf_counter()
                     x, log_probs = advance(self.adapter, made.plan, made.conditioning, made.seeds, x, step)
                     trajectories = self._record(made.plan, work, trajectories, x, log_probs)
                     time.sleep(max(0.0, begun + self.step_seconds - time.perf_counter()))
+                    seconds.append(time.perf_counter() - begun)
                     self.trace(work, step + 1)
                     if step + 1 < made.plan.steps and not self._agree(self._go_on(work, trajectories)):
                         return None
@@ -283,32 +292,42 @@ class Worker:
             self._tore()
             self._hand_back(work, trajectories)
             return None
+        self._paced = (self._degree, median(seconds or [0.0]))
         return trajectories
 
     def _precision(self, work: Work) -> contextlib.AbstractContextManager[None]:
         return half_precision(self.adapter.transformer) if work.dtype == "bfloat16" else contextlib.nullcontext()
 
     @property
+    def _degree(self) -> int:
+        """How many workers share what this one makes."""
+        return 1 if self.elastic is None else self.elastic.degree
+
+    @property
     def _device(self) -> torch.device:
         return next(self.adapter.transformer.parameters()).device
 
     def _begin(self, work: Work, seeds: Sequence[int]) -> list[Trajectory]:
-        if work.attempts[0].step == 0:
-            noise = initial(seeds[: len(work.attempts)], self.adapter.latent_shape())
-            return [Trajectory.begin(x) for x in noise]
-        names = [attempt.state for attempt in work.attempts]
-        _, states = self.transport.call({"call": "states", "names": names})
-        return [Trajectory.from_bytes(states[str(a.state)]) for a in work.attempts]
+        """Where the pictures stand: at what was committed, if the job lets us go on from it."""
+        if work.attempts[0].step and self.resume != "restart":
+            names = [attempt.state for attempt in work.attempts]
+            _, states = self.transport.call({"call": "states", "names": names})
+            found = [Trajectory.from_bytes(states[str(a.state)]) for a in work.attempts]
+            if self.resume == "close" or all(t.degree == self._degree for t in found):
+                return found
+        noise = initial(seeds[: len(work.attempts)], self.adapter.latent_shape())
+        return [Trajectory.begin(x) for x in noise]
 
     def _record(
         self, plan: Plan, work: Work, trajectories: list[Trajectory], x: Tensor, log_probs: Tensor
     ) -> list[Trajectory]:
         if work.attempts[0].request.kind is not Kind.TRAIN:
             return [
-                Trajectory(step=t.step + 1, x=row, latents=t.latents, log_probs=t.log_probs)
+                replace(t, step=t.step + 1, x=row)  # nobody goes on from it, and nothing else of it is looked at
                 for t, row in zip(trajectories, x, strict=False)
             ]
-        return [t.then(plan, row, p) for t, row, p in zip(trajectories, x.cpu(), log_probs.cpu(), strict=False)]
+        kept = zip(trajectories, x.cpu(), log_probs.cpu(), strict=False)
+        return [t.then(plan, row, p, self._degree) for t, row, p in kept]
 
     def _score(self, latents: Tensor, prompts: list[str], scorer: Scorer) -> tuple[list[Score], Tensor]:
         pictures = self.adapter.decode(latents)
@@ -327,17 +346,15 @@ class Worker:
     # --- in a sequence-parallel group ----------------------------------------------------------------------
 
     def _group_report(self) -> dict[str, Any]:
-        """For a pull: the group it is in, and which communicators broke since it last said so."""
-        if self.elastic is None:
-            return {}
-        torn, self.elastic.torn = self.elastic.torn, []
-        return {"group": [self.elastic.epoch, torn]}
+        """For a pull."""
+        return {} if self.elastic is None else {"group": self.elastic.report()}
 
-    def _hand_out(self, work: Work, x: Tensor) -> None:
+    def _hand_out(self, work: Work, x: Tensor, step: int) -> None:
         """Let the others of our group make these pictures along with us, from these latents on."""
         if self.elastic is not None and self.elastic.degree > 1:
             assert self.holds is not None
-            self.elastic.hand_out(json.dumps({"work": reply_to_dict(work), "digest": self.holds[1]}).encode())
+            message = {"work": reply_to_dict(work), "digest": self.holds[1], "step": step}
+            self.elastic.hand_out(json.dumps(message).encode())
             self.elastic.share(x)
 
     def _agree(self, go_on: bool) -> bool:
@@ -359,7 +376,7 @@ class Worker:
             x = torch.empty(len(made.seeds), *self.adapter.latent_shape(), device=self._device)
             with self.usage.measure(PHASE_OF[work.attempts[0].request.kind]), self._precision(work):
                 self.elastic.share(x)
-                for step in range(work.attempts[0].step, made.plan.steps):
+                for step in range(message["step"], made.plan.steps):
                     x, _ = advance(self.adapter, made.plan, made.conditioning, made.seeds, x, step)
                     if step + 1 < made.plan.steps and not self.elastic.agree(True, self._device):
                         break
@@ -412,7 +429,7 @@ class Worker:
 
     def _hand_back(self, work: Work, trajectories: list[Trajectory]) -> None:
         """Make in-flight state durable, then give the lease back: whoever takes it goes on from this step."""
-        if work.attempts[0].request.kind is Kind.TRAIN:
+        if work.attempts[0].request.kind is Kind.TRAIN and self.resume != "restart":
             with self.usage.measure(Phase.SYNC):
                 self._committed(wait=True)
                 if self._last_commit != (work.lease, trajectories[0].step):
@@ -509,7 +526,10 @@ class Worker:
                 name = _blob_name(attempt.request, made.trajectories[i].step)
                 blobs[name] = save({"picture": as_bytes(pictures[i])})
             results.append(finished_to_dict(Finished(request=attempt.request, score=score, trajectory=name)))
-        self._call({"call": "finish", "lease": made.work.lease, "results": results}, blobs)
+        head = {"call": "finish", "lease": made.work.lease, "results": results}
+        if self.elastic is not None:
+            head["pace"] = [request_class(made.work.shape, made.work.dtype), *made.paced]
+        self._call(head, blobs)
         self._faults_in_a_row = 0
 
     def _fenced(self, lease: int) -> None:

@@ -90,6 +90,15 @@ class World:
             return
         first = self.orders.setdefault(order.epoch, order)
         assert (first.members, first.communicator) == (order.members, order.communicator), "one epoch, two groups"
+        for number, rank, degree in order.prepare:
+            whose = self.communicators[number]
+            assert len(whose) == degree < order.degree
+            assert set(whose) < set(order.members), "a communicator is prepared whose members are not all at the table"
+            assert sorted(whose, key=order.members.index).index(process.name) == rank
+            assert whose[process.name] == process.boot
+        assert order.communicator in order.keep
+        for number in order.keep:
+            assert self.communicators[number][process.name] == process.boot, "kept, but of another process"
         boots = self.communicators[order.communicator]
         assert boots[process.name] == process.boot, "a communicator met another process"
         others = [self.processes.get(other) for other in order.members if other != process.name]
