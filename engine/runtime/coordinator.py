@@ -21,7 +21,7 @@ from engine.config import RuntimeConfig
 from engine.events import Capacity, NodeUsage, Phase, WorkerSpan
 from engine.exploration.batch import BatchExploration, ExplorationOrder
 from engine.exploration.budget import PHASES, candidates_that_fit, seconds_until_trained
-from engine.parallel.membership import alone
+from engine.parallel.membership import ALONE, alone
 from engine.parallel.regrouping import PLAN_SECONDS, Regrouping
 from engine.rollout.pace import Rules
 from engine.rollout.queue import PRIORITY, LeaseRecord, Queue, Task
@@ -241,8 +241,10 @@ class Coordinator:
         if isinstance(reply, Work):
             self.groups.members.busy(head["worker"])
             self._remember_lease(reply.lease)
-        elif isinstance(reply, Wait):
-            return self.groups.members.order(head["worker"]) or reply
+        elif isinstance(reply, Wait) and (order := self.groups.members.order(head["worker"])):
+            if order.epoch != ALONE:
+                self.changes += 1  # the other members wait for theirs
+            return order
         return reply
 
     def _may_work(self, head: Mapping[str, Any], now_ms: int) -> bool:

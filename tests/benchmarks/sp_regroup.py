@@ -184,6 +184,14 @@ class Node:
         self._asked = 0
         self._born: dict[int, float] = {}
         """When the successor of a lost worker was seen at work, by place."""
+        try:
+            self._start(module)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, module: str) -> None:
+        folder = self.fleet.folder
         self.fleet.start(ON_DEMAND, module="tests.conformance.on_demand")
         self.fleet.start(NODE, workers=WORKERS, module=module)
         self.fleet.wait_for((folder / "nodes" / ON_DEMAND / "ready.json").exists, every=LOOK_SECONDS)

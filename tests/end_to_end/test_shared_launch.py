@@ -23,7 +23,7 @@ prompts: digits
 reward: ocr
 algorithm: {{prompts_per_batch: 4, images_per_prompt: 4}}
 exploration: {{mode: stale, budget: {{candidates: 32, patience_seconds: 200}}, profiles: [{{shape: 8}}]}}
-evaluation: {{prompts: 32, every: 4, shape: 16}}
+evaluation: {{prompts: 32, every: 2, shape: 16}}
 target: {{metric: exact_match, value: 0.2, evaluations: {evaluations}}}
 runtime:
   name: {runtime}
@@ -42,13 +42,15 @@ budget: {{max_total: $1000, max_hourly: $50}}
 reclaims: {{trace: none}}
 """
 
-EVALUATIONS = 5
-"""At or above a target that the base has passed already: it is held at iteration 16, in every run."""
+EVALUATIONS = 7
+"""At or above a target that the base has passed already: it is held at iteration 12, in every run."""
 
 PACE_SECONDS = 0.2
 """A step of the disturbed runs takes at least so long: processes start beside it, also where there are few cores."""
 
 WORKERS = 2
+
+FINISHED_SECONDS = 240.0
 
 
 class SharedBench(Bench):
@@ -65,13 +67,16 @@ class SharedBench(Bench):
 
     def until_finished(self, name: str) -> dict[int, str]:
         """Manifests by batch of a run that reached its target."""
-        self.wait_for(name, lambda status: status["status"] in ("finished", "failed", "stopped"), seconds=240)
-        said = [
-            Progress.from_json(line).event
-            for path in (self.folder / "state" / "runs" / name / "nodes").glob("*/progress/trainer.jsonl")
-            for line in path.read_text().splitlines()
-        ]
+        trainer = self.folder / "state" / "runs" / name / "nodes" / f"{name}-trainer-g0" / "progress" / "trainer.jsonl"
+        until = time.monotonic() + FINISHED_SECONDS
+        while not (
+            trainer.exists() and EngineFinished.KIND in trainer.read_text()
+        ):  # `spotrl status` would take time from what runs
+            assert time.monotonic() < until, self.status(name)
+            time.sleep(0.5)
+        said = [Progress.from_json(line).event for line in trainer.read_text().splitlines()]
         assert [event.reason for event in said if isinstance(event, EngineFinished)] == ["target"]
+        self.wait_for(name, lambda status: status["status"] == "finished")
         return {event.iteration: event.manifest_digest for event in said if isinstance(event, IterationDone)}
 
 
@@ -93,7 +98,8 @@ def undisturbed(bench: SharedBench) -> dict[int, str]:
     return bench.until_finished("alone")
 
 
-@pytest.mark.parametrize("runtime", ["local", "ray"])
+# What Ray does differently is in test_shared_pictures.py; this takes two minutes more.
+@pytest.mark.parametrize("runtime", ["local", pytest.param("ray", marks=pytest.mark.slow)])
 def test_a_launch_that_loses_and_gains_members_of_groups_reaches_its_target_with_equal_manifests(
     bench: SharedBench, undisturbed: dict[int, str], runtime: str
 ) -> None:
@@ -111,4 +117,3 @@ def test_a_launch_that_loses_and_gains_members_of_groups_reaches_its_target_with
     shown = bench.status(name)["nodes"]
     assert [len(group) for node in shown if node["name"] == spot[1] for group in node["groups"]] == [WORKERS]
     assert bench.until_finished(name) == undisturbed
-    assert bench.status(name)["status"] == "finished"

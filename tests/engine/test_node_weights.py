@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+from typing import Any, cast
 
 import pytest
 
@@ -85,8 +86,8 @@ def test_a_worker_that_joins_loads_what_its_node_has_and_asks_the_coordinator_fo
 
     from engine.runtime.worker import Worker, get_weights
 
-    mine = torch.nn.Linear(3, 1)
-    data = get_weights({name: torch.full_like(one, 7.0) for name, one in mine.named_parameters()})
+    mine, published = torch.nn.Linear(3, 1), torch.nn.Linear(3, 1)
+    data = get_weights(dict(published.named_parameters()))
     memory, coordinator = NodeMemory.make(), ToBeLoaded(digest_of(data))
     assert read(NodeWeights(memory, Book(data).fetch), data)  # its neighbour did
     joiner = Worker(
@@ -94,16 +95,16 @@ def test_a_worker_that_joins_loads_what_its_node_has_and_asks_the_coordinator_fo
         node="spot",
         workers_of_node=2,
         transport=coordinator,
-        adapter=None,
+        adapter=cast(Any, None),  # it makes no picture
         parameters=dict(mine.named_parameters()),
-        reward=None,
+        reward=cast(Any, None),
         clock=ScaledClock(origin_ms=0),
         heartbeat_seconds=60.0,
         source=NodeWeights(memory, FromCoordinator(coordinator).fetch),
     )
     joiner.serve_once(wait=False)
     assert joiner.holds == (V0, digest_of(data))
-    assert bool((mine.weight == 7.0).all())
+    assert torch.equal(mine.weight, published.weight)
     assert coordinator.calls == ["pull"]
 
 
@@ -140,6 +141,7 @@ def hold(memory, held, let_go):
     with NodeWeights(memory, book.fetch).get(V0, digest_of(weights(0))) as data:
         held.put(book.asked)
         let_go.wait()
+        assert data is not None
         held.put(bytes(data) == weights(0))
 
 

@@ -42,13 +42,14 @@ def difference(member, device, backend, port):
     return found
 
 
-class Placed:
+class Placed(torch.nn.Module):
     """A model whose inputs are drawn on the CPU in fp32."""
 
     def __init__(self, model, device):
+        super().__init__()
         self.model, self.device = model, device
 
-    def __call__(self, **inputs):
+    def forward(self, **inputs):
         return self.model(**{name: self._placed(value) for name, value in inputs.items()})
 
     def _placed(self, value):

@@ -5,10 +5,12 @@ The same functions run on the CPU with a model of two narrow layers.
 
 import gc
 import time
+from typing import cast
 
 import pytest
 import torch
 from diffusers import QwenImageTransformer2DModel
+from torch import nn
 
 from engine.config import ModelConfig
 from engine.models.load import freeze_but_trained, trainable
@@ -58,7 +60,7 @@ def build(config, device, dtype, latent_side):
     torch.set_default_dtype(dtype)
     try:
         with torch.device(device):
-            transformer = QwenImageTransformer2DModel(**config)
+            transformer = cast(nn.Module, QwenImageTransformer2DModel(**config))
     finally:
         torch.set_default_dtype(usual)
 
@@ -122,9 +124,9 @@ def lora_seconds(adapter, device, runs):
     return seconds[1:]
 
 
-def test_the_published_configuration_has_20_billion_parameters_of_which_lora_trains_2_percent():
+def test_the_published_configuration_has_20_billion_parameters():
     with torch.device("meta"):
-        transformer = QwenImageTransformer2DModel(**PUBLISHED)
+        transformer = cast(nn.Module, QwenImageTransformer2DModel(**PUBLISHED))
     count = sum(parameter.numel() for parameter in transformer.parameters())
     assert 20e9 < count < 21e9
 
