@@ -11,7 +11,7 @@ as all of them are at the table: when a member dies, what is left of the group n
 - an epoch and a communicator's number are given out once, to one set of processes; a worker that comes back as another
   process, or whose communicator tore, meets new numbers only
 - an order to join is given only when every member waits for it, so it is carried out in milliseconds
-- when a group tears, its survivors are waited for before anything is formed anew, but no longer than `SETTLING_MS`
+- when a group tears, its survivors are waited for before anything is formed anew, but no longer than `SETTLING_SECONDS`
 - nothing here is a promise to the queue: a group that dissolves hands its work back, and a lease decides who speaks
 
 Pure: no clock, no I/O. The caller says who called in, who is gone, and what time it is.
@@ -26,9 +26,9 @@ from engine.rollout.request import Regroup
 ALONE = 0
 """The epoch of a worker that shares with nobody."""
 
-SETTLING_MS = 300
-"""Milliseconds of the run's clock. Peers of a dead process hear of it within 30 to 120 ms (research notes engine 3.4);
-to begin without one of them means to regroup once more when it calls in."""
+SETTLING_SECONDS = 0.3
+"""Wall time. Peers of a dead process hear of it within 30 to 120 ms (research notes engine 3.4); to begin without one
+of them means to regroup once more when it calls in."""
 
 
 def node_of(worker: str) -> str:
@@ -72,8 +72,10 @@ class _Member:
 class Membership:
     """See the module's story. One for all nodes."""
 
-    def __init__(self, *, first: int = 1) -> None:
-        """`first`: epochs and communicators count from here: above any that an earlier coordinator gave."""
+    def __init__(self, *, settling_ms: int, first: int = 1) -> None:
+        """`settling_ms`: `SETTLING_SECONDS` on the run's clock. `first`: epochs and communicators count from here:
+        above any that an earlier coordinator gave."""
+        self._settling_ms = settling_ms
         self._next = max(first, ALONE + 1)
         self._members: dict[str, _Member] = {}
         self._wanted: dict[str, tuple[str, ...]] = {}
@@ -178,8 +180,11 @@ class Membership:
         }
 
     def _here(self, worker: str, member: "_Member") -> tuple[str, ...]:
-        """The members of the group that it is in, as far as is known."""
-        return self._formed[member.epoch].members if member.epoch in self._formed else (worker,)
+        """The members of the group that it is in, as far as is known: who follows calls in only when it is idle."""
+        formed = self._formed.get(member.epoch) or self._formed.get(member.ordered)
+        if formed is None or self._members[formed.members[0]].epoch != formed.epoch:
+            return (worker,)
+        return formed.members
 
     def leads(self, worker: str) -> bool:
         """Whether it may be given work: alone, and meant to be, or the first of its group, as that is formed."""
@@ -268,7 +273,7 @@ class Membership:
                 member = self._members[other]
                 if other != worker and member.live and (member.epoch, member.ordered) != (ALONE, ALONE):
                     member.live = member.waits = False
-                    self._missing[other] = now_ms + SETTLING_MS
+                    self._missing[other] = now_ms + self._settling_ms
         return bool(torn)
 
     def _is_settling(self, worker: str) -> bool:

@@ -18,7 +18,7 @@ from engine.events import ProgressEvent, Regrouped
 from engine.parallel.forecast import Demand
 from engine.parallel.groups import WorkerGroup, plan_groups
 from engine.parallel.latency import LAST, with_measured
-from engine.parallel.membership import Membership, node_of
+from engine.parallel.membership import SETTLING_SECONDS, Membership, node_of
 
 PLAN_SECONDS = 0.5
 """Wall time between two plans that nobody's coming or going asked for. A plan for 1,000 nodes takes a tenth of it."""
@@ -30,13 +30,20 @@ REGROUP_SECONDS = 0.02
 class Regrouping:
     """See the module's story. One for all nodes."""
 
-    def __init__(self, demand: Callable[[], Demand], *, sp_degree: int | Literal["auto"], plan_ms: int, first: int = 1):
-        """`plan_ms`: `PLAN_SECONDS` on the run's clock. `first`: epochs and communicators count from here: above any
-        that an earlier coordinator gave."""
-        self.members = Membership(first=first)
+    def __init__(
+        self,
+        demand: Callable[[], Demand],
+        *,
+        sp_degree: int | Literal["auto"],
+        run_ms: Callable[[float], int],
+        first: int = 1,
+    ) -> None:
+        """`run_ms`: of so many seconds of wall time. `first`: epochs and communicators count from here: above any that
+        an earlier coordinator gave."""
+        self.members = Membership(settling_ms=run_ms(SETTLING_SECONDS), first=first)
         self.events: list[ProgressEvent] = []
         """What the launcher should hear of; the caller takes them away."""
-        self._demand, self._sp_degree, self._plan_ms = demand, sp_degree, plan_ms
+        self._demand, self._sp_degree, self._plan_ms = demand, sp_degree, run_ms(PLAN_SECONDS)
         self._believed: dict[int, float] = {}
         """Seconds of a denoising step of one picture, by every degree that the model allows."""
         self._seen: dict[str, dict[int, deque[float]]] = defaultdict(lambda: defaultdict(lambda: deque(maxlen=LAST)))

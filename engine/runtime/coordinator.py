@@ -13,6 +13,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,7 +23,7 @@ from engine.events import Capacity, NodeUsage, Phase, WorkerSpan
 from engine.exploration.batch import BatchExploration, ExplorationOrder
 from engine.exploration.budget import PHASES, candidates_that_fit, seconds_until_trained
 from engine.parallel.membership import ALONE, alone
-from engine.parallel.regrouping import PLAN_SECONDS, Regrouping
+from engine.parallel.regrouping import Regrouping
 from engine.rollout.pace import Rules
 from engine.rollout.queue import PRIORITY, LeaseRecord, Queue, Task
 from engine.rollout.request import (
@@ -82,6 +83,10 @@ class Coordinator:
         self.changes = 0
         """Grows whenever an answer of `Wait` might have become another one."""
         self.lineage = 0
+        self._pulls: dict[str, tuple[int, int]] = {}
+        """By worker: boot and number of its last pull."""
+        self._unheard: dict[str, tuple[int, int]] = {}
+        """The same of workers that died: a pull that is kept waiting is asked again, and nobody is there to hear."""
         self._first_lease = 0
         self._heard = [0, 0]
         """Boot and number of the trainer's newest order: one that comes late, from before it, changes nothing."""
@@ -98,7 +103,7 @@ class Coordinator:
         self.groups = Regrouping(
             lambda: self.queue.demand(clock.now_ms()),
             sp_degree=sp_degree,
-            plan_ms=_run_ms(clock, PLAN_SECONDS),
+            run_ms=partial(_run_ms, clock),
             first=self._first_lease,
         )
 
@@ -130,6 +135,9 @@ class Coordinator:
                 self._remember_poison()
                 return reply_to_dict(reply), {}
             case "died":
+                pull = self._pulls.get(head["worker"])
+                if pull is not None and pull[0] == head["boot"]:
+                    self._unheard[head["worker"]] = pull
                 self.queue.died(head["worker"], head["boot"], head["reason"], now_ms=now_ms)
                 self.groups.gone([head["worker"]], f"{head['worker']} died", now_ms=now_ms)
             case "node_lost":
@@ -201,7 +209,8 @@ class Coordinator:
         now_ms = self._clock.now_ms()
         before = len(self.queue.events)
         self.queue.tick(now_ms)
-        regrouped = self.groups.tick(self.queue.takes_part, now_ms=now_ms)
+        ends = self.queue.stop_reason is not None  # one by one they exit, and nobody regroups for that
+        regrouped = not ends and self.groups.tick(self.queue.takes_part, now_ms=now_ms)
         if regrouped or len(self.queue.events) != before:
             self.changes += 1
         if self._progress is None:
@@ -217,6 +226,9 @@ class Coordinator:
     # --- workers ----------------------------------------------------------------------------------------
 
     def _pull(self, head: Mapping[str, Any], now_ms: int) -> Reply:
+        pull = self._pulls[head["worker"]] = (head["boot"], head["seq"])
+        if self._unheard.get(head["worker"]) == pull:
+            return Wait()
         holds = head["holds"]
         kinds = [Kind(kind) for kind in head["kinds"]] if head.get("kinds") else PRIORITY
         if Kind.EXPLORE in kinds:

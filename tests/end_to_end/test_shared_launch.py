@@ -98,8 +98,8 @@ def undisturbed(bench: SharedBench) -> dict[int, str]:
     return bench.until_finished("alone")
 
 
-# What Ray does differently is in test_shared_pictures.py; this takes two minutes more.
-@pytest.mark.parametrize("runtime", ["local", pytest.param("ray", marks=pytest.mark.slow)])
+@pytest.mark.slow  # five minutes; what is lost and regained is also tested in test_shared_pictures.py, without a launch
+@pytest.mark.parametrize("runtime", ["local", "ray"])
 def test_a_launch_that_loses_and_gains_members_of_groups_reaches_its_target_with_equal_manifests(
     bench: SharedBench, undisturbed: dict[int, str], runtime: str
 ) -> None:

@@ -8,8 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.parallel.groups import plan_groups
-from engine.parallel.membership import ALONE, SETTLING_MS, Membership
+from engine.parallel.membership import ALONE, Membership
 from engine.rollout.request import Regroup
+
+SETTLING_MS = 300
 
 
 def fixed(degree):
@@ -35,7 +37,7 @@ class World:
     """Workers that die, come back and work, around a membership."""
 
     def __init__(self, names, degree):
-        self.membership = Membership()
+        self.membership = Membership(settling_ms=SETTLING_MS)
         self.names, self.degree = names, degree
         self.now_ms = 0
         self.boots = 0
@@ -234,8 +236,8 @@ def test_survivors_of_a_torn_group_are_waited_for_and_not_for_ever():
 
 
 def test_who_is_no_part_of_it_may_always_work():
-    assert Membership().leads("node/trainer")
-    assert Membership().order("node/trainer") is None
+    assert Membership(settling_ms=SETTLING_MS).leads("node/trainer")
+    assert Membership(settling_ms=SETTLING_MS).order("node/trainer") is None
 
 
 @pytest.mark.parametrize("seed", range(20))

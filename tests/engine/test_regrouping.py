@@ -19,7 +19,7 @@ class World:
 
     def __init__(self, *workers, sp_degree, demand=NOTHING, believed=BELIEVED):
         self.demand = demand
-        self.groups = Regrouping(lambda: self.demand, sp_degree=sp_degree, plan_ms=PLAN_MS)
+        self.groups = Regrouping(lambda: self.demand, sp_degree=sp_degree, run_ms=lambda seconds: round(1000 * seconds))
         self.believed = believed
         self.epochs = dict.fromkeys(workers, ALONE)
         self.torn = {worker: [] for worker in workers}
