@@ -260,6 +260,15 @@ class RuntimeConfig(Strict):
     """Mean life of a spot node (run's clock) that `auto` starts from; what the run itself sees is added to it."""
     step_seconds: Annotated[float, Field(ge=0.0)] = 0.0
     """A denoising step takes at least so long: for drills and benchmarks."""
+    sp_degree: Literal["auto"] | Positive = 1
+    """Workers of a spot node that share a picture's sequence (Ulysses); the rest of a node works at smaller degrees.
+    `auto`: by what waits and what steps were measured to take (engine/parallel/groups.py)."""
+    resume: Literal["exact", "close", "restart"] = "close"
+    """What becomes of a picture that was interrupted. `exact`: goes on if as many workers share it as before, else it
+    begins anew, so that it is bit for bit what it would have been. `close`: goes on whoever shares it, equal to about
+    5e-7; the trainer then computes its log-probs again. `restart`: begins anew."""
+    sp_timeout_seconds: Annotated[float, Field(gt=0.0)] = 5.0
+    """How long a worker waits for a peer of its group that neither answers nor dies."""
     trace_steps: bool = False
     """Every worker writes down the steps that it finishes, with the time: `traces/` in its node's folder."""
     trainer_threads: Annotated[int, Field(ge=0)] = 0

@@ -216,6 +216,23 @@ class NodeMissed:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Regrouped:
+    """A node's workers share pictures otherwise from now on.
+
+    `groups`: all of its live workers, each group's members in rank order; who works alone is a group of one.
+    """
+
+    KIND: ClassVar[str] = "regrouped"
+    node: str
+    groups: tuple[tuple[str, ...], ...]
+    reason: str
+
+    def __post_init__(self) -> None:
+        # JSON has no tuples.
+        object.__setattr__(self, "groups", tuple(tuple(group) for group in self.groups))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TargetReached:
     KIND: ClassVar[str] = "target_reached"
     iteration: int
@@ -250,6 +267,7 @@ ProgressEvent = (
     | NodeUsage
     | NodeSeen
     | NodeMissed
+    | Regrouped
     | TargetReached
     | Warned
     | EngineFinished
@@ -266,6 +284,7 @@ _KINDS: dict[str, type[Any]] = {
         NodeUsage,
         NodeSeen,
         NodeMissed,
+        Regrouped,
         TargetReached,
         Warned,
         EngineFinished,

@@ -214,7 +214,12 @@ class Loop:
         self._submit(self.explorer.control(manifest), plan, Kind.CONTROL)
         order = self._explore(batch + 1)
 
-        rollouts = Rollouts(manifest, self._more_rollouts, self.worker)
+        rollouts = Rollouts(
+            manifest,
+            self._more_rollouts,
+            self.worker,
+            lambda prompt, trajectory: self.trainer.with_own_log_probs(prompt, trajectory, plan),
+        )
         if self.config.exploration.mode == "in-path":
             rollouts.wait_for_all()
             manifest = self.explorer.choose_in_path(manifest, rollouts.reward_of())

@@ -14,6 +14,7 @@ import torch
 
 from engine.config import SHIPPED, EngineConfig
 from engine.models.load import load_adapter
+from engine.parallel.ulysses import problem_with_degree
 from engine.prompts import prompt_source
 from engine.rewards.load import load_reward
 from engine.rollout.sampler import evaluation_plan, initial
@@ -43,6 +44,10 @@ def check(config: EngineConfig, workdir: str | None) -> dict[str, object]:
         adapter = load_adapter(config.model)
     except (ValueError, OSError, KeyError) as error:
         raise JobUnfit("model", str(error), "check model.name and model.path") from error
+    degree = config.runtime.sp_degree
+    if degree != "auto" and (problem := problem_with_degree(adapter.transformer, degree)):
+        found, _, remedy = problem.partition("; ")
+        raise JobUnfit("runtime.sp_degree", found, remedy)
     try:
         # A shipped model reads in no time; the text encoder of a large one may take seconds for each.
         adapter.encode([*batch, *held_out] if config.model.name in SHIPPED else [prompt])

@@ -1,7 +1,7 @@
 """Say what is wrong with a job: pydantic's errors as sentences with a place, what was found, and a remedy."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any, get_args
 
@@ -44,7 +44,9 @@ def explain(error: ValidationError, values: dict[str, Any], model: type[BaseMode
     others = [_problem(e, values, model) for e in raw if e["type"] != "extra_forbidden" and _is_meant(e["loc"], values)]
     merged: dict[Place, Problem] = {}
     for problem in unknown or others or [_exclusive(raw[0], values)]:
-        merged.setdefault(problem.place, problem)
+        first = merged.setdefault(problem.place, problem)
+        if problem.found == first.found and problem.remedy != first.remedy:  # of another member of a union
+            merged[problem.place] = replace(first, remedy=f"{first.remedy}, or {problem.remedy.removeprefix('use ')}")
     return list(merged.values())
 
 
@@ -89,10 +91,10 @@ def _unknown_key(place: Place, model: type[BaseModel]) -> Problem | None:
     if key in known:
         return None
     elsewhere = [_dotted((*path, key)) for path in _sections(model) if key in _known_keys(path, model)]
-    if near := get_close_matches(str(key), known, n=1):
-        remedy = f"did you mean {near[0]}?"
-    elif elsewhere:
+    if elsewhere:
         remedy = f"did you mean {' or '.join(elsewhere)}?"
+    elif near := get_close_matches(str(key), known, n=1):
+        remedy = f"did you mean {near[0]}?"
     else:
         remedy = f"known here: {', '.join(known)}"
     return Problem(place=place, found=f"{_dotted(place)} is not a key that spotrl knows", remedy=remedy)

@@ -15,7 +15,7 @@ The promises:
 
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -138,6 +138,11 @@ class Communicators:
         if group is not None:
             with suppress(RuntimeError):
                 group.group.abort()
+
+    def keep(self, numbers: Collection[int]) -> None:
+        """Drop all but these: with NCCL everything that a dead rank was part of must be aborted, on every rank."""
+        for number in [known for known in self._made if known not in numbers]:
+            self.drop(number)
 
     def _form(self, store: dist.Store, rank: int, degree: int) -> Any:
         if self._backend == "nccl":

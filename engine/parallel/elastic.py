@@ -10,8 +10,10 @@ whether to go on: a forward pass needs everyone, so nobody may decide for himsel
   flight stands at its last finished step, and that communicator is never used again
 """
 
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,15 +30,27 @@ LEAVE = b"leave"
 class Elastic:
     """See the module's story."""
 
-    def __init__(self, backend: SPBackend, communicators: Communicators, store: dist.Store) -> None:
+    def __init__(
+        self,
+        backend: SPBackend,
+        communicators: Communicators,
+        store: dist.Store,
+        *,
+        is_current: Callable[[], bool] = lambda: True,
+        believed: Mapping[int, float] | None = None,
+    ) -> None:
+        """`is_current`: whether the node's store is still the one that was joined. `believed`: seconds of a picture's
+        step by allowed degree, before any was measured; None: no faster together."""
         self._backend, self._communicators, self._store = backend, communicators, store
+        self._is_current = is_current
+        self._believed = dict(believed or {1: 1.0})
         self._group: SPGroup | None = None
         self._communicator = ALONE
         self._handed = 0
         self.epoch = ALONE
         """Of the group that it is in."""
         self.torn: list[int] = []
-        """Communicators that broke since somebody was told."""
+        """Communicators that broke since `report`."""
 
     @property
     def rank(self) -> int:
@@ -51,18 +65,34 @@ class Elastic:
         """Whether it does what another hands out."""
         return self.rank > 0
 
+    def report(self) -> dict[str, Any]:
+        """What the coordinator wants to know whenever this worker asks for work (engine/parallel/regrouping.py)."""
+        torn, self.torn = self.torn, []
+        return {"epoch": self.epoch, "torn": torn, "believed": self._believed}
+
     # --- coming and going
 
     def follow(self, order: Regroup) -> None:
-        """Be in this group from now on; in none if its other members do not come."""
+        """Be in this group from now on; in none if its other members do not come.
+
+        Raises ConnectionError when the node's store was started anew: this process cannot meet anybody any more.
+        """
         self.leave()
+        if not self._is_current():
+            raise ConnectionError("the store of this node was started anew; this worker must be, too")
+        if order.keep is not None:
+            self._communicators.keep(order.keep)
         if order.epoch == ALONE:
             return
+        number = order.communicator
         try:
-            group = self._communicators.get(order.communicator, order.rank, order.degree)
+            for number, rank, degree in order.prepare:
+                self._communicators.get(number, rank, degree)
+            number = order.communicator
+            group = self._communicators.get(number, order.rank, order.degree)
         except TornGroup:
-            self._communicators.drop(order.communicator)
-            self.torn.append(order.communicator)
+            self._communicators.drop(number)
+            self.torn += sorted({number, order.communicator})
             return
         self._backend.use(group)
         self._group, self._communicator, self.epoch, self._handed = group, order.communicator, order.epoch, 0

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 StepSeconds = Mapping[str, Mapping[int, float]]
 """Seconds of a denoising step by request class and degree. A degree that is missing does not go, for whatever reason:
-heads and lengths do not divide (`allowed_degrees`), or the activations do not fit into so few GPUs."""
+its heads do not divide (`allowed_degrees`), or the activations do not fit into so few GPUs."""
 
 MICROSECONDS = 1_000_000
 
@@ -47,6 +47,17 @@ class Requests:
                 f"{self.count} requests of class {self.request_class!r} with {self.steps} steps left; neither can be "
                 "negative; leave finished requests out"
             )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Demand:
+    """What there is to do. A lease's pictures count as one request: they go through the network together."""
+
+    waiting: Sequence[Requests]
+    in_flight: Mapping[str, Requests]
+    """By worker that makes it."""
+    pictures: Mapping[str, int]
+    """Of a lease, by request class."""
 
 
 class Seat(NamedTuple):

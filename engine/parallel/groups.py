@@ -58,20 +58,14 @@ class WorkerGroup:
         return len(self.members)
 
 
-def allowed_degrees(heads: int, picture_tokens: int, text_tokens: int = 0, *, most: int = 8) -> Degrees:
-    """Degrees up to `most` that one request can be cut into (research notes engine 3.1 and 3.2), ascending.
+def allowed_degrees(heads: int, *, most: int = 8) -> Degrees:
+    """Degrees up to `most` at which a model can be shared, ascending: each rank computes heads / degree of its heads.
 
-    heads           attention heads: each rank computes heads / degree of them
-    picture_tokens  tokens of the picture or video: each rank holds a degree-th
-    text_tokens     text tokens that are cut too, padding included; 0: text is not cut (or attended to apart)
-    raises          ValueError: no heads or tokens
+    Lengths need not divide: what is missing is filled up (engine/parallel/ulysses.py). Raises ValueError: no heads.
     """
-    if heads < 1 or picture_tokens < 1 or text_tokens < 0:
-        raise ValueError(
-            f"{heads} heads, {picture_tokens} picture and {text_tokens} text tokens; give at least one head and one "
-            "picture token"
-        )
-    return tuple(d for d in range(1, most + 1) if not (heads % d or picture_tokens % d or text_tokens % d))
+    if heads < 1:
+        raise ValueError(f"a model of {heads} attention heads; give its number of heads, 1 or more")
+    return tuple(degree for degree in range(1, min(heads, most) + 1) if heads % degree == 0)
 
 
 def aligned_subsets(gpus: int, degrees: Iterable[int]) -> tuple[tuple[int, ...], ...]:

@@ -108,6 +108,18 @@ def modelled_step_seconds(
     return seconds
 
 
+def believed_step_seconds(latent_shape: Sequence[int], degrees: Iterable[int]) -> dict[int, float]:
+    """Of one picture by degree, before anything is measured: Qwen-Image's, for as many tokens.
+
+    latent_shape  [S, C] packed, [C, H, W] or [C, F, H, W] in patches of 2 x 2; without the batch
+
+    Another network takes another time, but it is the ratio between degrees that decides, and that hangs on the tokens
+    first. The first step that is measured sets the scale (`with_measured`).
+    """
+    tokens = latent_shape[0] if len(latent_shape) == 2 else math.prod(latent_shape[1:]) // 4
+    return modelled_step_seconds(QWEN_IMAGE, max(1, tokens), degrees)
+
+
 def with_measured(modelled: Mapping[int, float], seen: Mapping[int, Sequence[float]]) -> dict[int, float]:
     """The table of one request class once some of its steps were measured.
 

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from engine.parallel.communicator import SPGroup
+from engine.parallel.groups import allowed_degrees
 from engine.parallel.sp_plans import Attend, Plan, SharedAttention, Stream, make_shareable, plan_for, share
 
 BUCKET_ELEMENTS = 1 << 24
@@ -95,16 +96,16 @@ class Ulysses:
         self._hooks.append(self._model.get_submodule("proj_out").register_forward_hook(work.leave))
 
 
-def allowed_degrees(transformer: nn.Module) -> tuple[int, ...]:
-    """Degrees at which it can be shared, ascending: the divisors of its heads. Lengths need not divide."""
+def degrees_of(transformer: nn.Module) -> tuple[int, ...]:
+    """Degrees at which it can be shared, ascending."""
     heads = _heads(_unwrapped(transformer))
-    return tuple(degree for degree in range(1, heads + 1) if heads % degree == 0)
+    return allowed_degrees(heads, most=heads)
 
 
 def problem_with_degree(transformer: nn.Module, degree: int) -> str | None:
     """Why it cannot be shared by so many, and what would do; None when it can."""
     model = _unwrapped(transformer)
-    allowed = allowed_degrees(model)
+    allowed = degrees_of(model)
     if degree in allowed:
         return None
     return (

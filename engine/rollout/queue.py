@@ -15,12 +15,14 @@ What changes the future is returned to the caller, who makes it durable *before*
 All times are milliseconds of the run's clock, passed in by the caller.
 """
 
+import math
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import get_args
 
 from engine.events import Capacity, Market, NodeMissed, NodeSeen, NodeState, ProgressEvent, Warned
+from engine.parallel.forecast import Demand, Requests
 from engine.rollout.pace import STEPS_PER_LEASE, Pace, Rules, commit_interval
 from engine.rollout.request import (
     Attempt,
@@ -36,6 +38,7 @@ from engine.rollout.request import (
     Wait,
     WeightsKey,
     Work,
+    request_class,
 )
 
 PRIORITY = (Kind.TRAIN, Kind.EVALUATE, Kind.CONTROL, Kind.EXPLORE)
@@ -64,6 +67,10 @@ class Task:
     dtype: str
     pictures: int = 0
     scorer: Scorer = "reward"
+
+    @property
+    def request_class(self) -> str:
+        return request_class(self.shape, self.dtype)
 
     def __post_init__(self) -> None:
         # Here, not in `submit`: what the queue refuses must not be in the journal already.
@@ -456,6 +463,31 @@ class Queue:
         for node in sorted({self._leases[number].node for number in late}):
             self._give_away({n for n in late if self._leases[n].node == node}, node, MISSED, now_ms)
             late &= self._leases.keys()
+
+    def takes_part(self, node: str) -> bool:
+        """Whether its workers may be given work: it is neither lost nor draining."""
+        known = self._nodes.get(node)
+        return known is None or (known.lost_ms is None and known.deadline_ms is None)
+
+    def demand(self, now_ms: int) -> Demand:
+        """What there is to do, for whoever plans how workers share it."""
+        waiting: list[Requests] = []
+        in_flight: dict[str, Requests] = {}
+        pictures: dict[str, int] = {}
+        for places in self._waiting.values():
+            for (_, step, _), bucket in places.items():
+                task = next(iter(bucket.values())).of.task
+                leases = math.ceil(len(bucket) / task.shape)
+                waiting.append(Requests(request_class=task.request_class, steps=task.steps - step, count=leases))
+                pictures[task.request_class] = task.shape
+        for lease in self._leases.values():
+            task = lease.of.task
+            left = task.steps - lease.made_by(now_ms)
+            pictures[task.request_class] = task.shape
+            # Of two leases of a worker one is made while the other is scored.
+            if lease.worker not in in_flight or in_flight[lease.worker].steps < left:
+                in_flight[lease.worker] = Requests(request_class=task.request_class, steps=left)
+        return Demand(waiting=waiting, in_flight=in_flight, pictures=pictures)
 
     def live_nodes(self, now_ms: int, within_ms: int) -> list[str]:
         """Nodes that work or called in lately, and are neither draining nor lost."""

@@ -25,6 +25,11 @@ class Kind(StrEnum):
     __hash__ = str.__hash__
 
 
+def request_class(shape: int, dtype: str) -> str:
+    """What decides how long a step of a job's pictures takes: how many go through the network, and how precisely."""
+    return f"{shape} x {dtype}"
+
+
 Scorer = Literal["reward", "student"]
 """Who scores: the job's reward, or a cheap model that imitates it and ranks candidate seeds."""
 
@@ -172,7 +177,9 @@ class LoadWeights:
 class Regroup:
     """Be in this sequence-parallel group from now on. Epoch 0: alone.
 
-    `members` in rank order, the first one pulls; `communicator`: the number of what they share.
+    `members` in rank order, the first one pulls; `communicator`: the number of what they share. `prepare`: more
+    communicators to make first, for groups that may follow: number, rank and degree; `keep`: those made before that may
+    be used again, None: any.
     """
 
     epoch: int
@@ -180,6 +187,8 @@ class Regroup:
     degree: int
     members: tuple[str, ...]
     communicator: int
+    prepare: tuple[tuple[int, int, int], ...] = ()
+    keep: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -153,7 +153,9 @@ def reply_from_dict(raw: Mapping[str, Any]) -> Reply:
         case "load_weights":
             return LoadWeights(weights=weights_from_list(body["weights"]), digest=body["digest"])
         case "regroup":
-            return Regroup(**{**body, "members": tuple(body["members"])})
+            prepare = tuple((number, rank, degree) for number, rank, degree in body["prepare"])
+            keep = None if body["keep"] is None else tuple(body["keep"])
+            return Regroup(**{**body, "members": tuple(body["members"]), "prepare": prepare, "keep": keep})
         case "drain":
             return Drain(**body)
         case "fenced":

@@ -30,6 +30,7 @@ from engine.config import NodeSpec
 from engine.rollout.wire import pack
 from engine.runtime.child import CALM_SECONDS, MOST_DEATHS
 from engine.runtime.disk import log_to
+from engine.runtime.node_store import forget_store, may_share
 from engine.runtime.node_weights import NodeMemory
 from engine.runtime.ray_environment import ray_environment
 
@@ -102,6 +103,7 @@ class Agent:
         self.folder = Path(self.spec.folder)
         self.context = multiprocessing.get_context("forkserver")
         os.environ.setdefault("GLIBC_TUNABLES", MALLOC)
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # that a follower waited in vain is no warning
         self.ray = self.spec.engine.runtime.name == "ray"
         if self.ray:
             os.environ.update(ray_environment(self.spec))
@@ -129,7 +131,7 @@ class Agent:
                     self.write("ready.json", {"at_ms": self.spec.clock.clock().now_ms()})
                     told_ready = True
             self._hear_notice()
-            if self.children[-1].done and (self.spec.role == "trainer" or all(c.done for c in self.children)):
+            if self._is_finished():
                 if self.spec.role == "trainer":
                     time.sleep(LAST_WORDS_SECONDS)
                 return EXIT_FINISHED
@@ -149,11 +151,14 @@ class Agent:
     def _prepare(self) -> list[Any]:
         if self.ray and self.spec.role == "trainer":
             return [self._child("run_ray_head"), self._child("run_ray_supervisor"), self._child("run_trainer")]
-        if self.ray:
-            return [self._child("run_raylet")]
         if self.spec.role == "trainer":
             return [self._child("run_coordinator"), self._child("run_trainer")]
-        return [self._child("run_worker", number, self.drain, self.memory) for number in range(self.spec.workers)]
+        forget_store(self.spec)
+        store = [self._child("run_store")] if may_share(self.spec) else []
+        if self.ray:
+            return [*store, self._child("run_raylet")]
+        workers = range(self.spec.workers)
+        return store + [self._child("run_worker", number, self.drain, self.memory) for number in workers]
 
     def _child(self, name: str, *arguments: Any) -> Any:
         """Plan one process; returns the event that it sets when it is ready."""
@@ -167,6 +172,12 @@ class Agent:
 
         self.children.append(_Child(name=name, start=start, beat=beat))
         return ready
+
+    def _is_finished(self) -> bool:
+        """The trainer's end is its node's; a spot node ends with the last of its workers, and its store with it."""
+        if self.spec.role == "trainer":
+            return self.children[-1].done
+        return all(child.done for child in self.children if child.name != "run_store")
 
     def _money_deadline(self) -> int | None:
         """When the money is used up: what the node was told at its start, or by its controller since."""
@@ -204,10 +215,10 @@ class Agent:
 
 def _run(name: str, spec_json: str, *arguments: Any) -> None:
     # Imported in the forkserver and its children only: the agent itself stays small and never loads torch.
-    module = importlib.import_module(
-        "engine.runtime." + ("ray_processes" if name.startswith("run_ray") else "processes")
+    module = "node_store" if name == "run_store" else "ray_processes" if name.startswith("run_ray") else "processes"
+    getattr(importlib.import_module(f"engine.runtime.{module}"), name)(
+        NodeSpec.model_validate_json(spec_json), *arguments
     )
-    getattr(module, name)(NodeSpec.model_validate_json(spec_json), *arguments)
 
 
 def main() -> int:

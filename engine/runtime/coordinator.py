@@ -13,14 +13,17 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from engine.clock import Clock
 from engine.config import RuntimeConfig
 from engine.events import Capacity, NodeUsage, Phase, WorkerSpan
 from engine.exploration.batch import BatchExploration, ExplorationOrder
 from engine.exploration.budget import PHASES, candidates_that_fit, seconds_until_trained
+from engine.parallel.membership import ALONE, alone
+from engine.parallel.regrouping import Regrouping
 from engine.rollout.pace import Rules
 from engine.rollout.queue import PRIORITY, LeaseRecord, Queue, Task
 from engine.rollout.request import (
@@ -62,8 +65,16 @@ class Coordinator:
     """See the module's story. Not thread-safe: one caller at a time."""
 
     def __init__(
-        self, journal: Journal, book: WeightBook, *, clock: Clock, rules: Rules, progress: ProgressLog | None = None
+        self,
+        journal: Journal,
+        book: WeightBook,
+        *,
+        clock: Clock,
+        rules: Rules,
+        progress: ProgressLog | None = None,
+        sp_degree: int | Literal["auto"] = 1,
     ) -> None:
+        """`sp_degree`: workers of a node that share a picture's sequence."""
         self._clock = clock
         self._rules = rules
         self._progress = progress
@@ -72,6 +83,10 @@ class Coordinator:
         self.changes = 0
         """Grows whenever an answer of `Wait` might have become another one."""
         self.lineage = 0
+        self._pulls: dict[str, tuple[int, int]] = {}
+        """By worker: boot and number of its last pull."""
+        self._unheard: dict[str, tuple[int, int]] = {}
+        """The same of workers that died: a pull that is kept waiting is asked again, and nobody is there to hear."""
         self._first_lease = 0
         self._heard = [0, 0]
         """Boot and number of the trainer's newest order: one that comes late, from before it, changes nothing."""
@@ -85,6 +100,12 @@ class Coordinator:
         self._idle = _IdleTime()
         self.queue = Queue(rules)
         self._restore()
+        self.groups = Regrouping(
+            lambda: self.queue.demand(clock.now_ms()),
+            sp_degree=sp_degree,
+            run_ms=partial(_run_ms, clock),
+            first=self._first_lease,
+        )
 
     # --- one call ---------------------------------------------------------------------------------------
 
@@ -97,7 +118,10 @@ class Coordinator:
                 return reply_to_dict(self._pull(head, now_ms)), {}
             case "heartbeat":
                 leases = {int(number): step for number, step in head["leases"].items()}
-                return reply_to_dict(self.queue.heartbeat(head["worker"], head["node"], leases, now_ms=now_ms)), {}
+                reply = self.queue.heartbeat(head["worker"], head["node"], leases, now_ms=now_ms)
+                if isinstance(reply, Wait) and self.groups.members.must_come(head["worker"]):
+                    reply = alone(head["worker"])
+                return reply_to_dict(reply), {}
             case "finish":
                 return reply_to_dict(self._finish(head, blobs, now_ms)), {}
             case "commit":
@@ -111,9 +135,15 @@ class Coordinator:
                 self._remember_poison()
                 return reply_to_dict(reply), {}
             case "died":
+                pull = self._pulls.get(head["worker"])
+                if pull is not None and pull[0] == head["boot"]:
+                    self._unheard[head["worker"]] = pull
                 self.queue.died(head["worker"], head["boot"], head["reason"], now_ms=now_ms)
+                self.groups.gone([head["worker"]], f"{head['worker']} died", now_ms=now_ms)
             case "node_lost":
                 self.queue.unreachable(head["node"], head["reason"], now_ms=now_ms)
+                workers = self.groups.members.workers_of(head["node"])
+                self.groups.gone(workers, f"{head['node']} is lost", now_ms=now_ms)
             case "notice":
                 self.queue.notice(head["node"], head["deadline_ms"], now_ms=now_ms)
             case "states":
@@ -179,25 +209,33 @@ class Coordinator:
         now_ms = self._clock.now_ms()
         before = len(self.queue.events)
         self.queue.tick(now_ms)
-        if len(self.queue.events) != before:
+        ends = self.queue.stop_reason is not None  # one by one they exit, and nobody regroups for that
+        regrouped = not ends and self.groups.tick(self.queue.takes_part, now_ms=now_ms)
+        if regrouped or len(self.queue.events) != before:
             self.changes += 1
         if self._progress is None:
             return
         self._progress.flush()
-        while self.queue.events:
-            self._progress.write(self.lineage, self.queue.events[0])
-            self.queue.events.pop(0)
+        for events in (self.queue.events, self.groups.events):
+            while events:
+                self._progress.write(self.lineage, events[0])
+                events.pop(0)
         if self._clock.wall_seconds(now_ms - self._usage_told_ms) >= USAGE_EVERY_WALL_SECONDS:
             self._tell_usage(now_ms)
 
     # --- workers ----------------------------------------------------------------------------------------
 
     def _pull(self, head: Mapping[str, Any], now_ms: int) -> Reply:
+        pull = self._pulls[head["worker"]] = (head["boot"], head["seq"])
+        if self._unheard.get(head["worker"]) == pull:
+            return Wait()
         holds = head["holds"]
         kinds = [Kind(kind) for kind in head["kinds"]] if head.get("kinds") else PRIORITY
         if Kind.EXPLORE in kinds:
             self._idle.explorers[head["worker"]] = head["node"]
             self._deal(now_ms)
+        if not self._may_work(head, now_ms):
+            kinds = []
         missed = len(self.queue.events)
         reply = self.queue.pull(
             head["worker"],
@@ -213,8 +251,24 @@ class Coordinator:
             self._remember_poison()
             self.changes += 1
         if isinstance(reply, Work):
+            self.groups.members.busy(head["worker"])
             self._remember_lease(reply.lease)
+        elif isinstance(reply, Wait) and (order := self.groups.members.order(head["worker"])):
+            if order.epoch != ALONE:
+                self.changes += 1  # the other members wait for theirs
+            return order
         return reply
+
+    def _may_work(self, head: Mapping[str, Any], now_ms: int) -> bool:
+        """Whether one that pulls may be given work: it leads its group, and that is the one that is wanted."""
+        if "group" not in head:
+            return True
+        if not self.queue.takes_part(head["node"]):
+            return True  # to be told to drain or to exit
+        worker = head["worker"]
+        if self.groups.pulled(worker, head["boot"], head["group"], now_ms=now_ms):
+            self.changes += 1
+        return self.groups.members.leads(worker)
 
     def _finish(self, head: Mapping[str, Any], blobs: Blobs, now_ms: int) -> Reply:
         self._renew(head, now_ms)
@@ -226,6 +280,8 @@ class Coordinator:
             self._record({"op": "finish", "results": [finished_to_dict(result) for result in results]}, kept)
         reply = self.queue.finish(head["worker"], head["node"], head["lease"], results, now_ms=now_ms)
         if isinstance(reply, Wait):
+            if "pace" in head:
+                self.groups.measured(*head["pace"])
             self._in_order(results)
             self._explored(results)
             if not self.queue.wanted(Kind.TRAIN):
@@ -555,10 +611,23 @@ def open_coordinator(
     rules = Rules(
         lease_ms=_run_ms(clock, runtime.lease_seconds),
         first_lease_ms=_run_ms(clock, runtime.first_lease_seconds),
-        commit_every=None if runtime.commit_every == "auto" else runtime.commit_every,
+        commit_every=_commit_every(runtime),
         preemption_ms=round(runtime.hours_to_preemption * 3_600_000),
     )
-    return Coordinator(Journal(folder), WeightBook(folder / "weights"), clock=clock, rules=rules, progress=progress)
+    return Coordinator(
+        Journal(folder),
+        WeightBook(folder / "weights"),
+        clock=clock,
+        rules=rules,
+        progress=progress,
+        sp_degree=runtime.sp_degree,
+    )
+
+
+def _commit_every(runtime: RuntimeConfig) -> int | None:
+    if runtime.resume == "restart":
+        return 0  # nobody would go on from what is committed
+    return None if runtime.commit_every == "auto" else runtime.commit_every
 
 
 def _run_ms(clock: Clock, wall_seconds: float) -> int:

@@ -24,6 +24,7 @@ from engine.rewards.load import load_reward, load_student
 from engine.runtime.child import Beat, begin
 from engine.runtime.coordinator import Coordinator, open_coordinator
 from engine.runtime.disk import when_there_is_room
+from engine.runtime.node_store import join_groups
 from engine.runtime.node_weights import NodeMemory, NodeWeights
 from engine.runtime.progress import ProgressLog
 from engine.runtime.server import CoordinatorServer, Front, bind
@@ -96,6 +97,8 @@ def make_worker(
     """The worker in this place of its node, whatever carries its calls and weights. It takes one thread."""
     torch.set_num_threads(1)
     adapter = load_adapter(spec.engine.model)
+    elastic = join_groups(spec, adapter)
+    trace = step_trace(spec, f"worker-{number}", lambda: 1 if elastic is None else elastic.degree)
     return Worker(
         name=f"{spec.node}/{number}",
         node=spec.node,
@@ -108,9 +111,12 @@ def make_worker(
         clock=spec.clock.clock(),
         heartbeat_seconds=spec.engine.runtime.heartbeat_seconds,
         step_seconds=spec.engine.runtime.step_seconds,
+        resume=spec.engine.runtime.resume,
         source=source,
         draining=draining,
-        trace=step_trace(spec, f"worker-{number}"),
+        trace=trace.stepped,
+        heard=trace.regrouped,
+        elastic=elastic,
     )
 
 

@@ -16,10 +16,11 @@ import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import blake2b
-from typing import Any, assert_never
+from statistics import median
+from typing import Any, Literal, assert_never
 
 import torch
 from safetensors.torch import save
@@ -27,8 +28,10 @@ from torch import Tensor
 
 from engine.clock import Clock
 from engine.events import Phase
-from engine.models.adapter import DiTAdapter, rows
+from engine.models.adapter import Conditioning, DiTAdapter, rows
 from engine.models.half import half_precision
+from engine.parallel.communicator import TornGroup
+from engine.parallel.elastic import Elastic
 from engine.rewards.reward import Reward
 from engine.rollout.request import (
     Drain,
@@ -45,11 +48,12 @@ from engine.rollout.request import (
     Wait,
     WeightsKey,
     Work,
+    request_class,
     request_to_list,
 )
 from engine.rollout.sampler import Plan, advance, initial, plan_from_dict
 from engine.rollout.trajectory import Trajectory
-from engine.rollout.wire import Blobs, finished_to_dict, reply_from_dict, weights_to_list
+from engine.rollout.wire import Blobs, finished_to_dict, reply_from_dict, reply_to_dict, weights_to_list
 from engine.runtime.transport import Transport
 from engine.runtime.usage import Usage
 from engine.runtime.weight_source import FromCoordinator, WeightSource
@@ -64,6 +68,9 @@ PHASE_OF = {
 IDLE_KINDS = (Kind.CONTROL, Kind.EXPLORE)
 """What nobody waits for while a batch is rolled out."""
 
+MOST_FAULTS = 10
+"""So many failures in a row end the process: its agent starts another."""
+
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """What weights may be, by safetensors' names."""
 
@@ -75,6 +82,33 @@ class _Made:
     work: Work
     trajectories: list[Trajectory]
     scoring: "Future[tuple[list[Score], Tensor]]"
+    paced: tuple[int, float]
+    """How many workers shared it, and seconds of a step."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Pictures:
+    """What every worker that makes a lease's pictures must know of them."""
+
+    plan: Plan
+    filled: list[int]
+    """Which attempt each row is: the full shape, padded with copies of the last."""
+    seeds: list[int]
+    conditioning: Conditioning
+
+    @classmethod
+    def of(cls, work: Work, adapter: DiTAdapter) -> "_Pictures":
+        attempts = work.attempts
+        filled = [min(i, len(attempts) - 1) for i in range(work.shape)]
+        prompts = list(dict.fromkeys(attempt.request.prompt for attempt in attempts))
+        place = torch.tensor([prompts.index(attempts[i].request.prompt) for i in filled])
+        device = next(adapter.transformer.parameters()).device
+        return cls(
+            plan=plan_from_dict(json.loads(work.sampler)),
+            filled=filled,
+            seeds=[attempts[i].request.seed for i in filled],
+            conditioning=rows(adapter.encode(prompts), place.to(device)),
+        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -119,6 +153,12 @@ class Worker:
     """The node agent's word that the cloud takes the node back; heard between steps without asking anyone."""
     trace: Callable[[Work, int], None] = lambda work, step: None
     """Called after every step, with the number of steps that are done."""
+    resume: Literal["exact", "close", "restart"] = "close"
+    """What becomes of pictures that were interrupted (engine/config.py)."""
+    heard: Callable[[Regroup], None] = lambda order: None
+    """Called with every order to regroup before it is carried out."""
+    elastic: Elastic | None = None
+    """Its part in the sequence-parallel groups of its node; None: it always works alone."""
 
     usage: Usage = field(init=False)
     holds: tuple[WeightsKey, str] | None = field(default=None, init=False)
@@ -134,6 +174,7 @@ class Worker:
         self._last_commit = (0, 0)
         """Lease and step of the newest commit that was sent."""
         self._commit_ms: float | None = None
+        self._paced = (1, 0.0)
         self._scorer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="score")
         self._committer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="commit")
         self._called = time.perf_counter()
@@ -155,6 +196,11 @@ class Worker:
         """Pull once and do what is asked; returns the order that was followed."""
         if self.draining():
             return self._wind_up()
+        if self.elastic is not None and self.elastic.follows:
+            handed = self.elastic.handed(self.heartbeat_seconds if wait else 0.0)
+            if handed is not None:
+                return self._follow(handed)
+            wait = False  # nothing is to be done, or the group is over: what is new?
         self._pulls += 1
         ask = {
             "call": "pull",
@@ -163,7 +209,7 @@ class Worker:
             "kinds": [str(kind) for kind in self.kinds],
             "room": self.room,
         }
-        reply = self._call(ask, wait=wait and not self._pending)
+        reply = self._call(ask | self._group_report(), wait=wait and not self._pending)
         match reply:
             case Work():
                 self._do(reply)
@@ -174,6 +220,10 @@ class Worker:
                     self._load(reply)
             case Wait() | Drain() | Exit():
                 self._settle(block=True)
+            case Regroup() if self.elastic is not None:
+                self.heard(reply)
+                with self.usage.measure(Phase.SYNC):
+                    self.elastic.follow(reply)
             case Regroup() | Fenced():
                 raise RuntimeError(f"the coordinator answered a pull with {reply}, which this worker cannot follow")
             case _:
@@ -186,6 +236,8 @@ class Worker:
 
     def _wind_up(self) -> Reply:
         """Our own agent heard the notice: send what is scored and take nothing, whatever the coordinator knows."""
+        if self.elastic is not None:
+            self.elastic.leave()
         self._settle(block=True)
         reply = self._call({"call": "heartbeat", "leases": {}})
         return reply if isinstance(reply, Exit) else Drain(deadline_ms=0)
@@ -205,11 +257,12 @@ class Worker:
                 latents = torch.stack([trajectory.x for trajectory in trajectories])
                 prompts = [a.request.prompt for a in work.attempts]
                 scoring = self._scorer.submit(self._score, latents, prompts, work.scorer)
-                made = _Made(work=work, trajectories=trajectories, scoring=scoring)
+                made = _Made(work=work, trajectories=trajectories, scoring=scoring, paced=self._paced)
             self._pending.append(made)
             self._settle(block=True, keep=1 if self.overlap_scoring else 0)
             return
         except (ValueError, RuntimeError, ArithmeticError, MemoryError) as error:
+            self._tore()  # or the others would wait for this pass
             if not is_out_of_memory(error):
                 self._fault(work, error)
                 return
@@ -219,48 +272,62 @@ class Worker:
 
     def _denoise(self, work: Work) -> list[Trajectory] | None:
         """All pictures of a lease, step by step; None when the work was taken away or handed back."""
-        plan = plan_from_dict(json.loads(work.sampler))
-        attempts = work.attempts
-        filled = [min(i, len(attempts) - 1) for i in range(work.shape)]
-        seeds = [attempts[i].request.seed for i in filled]
-        prompts = list(dict.fromkeys(attempt.request.prompt for attempt in attempts))
-        place = torch.tensor([prompts.index(attempts[i].request.prompt) for i in filled])
-        trajectories = self._begin(work, seeds)
-        device = self._device
-        conditioning = rows(self.adapter.encode(prompts), place.to(device))
-        x = torch.stack([trajectories[i].x for i in filled]).to(device)
-        with half_precision(self.adapter.transformer) if work.dtype == "bfloat16" else contextlib.nullcontext():
-            for step in range(trajectories[0].step, plan.steps):
-                begun = time.perf_counter()
-                x, log_probs = advance(self.adapter, plan, conditioning, seeds, x, step)
-                trajectories = self._record(plan, work, trajectories, x, log_probs)
-                time.sleep(max(0.0, begun + self.step_seconds - time.perf_counter()))
-                self.trace(work, step + 1)
-                if step + 1 < plan.steps and not self._go_on(work, trajectories):
-                    return None
+        made = _Pictures.of(work, self.adapter)
+        trajectories = self._begin(work, made.seeds)
+        x = torch.stack([trajectories[i].x for i in made.filled]).to(self._device)
+        seconds: list[float] = []
+        try:
+            self._hand_out(work, x, trajectories[0].step)
+            with self._precision(work):
+                for step in range(trajectories[0].step, made.plan.steps):
+                    begun = time.perf_counter()
+                    x, log_probs = advance(self.adapter, made.plan, made.conditioning, made.seeds, x, step)
+                    trajectories = self._record(made.plan, work, trajectories, x, log_probs)
+                    time.sleep(max(0.0, begun + self.step_seconds - time.perf_counter()))
+                    seconds.append(time.perf_counter() - begun)
+                    self.trace(work, step + 1)
+                    if step + 1 < made.plan.steps and not self._agree(self._go_on(work, trajectories)):
+                        return None
+        except TornGroup:
+            self._tore()
+            self._hand_back(work, trajectories)
+            return None
+        self._paced = (self._degree, median(seconds or [0.0]))
         return trajectories
+
+    def _precision(self, work: Work) -> contextlib.AbstractContextManager[None]:
+        return half_precision(self.adapter.transformer) if work.dtype == "bfloat16" else contextlib.nullcontext()
+
+    @property
+    def _degree(self) -> int:
+        """How many workers share what this one makes."""
+        return 1 if self.elastic is None else self.elastic.degree
 
     @property
     def _device(self) -> torch.device:
         return next(self.adapter.transformer.parameters()).device
 
     def _begin(self, work: Work, seeds: Sequence[int]) -> list[Trajectory]:
-        if work.attempts[0].step == 0:
-            noise = initial(seeds[: len(work.attempts)], self.adapter.latent_shape())
-            return [Trajectory.begin(x) for x in noise]
-        names = [attempt.state for attempt in work.attempts]
-        _, states = self.transport.call({"call": "states", "names": names})
-        return [Trajectory.from_bytes(states[str(a.state)]) for a in work.attempts]
+        """Where the pictures stand: at what was committed, if the job lets us go on from it."""
+        if work.attempts[0].step and self.resume != "restart":
+            names = [attempt.state for attempt in work.attempts]
+            _, states = self.transport.call({"call": "states", "names": names})
+            found = [Trajectory.from_bytes(states[str(a.state)]) for a in work.attempts]
+            if self.resume == "close" or all(t.degree == self._degree for t in found):
+                return found
+        noise = initial(seeds[: len(work.attempts)], self.adapter.latent_shape())
+        return [Trajectory.begin(x) for x in noise]
 
     def _record(
         self, plan: Plan, work: Work, trajectories: list[Trajectory], x: Tensor, log_probs: Tensor
     ) -> list[Trajectory]:
         if work.attempts[0].request.kind is not Kind.TRAIN:
             return [
-                Trajectory(step=t.step + 1, x=row, latents=t.latents, log_probs=t.log_probs)
+                replace(t, step=t.step + 1, x=row)  # nobody goes on from it, and nothing else of it is looked at
                 for t, row in zip(trajectories, x, strict=False)
             ]
-        return [t.then(plan, row, p) for t, row, p in zip(trajectories, x.cpu(), log_probs.cpu(), strict=False)]
+        kept = zip(trajectories, x.cpu(), log_probs.cpu(), strict=False)
+        return [t.then(plan, row, p, self._degree) for t, row, p in kept]
 
     def _score(self, latents: Tensor, prompts: list[str], scorer: Scorer) -> tuple[list[Score], Tensor]:
         pictures = self.adapter.decode(latents)
@@ -275,6 +342,60 @@ class Worker:
             return student
         print("this job has no student: the reward itself scores what is explored, which takes longer", flush=True)
         return self.reward
+
+    # --- in a sequence-parallel group ----------------------------------------------------------------------
+
+    def _group_report(self) -> dict[str, Any]:
+        """For a pull."""
+        return {} if self.elastic is None else {"group": self.elastic.report()}
+
+    def _hand_out(self, work: Work, x: Tensor, step: int) -> None:
+        """Let the others of our group make these pictures along with us, from these latents on."""
+        if self.elastic is not None and self.elastic.degree > 1:
+            assert self.holds is not None
+            message = {"work": reply_to_dict(work), "digest": self.holds[1], "step": step}
+            self.elastic.hand_out(json.dumps(message).encode())
+            self.elastic.share(x)
+
+    def _agree(self, go_on: bool) -> bool:
+        return go_on if self.elastic is None else self.elastic.agree(go_on, self._device)
+
+    def _tore(self) -> None:
+        if self.elastic is not None:
+            self.elastic.tore()
+
+    def _follow(self, handed: bytes) -> Reply:
+        """Compute along with the first of our group, which records, commits, scores and decides."""
+        assert self.elastic is not None
+        message = json.loads(handed)
+        work = reply_from_dict(message["work"])
+        assert isinstance(work, Work)
+        try:
+            self._hold(work.attempts[0].weights, message["digest"])
+            made = _Pictures.of(work, self.adapter)
+            x = torch.empty(len(made.seeds), *self.adapter.latent_shape(), device=self._device)
+            with self.usage.measure(PHASE_OF[work.attempts[0].request.kind]), self._precision(work):
+                self.elastic.share(x)
+                for step in range(message["step"], made.plan.steps):
+                    x, _ = advance(self.adapter, made.plan, made.conditioning, made.seeds, x, step)
+                    if step + 1 < made.plan.steps and not self.elastic.agree(True, self._device):
+                        break
+            self._faults_in_a_row = 0
+        except TornGroup:
+            self.elastic.tore()
+        except (ValueError, RuntimeError, ArithmeticError, MemoryError) as error:
+            self.elastic.tore()
+            self._faults_in_a_row += 1
+            print(f"could not follow lease {work.lease}: {type(error).__name__}: {error}", flush=True)
+            if self._faults_in_a_row >= MOST_FAULTS:
+                raise
+        return work
+
+    def _hold(self, weights: WeightsKey, digest: str) -> None:
+        if self.holds != (weights, digest):
+            self._load(LoadWeights(weights=weights, digest=digest))
+        if self.holds != (weights, digest):
+            raise RuntimeError(f"weights {weights} with digest {digest} were published anew meanwhile")
 
     # --- looking up between steps -------------------------------------------------------------------------
 
@@ -295,7 +416,7 @@ class Worker:
                         return False
                 case Exit():
                     return False
-                case Drain():
+                case Drain() | Regroup():  # the node is taken back, or we are wanted in another group
                     drain = True
                 case _:
                     pass
@@ -308,7 +429,7 @@ class Worker:
 
     def _hand_back(self, work: Work, trajectories: list[Trajectory]) -> None:
         """Make in-flight state durable, then give the lease back: whoever takes it goes on from this step."""
-        if work.attempts[0].request.kind is Kind.TRAIN:
+        if work.attempts[0].request.kind is Kind.TRAIN and self.resume != "restart":
             with self.usage.measure(Phase.SYNC):
                 self._committed(wait=True)
                 if self._last_commit != (work.lease, trajectories[0].step):
@@ -405,7 +526,10 @@ class Worker:
                 name = _blob_name(attempt.request, made.trajectories[i].step)
                 blobs[name] = save({"picture": as_bytes(pictures[i])})
             results.append(finished_to_dict(Finished(request=attempt.request, score=score, trajectory=name)))
-        self._call({"call": "finish", "lease": made.work.lease, "results": results}, blobs)
+        head = {"call": "finish", "lease": made.work.lease, "results": results}
+        if self.elastic is not None:
+            head["pace"] = [request_class(made.work.shape, made.work.dtype), *made.paced]
+        self._call(head, blobs)
         self._faults_in_a_row = 0
 
     def _fenced(self, lease: int) -> None:
@@ -424,7 +548,7 @@ class Worker:
         self._faults_in_a_row += 1
         text = f"{type(error).__name__}: {error}"[:500]
         self._call({"call": "fault", "lease": work.lease, "text": text})
-        if self._faults_in_a_row >= 10:
+        if self._faults_in_a_row >= MOST_FAULTS:
             raise error
 
     # --- weights and calls --------------------------------------------------------------------------------

@@ -19,19 +19,24 @@ Collect = Callable[[int, int, bool], dict[str, Any]]
 """(batch, how many results are here already, whether to wait) -> {"results": ..., "blobs": ...}."""
 
 
+OwnLogProbs = Callable[[str, Trajectory], Trajectory]
+"""(prompt, trajectory) -> the same with log-probs that the trainer computed (`Trainer.with_own_log_probs`)."""
+
+
 class Rollouts:
     """What a manifest asks for, as far as it is here."""
 
-    def __init__(self, manifest: Manifest, collect: Collect, worker: Worker) -> None:
+    def __init__(self, manifest: Manifest, collect: Collect, worker: Worker, own_log_probs: OwnLogProbs) -> None:
         """`worker`: the trainer's own, which helps while there is nothing to train."""
         self._manifest = manifest
         self._collect = collect
         self._worker = worker
+        self._own_log_probs = own_log_probs
         self._found: dict[tuple[str, int], tuple[float, Trajectory]] = {}
 
     def only(self, manifest: Manifest) -> "Rollouts":
         """Of the same batch, what another manifest asks for."""
-        chosen = Rollouts(manifest, self._collect, self._worker)
+        chosen = Rollouts(manifest, self._collect, self._worker, self._own_log_probs)
         chosen._found = self._found
         return chosen
 
@@ -80,8 +85,11 @@ class Rollouts:
     def _take(self, *, wait: bool) -> bool:
         answer = self._collect(self._manifest.batch, len(self._found), wait)
         for result in answer["results"]:
-            key = (result.request.prompt, result.request.seed)
-            self._found[key] = (result.score.reward, Trajectory.from_bytes(answer["blobs"][result.trajectory]))
+            prompt, trajectory = result.request.prompt, Trajectory.from_bytes(answer["blobs"][result.trajectory])
+            if trajectory.degree is None:
+                # No optimiser step is taken before all of a batch is here, so the weights still are those that made it.
+                trajectory = self._own_log_probs(prompt, trajectory)
+            self._found[prompt, result.request.seed] = (result.score.reward, trajectory)
         return bool(answer["results"])
 
 

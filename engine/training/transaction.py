@@ -106,6 +106,19 @@ class Trainer:
         """One optimiser step over the groups of one mini-batch. `std`: of the batch or of earlier ones, by mode."""
         return Transaction(self, manifest, minibatch, plan, std)
 
+    def with_own_log_probs(self, prompt: str, trajectory: Trajectory, plan: Plan) -> Trajectory:
+        """The trajectory with log-probs as the weights give them now: those that made it, before the first step.
+
+        For one whose steps were not all shared by as many workers: its own were computed in several ways.
+        """
+        steps = torch.tensor(plan.trained_steps)
+        device = next(iter(self.parameters.values())).device
+        conditioning = rows(self.adapter.encode([prompt]), torch.zeros(len(steps), dtype=torch.long, device=device))
+        x, next_x = trajectory.latents[:-1].to(device), trajectory.latents[1:].to(device)
+        with torch.no_grad():
+            mean, std = policy(self.adapter, plan, conditioning, x, steps.to(device))
+        return replace(trajectory, log_probs=log_prob(next_x, mean, std).cpu())
+
     def optimizer_state(self) -> dict[str, Tensor]:
         """AdamW's moments by parameter name; empty before the first step."""
         state = {}

@@ -42,6 +42,7 @@ from launcher.ledger.store import find_run
 from launcher.market.offers import read_catalog
 from launcher.money import dollars, hourly
 from launcher.placement.plan import Plan, plan_local
+from launcher.placement.sharing import check_sp_degree
 from launcher.preflight import preflight
 from launcher.settings import config_path, home
 
@@ -115,6 +116,7 @@ def launch(
     out = Console(stderr=as_json)
     checked = load_job(job, overrides(flags, settings), environ=os.environ, user_config=config_path())
     _check_name_is_free(sessions, checked)
+    check_sp_degree(checked)
     plan = plan_local(checked.job, read_catalog())
     check_budget(plan)
     for line in plan_lines(checked.job, plan):

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from launcher.cluster.runs import NodeView, RunView
 from launcher.money import dollars, duration, hourly
+from launcher.report.sharing import groups_text
 
 BARS = "▁▂▃▄▅▆▇█"
 
@@ -83,11 +84,13 @@ def panel(view: RunView, rewards: Sequence[float], header: str) -> RenderableTyp
     facts.add_row("last", Text(view.last_event or "-"))
 
     nodes = Table(box=box.SIMPLE, pad_edge=False)
-    for column in ("node", "slot", "role", "market", "zone", "state", "age", "price"):
+    shares = any(node.groups for node in view.nodes)
+    for column in ("node", "slot", "role", "market", "zone", "state", "age", "price", *(["groups"] if shares else [])):
         nodes.add_column(column, justify="right" if column in ("age", "price") else "left")
     for node in still_running(view) or view.nodes[-3:]:
         age = duration(node.age_ms - node.age_ms % 1000) if node.age_ms and node.age_ms >= 1000 else "-"
         price = hourly(node.micro_usd_per_hour)
-        nodes.add_row(node.name, node.slot, node.role, node.market, node.zone, node.status, age, price)
+        groups = [groups_text(node.groups)] if shares else []
+        nodes.add_row(node.name, node.slot, node.role, node.market, node.zone, node.status, age, price, *groups)
     title = Text(f"{view.name}: {view.status}{f' ({view.reason})' if view.reason else ''}")
     return Panel(Group(facts, nodes), title=title, subtitle=Text(header), box=box.ROUNDED)

@@ -40,6 +40,8 @@ def plan_lines(job: Job, plan: Plan) -> Iterator[str]:
     if job.target:
         yield f"  until {job.target.metric} {job.target.value:g}, or {job.iterations} iterations; how long is not known"
     yield f"  {exploration_text(job)}"
+    if job.runtime.sp_degree != 1:
+        yield f"  {sharing_text(job)}"
     sources = Counter((slot.placement.price_source, slot.placement.price_observed_at) for slot in plan.slots)
     for (source, observed_at), _ in sources.most_common():
         yield f"  prices ({plan.money_basis}): {source}, {observed_at}"
@@ -73,6 +75,27 @@ def exploration_text(job: Job) -> str:
         f"that are trained should differ x{outlook.gain:.1f} as much, if old weights rank seeds with rho {outlook.rho} "
         "(assumed; the run measures it)"
     )
+
+
+RESUME = {
+    "exact": "goes on among as many workers, bit for bit, or begins anew",
+    "close": "goes on whoever shares it, equal to about 5e-7",
+    "restart": "begins anew",
+}
+"""What becomes of a picture that was interrupted (engine/config.py)."""
+
+
+def sharing_text(job: Job) -> str:
+    """How many workers of a node share a picture, and what becomes of it when they change."""
+    degree, resume, workers = job.runtime.sp_degree, job.runtime.resume, job.resources.rollout.gpus
+    if workers == 1:
+        return f"sp_degree {degree}: a rollout node's only worker works alone"
+    who = (
+        f"a rollout node's {workers} workers share pictures as demand has it"
+        if degree == "auto"
+        else f"{degree} of a rollout node's {workers} workers share a picture"
+    )
+    return f"sp_degree {degree}: {who}; one that was interrupted {RESUME[resume]} (resume: {resume})"
 
 
 def plan_dict(plan: Plan) -> dict[str, Any]:

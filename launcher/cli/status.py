@@ -10,9 +10,11 @@ from rich.console import Console
 from rich.table import Table
 from sqlalchemy.orm import Session, sessionmaker
 
+from engine.events import Regrouped
 from launcher.cluster.runs import EventLine, RunView, event_lines, run_view, still_running
 from launcher.ledger.store import find_run
 from launcher.money import dollars, duration, hourly
+from launcher.report.sharing import groups_text
 
 LAST_EVENTS = 8
 LOOK_SECONDS = 1.0
@@ -25,7 +27,7 @@ PIPE_WIDTH = 200
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; with --watch, one object a line.")
 @click.pass_obj
 def status(sessions: sessionmaker[Session], run_name: str, watch: bool, as_json: bool) -> None:
-    """Show how RUN stands: progress, money, nodes with their age, and the last events.
+    """Show how RUN stands: progress, money, nodes with their age and SP groups, and the last events.
 
     \b
     Example:
@@ -44,7 +46,9 @@ def status(sessions: sessionmaker[Session], run_name: str, watch: bool, as_json:
 def _show(sessions: sessionmaker[Session], run_name: str, as_json: bool) -> None:
     view = run_view(sessions, run_name)
     with sessions() as session:
-        lines = event_lines(session, find_run(session, run_name))[-LAST_EVENTS:]
+        happened = event_lines(session, find_run(session, run_name))
+    # Groups may change many times a minute; the nodes show them.
+    lines = [line for line in happened if line.kind != Regrouped.KIND][-LAST_EVENTS:]
     if as_json:
         document: dict[str, Any] = {**asdict(view), "events": [asdict(line) for line in lines]}
         click.echo(json.dumps(document))
@@ -86,11 +90,13 @@ def _nobody(view: RunView) -> str:
 
 def node_table(view: RunView) -> Table:
     table = Table(box=None, pad_edge=False)
-    for column in ("node", "role", "market", "zone", "status", "age", "rate"):
+    shares = any(node.groups for node in view.nodes)
+    for column in ("node", "role", "market", "zone", "status", "age", "rate", *(["groups"] if shares else [])):
         table.add_column(column, no_wrap=True)
     for node in view.nodes:
         age, rate = duration(node.age_ms), hourly(node.micro_usd_per_hour)
-        table.add_row(node.name, node.role, node.market, node.zone, node.status, age, rate)
+        groups = [groups_text(node.groups)] if shares else []
+        table.add_row(node.name, node.role, node.market, node.zone, node.status, age, rate, *groups)
     return table
 
 

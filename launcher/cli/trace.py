@@ -19,7 +19,7 @@ from launcher.report.trace import chrome_trace
 @click.option("--json", "as_json", is_flag=True, help="Print the trace instead of writing a file.")
 @click.pass_obj
 def trace(sessions: sessionmaker[Session], run_name: str, out: Path | None, as_json: bool) -> None:
-    """Write a timeline of RUN: phases of every worker, lives of the nodes, iterations. Also while it runs.
+    """Write a timeline of RUN: phases of every worker, lives of the nodes, iterations, regroups. Also while it runs.
 
     Open the file at https://ui.perfetto.dev or chrome://tracing.
 

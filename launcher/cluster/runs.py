@@ -22,7 +22,7 @@ from sqlalchemy import func, select
 from sqlalchemy.orm import Session, sessionmaker
 
 from engine.clock import ScaledClock
-from engine.events import Evaluated, IterationDone
+from engine.events import Evaluated, IterationDone, Regrouped
 from launcher.cluster.controller import metered_micro_usd, node_records
 from launcher.cluster.lease import is_held
 from launcher.cluster.local import node_folder, nodes_folder
@@ -41,6 +41,7 @@ from launcher.ledger.store import (
     writing,
 )
 from launcher.placement.plan import Plan
+from launcher.report.sharing import groups_text
 from launcher.report.target import Evaluation, best, smoothed
 from launcher.settings import runs_folder
 
@@ -79,6 +80,8 @@ class NodeView:
     """asked, starting, ready, draining, stopping; or its end: lost (reclaimed), gone, released, denied, no_capacity."""
     age_ms: int
     micro_usd_per_hour: int
+    groups: tuple[tuple[str, ...], ...] = ()
+    """Workers that share pictures now, each group's in rank order; empty when the node ended or never had groups."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -350,7 +353,9 @@ def _view(session: Session, run: Run) -> RunView:
     iterations = int(run.job["iterations"])
     iteration = done[-1].event["iteration"] + 1 if done else 0
     zones = {node.name: node.zone for node in nodes_of(session, run)}
-    lines = event_lines(session, run)
+    groups = {row.event["node"]: row.event["groups"] for row in progress_of(session, run, Regrouped.KIND)}
+    # Groups may change many times a minute, and each node shows its own.
+    lines = [line for line in event_lines(session, run) if line.kind != Regrouped.KIND]
     pace = [row.at_ms for row in done[-6:]]
     eta_ms = (pace[-1] - pace[0]) / (len(pace) - 1) * (iterations - iteration) if len(pace) > 1 and not over else None
     return RunView(
@@ -367,7 +372,9 @@ def _view(session: Session, run: Run) -> RunView:
         spent_micro_usd=metered_micro_usd(session, run, now_ms),
         max_total_micro_usd=run.max_total_micro_usd,
         micro_usd_per_hour=sum(record.micro_usd_per_hour for record in records if record.is_live),
-        nodes=tuple(_node_view(record, zones[record.name], now_ms) for record in _shown(records)),
+        nodes=tuple(
+            _node_view(record, zones[record.name], groups.get(record.name, ()), now_ms) for record in _shown(records)
+        ),
         last_event=f"{lines[-1].source}: {lines[-1].kind} {lines[-1].text}".strip() if lines else "",
         eta_seconds=eta_ms / 1000 / run.clock_factor if eta_ms is not None else None,
         elapsed_ms=until_ms - run.created_ms,
@@ -384,7 +391,7 @@ def _shown(records: Sequence[NodeRecord]) -> list[NodeRecord]:
     return [record for record in records if record.is_live or record.generation == newest[record.slot]]
 
 
-def _node_view(record: NodeRecord, zone: str, now_ms: int) -> NodeView:
+def _node_view(record: NodeRecord, zone: str, groups: Sequence[Sequence[str]], now_ms: int) -> NodeView:
     since_ms = record.happened.get("up", record.requested_ms)
     ended_ms = record.ended_ms
     return NodeView(
@@ -396,6 +403,7 @@ def _node_view(record: NodeRecord, zone: str, now_ms: int) -> NodeView:
         status=_node_status(record),
         age_ms=max(0, (now_ms if ended_ms is None else ended_ms) - since_ms),
         micro_usd_per_hour=record.micro_usd_per_hour,
+        groups=tuple(tuple(group) for group in groups) if record.is_live else (),
     )
 
 
@@ -421,6 +429,8 @@ def _words(row: ProgressRow) -> str | None:
             return f"version {event['iteration']}: {scores}"
         case "node_missed":
             return f"{event['node']}: {event['reason']}, {event['lost_steps']} steps to do again"
+        case "regrouped":
+            return f"{event['node']}: groups {groups_text(event['groups'])} ({event['reason']})"
         case "target_reached":
             return f"{event['metric']} {event['value']:.3f} at iteration {event['iteration']}"
         case "warned":

@@ -15,12 +15,13 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from engine.clock import ScaledClock
-from engine.events import EngineStarted, Evaluated, IterationDone, NodeMissed, Phase, Ranked
+from engine.events import EngineStarted, Evaluated, IterationDone, NodeMissed, Phase, Ranked, Regrouped
 from launcher.ledger.accounting import Charge, NodeCost, RunCosts, interval_micro_usd, run_costs
 from launcher.ledger.models import Node, Preemption, ProgressRow, Run
 from launcher.ledger.store import current_status, nodes_of, progress_of
 from launcher.money import HOUR_MS
 from launcher.report.exploration import Exploration, exploration_of
+from launcher.report.sharing import Sharing, sharing_of
 from launcher.report.target import Evaluation, Gain, Point, best, crossing, dollars_per_gain, smoothed
 
 SCHEMA = 1
@@ -238,6 +239,7 @@ class Report:
     nodes: tuple[NodeLine, ...]
     preemptions: tuple[PreemptionLine, ...]
     exploration: Exploration | None
+    sharing: Sharing | None
     price_effect: PriceEffect
     saved: tuple[Saving, ...]
     prices: tuple[PriceSource, ...]
@@ -311,6 +313,7 @@ def build_report(
             [row.event for row in _by_iteration(session, run, Ranked.KIND).values()],
             costs.by_phase.get(Phase.EXPLORATION, 0),
         ),
+        sharing=sharing_of([row.event for row in progress_of(session, run, Regrouped.KIND)]),
         price_effect=_price_effect(costs),
         saved=tuple(saved),
         prices=_price_sources(nodes_of(session, run)),

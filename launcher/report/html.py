@@ -16,6 +16,7 @@ from launcher.money import dollars, duration, hourly
 from launcher.report.build import Pictures, Report
 from launcher.report.charts import Drawing, reward_chart, spend_chart, timeline_chart
 from launcher.report.exploration import exploration_words
+from launcher.report.sharing import sharing_words
 from launcher.report.words import age, headline, moment, phase_name, score, short_node
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -41,6 +42,7 @@ def render_html(report: Report, store: Path) -> str:
         report=report,
         headline=headline(report),
         exploration=exploration_words(report.exploration),
+        sharing=sharing_words(report.sharing),
         reward=_figure(reward_chart(report)) if report.curve else None,
         spend=_figure(spend_chart(report)) if costs.total else None,
         timeline=_figure(timeline_chart(report)) if costs.total else None,

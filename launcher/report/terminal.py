@@ -9,6 +9,7 @@ from rich.table import Table
 from launcher.money import dollars, hourly
 from launcher.report.build import Factors, Report, Saving
 from launcher.report.exploration import exploration_words
+from launcher.report.sharing import sharing_words
 from launcher.report.words import age, headline, moment, phase_name, score, seconds, short_node
 
 PIPED_WIDTH = 140
@@ -42,6 +43,8 @@ def print_report(report: Report, console: Console) -> None:
     _gains(report, console)
     _preemptions(report, console)
     console.print(exploration_words(report.exploration))
+    if report.sharing is not None:
+        console.print(sharing_words(report.sharing))
     _compared(report, console)
     _provenance(report, console)
 

@@ -2,7 +2,8 @@
 
 One process per node, in the order they were asked for; one thread per worker with its phases, one thread for the
 node's own life, and on the trainer's node one for the iterations. What the cloud did is marked on the node it did it
-to. Times are real ones: microseconds since the run was created, whatever its clock's factor.
+to; so is every change of who shares pictures there. Times are real ones: microseconds since the run was created,
+whatever its clock's factor.
 
 The format: Trace Event Format, complete (X), instant (i) and metadata (M) events.
 """
@@ -12,9 +13,10 @@ from typing import Any
 
 from sqlalchemy.orm import Session
 
-from engine.events import Evaluated, IterationDone, NodeUsage
+from engine.events import Evaluated, IterationDone, NodeUsage, Regrouped
 from launcher.ledger.models import Run
 from launcher.ledger.store import node_events, nodes_of, progress_of
+from launcher.report.sharing import groups_text
 
 LIFE, ITERATIONS, FIRST_WORKER = 0, 1, 2
 """Threads of a node's process."""
@@ -36,7 +38,7 @@ class _Trace:
         self._newest_ms = run.created_ms
 
     def whole(self) -> dict[str, Any]:
-        events = [*self._phases(), *self._iterations(), *self._evaluations()]
+        events = [*self._phases(), *self._iterations(), *self._evaluations(), *self._regroups()]
         events += self._lives()  # last: what still lives ends with the newest of the others
         return {
             "traceEvents": [*self._names(), *events],
@@ -70,6 +72,14 @@ class _Trace:
     def _evaluations(self) -> Iterator[dict[str, Any]]:
         for row in progress_of(self._session, self._run, Evaluated.KIND):
             yield self._instant(0, LIFE, "evaluated", row.at_ms, scope="g") | {"args": row.event["metrics"]}
+
+    def _regroups(self) -> Iterator[dict[str, Any]]:
+        for row in progress_of(self._session, self._run, Regrouped.KIND):
+            pid = self._pids.get(row.event["node"])
+            if pid is not None:
+                groups, why = row.event["groups"], row.event["reason"]
+                name = f"groups {groups_text(groups)}"
+                yield self._instant(pid, LIFE, name, row.at_ms, scope="p") | {"args": {"groups": groups, "reason": why}}
 
     def _lives(self) -> Iterator[dict[str, Any]]:
         stages: dict[str, list[tuple[int, str]]] = {

@@ -69,7 +69,13 @@ class Undisturbed:
                 log_probs.append(log_prob)
         latents, densities = torch.stack(path, dim=1), torch.stack(log_probs, dim=1)
         return {
-            request: Trajectory(step=self.plan.steps, x=x[i], latents=latents[i], log_probs=densities[i])
+            request: Trajectory(
+                step=self.plan.steps,
+                x=x[i],
+                latents=latents[i],
+                log_probs=densities[i],
+                degrees=torch.ones(self.plan.steps, dtype=torch.uint8),
+            )
             for i, request in enumerate(requests)
         }
 
@@ -80,5 +86,6 @@ def equal(mine: Trajectory, other: Trajectory) -> bool:
         (mine.x, other.x),
         (mine.latents, other.latents),
         (mine.log_probs, other.log_probs),
+        (mine.degrees, other.degrees),
     ]
     return mine.step == other.step and all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)

@@ -87,8 +87,7 @@ class Fleet:
 
     def pid_of(self, node: str, name: str) -> int:
         """The newest process of this name (coordinator, trainer, worker-0), by its log."""
-        lines = (self.folder / "nodes" / node / "logs" / f"{name}.log").read_text().splitlines()
-        return int(next(line for line in reversed(lines) if line.startswith("---")).rsplit(" ", 1)[1])
+        return newest_pid(self.folder / "nodes" / node / "logs" / f"{name}.log")
 
     def signal_node(self, node: str, number: signal.Signals) -> None:
         for pid in self.pids(node):
@@ -162,6 +161,12 @@ class Fleet:
     def close(self) -> None:
         for node in self.agents:
             self.end(node)
+
+
+def newest_pid(log: Path) -> int:
+    """Of the process that last began this log."""
+    begun = [line for line in log.read_text().splitlines() if line.startswith("---")]
+    return int(begun[-1].rsplit(" ", 1)[1])
 
 
 def free_port() -> int:

@@ -1,5 +1,6 @@
 """A node whose worker dies has it back at once, without asking anyone for the weights again."""
 
+import contextlib
 import json
 import os
 import signal
@@ -16,6 +17,7 @@ from engine.rollout.sampler import plan_to_dict, rollout_plan
 from engine.rollout.wire import task_to_dict, weights_to_list
 from engine.runtime.agent import CALM_SECONDS, _Child
 from engine.runtime.worker import get_weights
+from tests.end_to_end.sharing import Sharing
 from tests.engine.fleet import Fleet
 from tests.engine.served import Served
 
@@ -24,12 +26,11 @@ STEPS = 40
 CONFIG = EngineConfig(runtime=RuntimeConfig(shape=2, step_seconds=0.05, commit_every=4))
 
 
-@pytest.fixture(scope="module")
-def node(tmp_path_factory):
-    """A spot node of two workers, and the coordinator that they call in to. Its pictures take two seconds."""
-    folder = tmp_path_factory.mktemp("node")
-    served = Served(folder / "coordinator", CONFIG.runtime)
-    fleet = Fleet(folder, CONFIG)
+@contextlib.contextmanager
+def a_node(folder, config):
+    """A spot node of two workers, and the coordinator that they call in to."""
+    served = Served(folder / "coordinator", config.runtime)
+    fleet = Fleet(folder, config)
     fleet.port = served.port
     try:
         fleet.start("spot", workers=2)
@@ -40,6 +41,13 @@ def node(tmp_path_factory):
     finally:
         fleet.close()
         served.close()
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory):
+    """Its pictures take two seconds."""
+    with a_node(tmp_path_factory.mktemp("node"), CONFIG) as node:
+        yield node
 
 
 def submit(node, batch, count):
@@ -102,6 +110,20 @@ def test_a_noticed_node_commits_gives_back_and_asks_for_nothing_more(node):
         mine = [head for at, head in node.served.calls if at > noticed and head.get("worker") == worker]
         names = [head["call"] for head in mine if head["call"] in ("commit", "give_back")]
         assert names[-2:] == ["commit", "give_back"]
+
+
+def test_a_node_whose_store_dies_gets_another_where_its_workers_meet_again(tmp_path):
+    shared = {"sp_degree": 2, "sp_timeout_seconds": 1.0, "trace_steps": True}
+    config = CONFIG.model_copy(update={"runtime": CONFIG.runtime.model_copy(update=shared)})
+    with a_node(tmp_path, config) as node:
+        submit(node, 0, 200)
+        sharing = Sharing(node.fleet.folder / "nodes", workers=2)
+        sharing.wait({"spot": 0})
+        store = node.fleet.pid_of("spot", "store")
+        began_ns = time.time_ns()
+        os.kill(store, signal.SIGKILL)
+        sharing.wait({"spot": 0}, began_ns)
+        assert node.fleet.pid_of("spot", "store") != store
 
 
 class Dead:

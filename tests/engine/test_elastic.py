@@ -73,6 +73,11 @@ def storages(member):
     return os.getpid(), [parameter.data_ptr() for parameter in adapter.transformer.parameters()]
 
 
+def begin_in_place_of(member, place, port):
+    member.rank = place
+    begin(member, port)
+
+
 def states(found):
     return [tuple(one[:3]) for one in found]
 
@@ -122,6 +127,35 @@ def test_a_death_tears_its_group_and_the_survivors_form_another(ranks, how):
     for together in ranks.run((0, 1), velocity):
         assert (together - alone).abs().max() <= 5e-6 * alone.abs().max()
     assert torch.equal(ranks.run([3], velocity)[0], alone)
+
+
+def test_a_switch_a_death_and_a_join_move_no_weight_and_no_process_but_the_joiners(ranks):
+    everyone, survivors = range(4), (0, 1, 3)
+    before = ranks.run(everyone, storages)
+    (alone, *_) = ranks.run(everyone, velocity)
+    ranks.run(everyone, regroup, 10, 1, (0, 1, 2, 3))
+    assert ranks.run(everyone, storages) == before
+    ranks.send(everyone, endless)
+    time.sleep(0.1)
+    os.kill(ranks.processes[2].pid, signal.SIGKILL)
+    assert all(isinstance(one, Failed) for one in ranks.answers(survivors))
+    assert ranks.run(survivors, storages) == [before[place] for place in survivors]
+    joiner = Ranks(1, (), preload=[__name__])
+    try:
+        joiner.run([0], begin_in_place_of, 2, ranks._store.port)
+        ranks.send(survivors, regroup, 11, 2, (0, 1, 2, 3))
+        joiner.send([0], regroup, 11, 2, (0, 1, 2, 3))
+        assert states(ranks.answers(survivors) + joiner.answers([0])) == [(11, 4, place) for place in (0, 1, 3, 2)]
+        ranks.send(survivors, velocity)
+        joiner.send([0], velocity)
+        for together in ranks.answers(survivors) + joiner.answers([0]):
+            assert (together - alone).abs().max() <= 5e-6 * alone.abs().max()
+        assert ranks.run(survivors, storages) == [before[place] for place in survivors]
+        ((process, joined),) = joiner.run([0], storages)
+    finally:
+        joiner.close()
+    assert process not in [one for one, _ in before]
+    assert len(joined) == len(before[2][1])
 
 
 def test_who_waits_in_vain_for_the_others_is_alone_and_says_which_number_is_spent(ranks):

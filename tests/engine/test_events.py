@@ -22,6 +22,7 @@ from engine.events import (
     Progress,
     ProgressEvent,
     Ranked,
+    Regrouped,
     TargetReached,
     Warned,
 )
@@ -66,6 +67,7 @@ EVENTS = [
     NodeUsage(node="spot-0", from_ms=1, to_ms=2, phase_ms={"rollout": 1}, spans=(("spot-0/0", "rollout", 1, 2),)),
     NodeSeen(node="spot-0", worker="spot-0/0"),
     NodeMissed(node="spot-0", reason="missed its lease", lost_steps=4, fenced_requests=2),
+    Regrouped(node="spot-0", groups=(("spot-0/0", "spot-0/1"), ("spot-0/2",)), reason="spot-0/3 is gone"),
     TargetReached(iteration=3, metric="exact_match", value=0.9),
     Warned(text="zwölf\u2028lines\nin one"),
     EngineFinished(reason="target", iteration=3),

@@ -347,17 +347,16 @@ def test_gpus_are_spread_so_that_the_last_request_ends_soonest(jobs, gpus):
 
 
 @pytest.mark.parametrize(
-    ("heads", "picture", "text", "wanted"),
+    ("heads", "wanted"),
     [
-        (24, 1024, 128, (1, 2, 4, 8)),  # Qwen-Image, 512 pixels
-        (38, 4096, 0, (1, 2)),  # SD3.5-L
-        (40, 32_760, 0, (1, 2, 4, 5, 8)),  # Wan-14B, 480p
-        (4, 24, 4, (1, 2, 4)),  # digits-ocr
-        (24, 1024, 101, (1,)),
+        (24, (1, 2, 3, 4, 6, 8)),  # Qwen-Image, FLUX, HunyuanVideo
+        (38, (1, 2)),  # SD3.5-L
+        (40, (1, 2, 4, 5, 8)),  # Wan-14B
+        (4, (1, 2, 4)),  # digits-ocr
     ],
 )
-def test_a_degree_divides_heads_picture_and_text(heads, picture, text, wanted):
-    assert allowed_degrees(heads, picture, text) == wanted
+def test_a_degree_divides_the_heads(heads, wanted):
+    assert allowed_degrees(heads) == wanted
 
 
 def test_a_node_of_eight_has_seven_communicators():

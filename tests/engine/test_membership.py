@@ -8,8 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.parallel.groups import plan_groups
-from engine.parallel.membership import ALONE, SETTLING_MS, Membership
+from engine.parallel.membership import ALONE, Membership
 from engine.rollout.request import Regroup
+
+SETTLING_MS = 300
 
 
 def fixed(degree):
@@ -35,7 +37,7 @@ class World:
     """Workers that die, come back and work, around a membership."""
 
     def __init__(self, names, degree):
-        self.membership = Membership()
+        self.membership = Membership(settling_ms=SETTLING_MS)
         self.names, self.degree = names, degree
         self.now_ms = 0
         self.boots = 0
@@ -90,6 +92,15 @@ class World:
             return
         first = self.orders.setdefault(order.epoch, order)
         assert (first.members, first.communicator) == (order.members, order.communicator), "one epoch, two groups"
+        for number, rank, degree in order.prepare:
+            whose = self.communicators[number]
+            assert len(whose) == degree < order.degree
+            assert set(whose) < set(order.members), "a communicator is prepared whose members are not all at the table"
+            assert sorted(whose, key=order.members.index).index(process.name) == rank
+            assert whose[process.name] == process.boot
+        assert order.communicator in order.keep
+        for number in order.keep:
+            assert self.communicators[number][process.name] == process.boot, "kept, but of another process"
         boots = self.communicators[order.communicator]
         assert boots[process.name] == process.boot, "a communicator met another process"
         others = [self.processes.get(other) for other in order.members if other != process.name]
@@ -225,8 +236,8 @@ def test_survivors_of_a_torn_group_are_waited_for_and_not_for_ever():
 
 
 def test_who_is_no_part_of_it_may_always_work():
-    assert Membership().leads("node/trainer")
-    assert Membership().order("node/trainer") is None
+    assert Membership(settling_ms=SETTLING_MS).leads("node/trainer")
+    assert Membership(settling_ms=SETTLING_MS).order("node/trainer") is None
 
 
 @pytest.mark.parametrize("seed", range(20))

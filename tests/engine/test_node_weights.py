@@ -3,13 +3,17 @@
 import multiprocessing
 import os
 import signal
+from typing import Any, cast
 
 import pytest
 
-from engine.rollout.request import WeightsKey
+from engine.clock import ScaledClock
+from engine.rollout.request import LoadWeights, WeightsKey
+from engine.rollout.wire import reply_to_dict
 from engine.runtime import node_weights
 from engine.runtime.node_weights import SLOTS, NodeMemory, NodeWeights
 from engine.runtime.weight_book import digest_of
+from engine.runtime.weight_source import FromCoordinator
 
 V0 = WeightsKey(version=0)
 SIZE = 3_000_000
@@ -65,6 +69,45 @@ def test_two_workers_of_a_node_and_one_that_was_killed_and_started_again_ask_onc
     assert run(memory, 1) == 0
 
 
+class ToBeLoaded:
+    """A coordinator that orders these weights, but does not send any."""
+
+    def __init__(self, digest):
+        self.digest, self.calls = digest, []
+
+    def call(self, head, blobs=None, *, wait=False):
+        self.calls.append(head["call"])
+        return reply_to_dict(LoadWeights(weights=V0, digest=self.digest)), {}
+
+
+def test_a_worker_that_joins_loads_what_its_node_has_and_asks_the_coordinator_for_no_weights():
+    # Here, because every process of the other tests imports this file.
+    import torch
+
+    from engine.runtime.worker import Worker, get_weights
+
+    mine, published = torch.nn.Linear(3, 1), torch.nn.Linear(3, 1)
+    data = get_weights(dict(published.named_parameters()))
+    memory, coordinator = NodeMemory.make(), ToBeLoaded(digest_of(data))
+    assert read(NodeWeights(memory, Book(data).fetch), data)  # its neighbour did
+    joiner = Worker(
+        name="spot/1",
+        node="spot",
+        workers_of_node=2,
+        transport=coordinator,
+        adapter=cast(Any, None),  # it makes no picture
+        parameters=dict(mine.named_parameters()),
+        reward=cast(Any, None),
+        clock=ScaledClock(origin_ms=0),
+        heartbeat_seconds=60.0,
+        source=NodeWeights(memory, FromCoordinator(coordinator).fetch),
+    )
+    joiner.serve_once(wait=False)
+    assert joiner.holds == (V0, digest_of(data))
+    assert torch.equal(mine.weight, published.weight)
+    assert coordinator.calls == ["pull"]
+
+
 class DiesWriting(NodeWeights):
     def _write(self, handle, data):
         super()._write(handle, data[: len(data) // 2])
@@ -98,6 +141,7 @@ def hold(memory, held, let_go):
     with NodeWeights(memory, book.fetch).get(V0, digest_of(weights(0))) as data:
         held.put(book.asked)
         let_go.wait()
+        assert data is not None
         held.put(bytes(data) == weights(0))
 
 

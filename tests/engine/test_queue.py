@@ -83,6 +83,22 @@ def capacity(generation, state, *, node="a", deadline_ms=None):
     return Capacity(generation=generation, nodes=(fact,))
 
 
+# --- what there is to do
+
+
+def test_demand_counts_leases_that_wait_and_what_is_left_of_those_that_are_made():
+    queue = queue_with(task(5, shape=2), task(1, Kind.EVALUATE, shape=8))
+    work = pull(queue)
+    queue.heartbeat("a/0", "a", {work.lease: 3}, now_ms=0)
+    demand = queue.demand(0)
+    assert [(one.request_class, one.steps, one.count) for one in demand.waiting] == [
+        ("2 x float32", STEPS, 2),
+        ("8 x float32", STEPS, 1),
+    ]
+    assert {worker: one.steps for worker, one in demand.in_flight.items()} == {"a/0": STEPS - 3}
+    assert demand.pictures == {"2 x float32": 2, "8 x float32": 8}
+
+
 # --- what is given out
 
 

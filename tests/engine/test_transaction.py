@@ -432,3 +432,13 @@ def test_the_average_moves_towards_the_live_weights_by_its_share(model):
         parameter.add_(1.0)
     average.follow()
     assert torch.allclose(average.tensors[name], before + 0.25, atol=1e-6)
+
+
+def test_log_probs_that_the_trainer_computes_again_are_those_of_the_rollout(model, groups):
+    trainer = trainer_of(model)
+    for group in groups:
+        for trajectory in group.trajectories:
+            forgotten = replace(trajectory, log_probs=torch.zeros_like(trajectory.log_probs))
+            again = trainer.with_own_log_probs(group.prompt, forgotten, PLAN)
+            assert torch.allclose(again.log_probs, trajectory.log_probs, atol=1e-5)
+            assert torch.equal(again.latents, trajectory.latents)

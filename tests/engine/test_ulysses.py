@@ -19,7 +19,7 @@ from engine.parallel.communicator import SPGroup
 from engine.parallel.sp_plans import DIFFUSERS, PLANS, plan_for
 from engine.parallel.ulysses import (
     Ulysses,
-    allowed_degrees,
+    degrees_of,
     order_of,
     own_part,
     places_of,
@@ -101,8 +101,8 @@ def test_a_part_is_as_long_on_every_rank_whatever_the_dimension(length, degree, 
 # --- what can be shared
 
 
-def test_allowed_degrees_divide_the_heads():
-    assert allowed_degrees(FAMILIES["QwenImage"].build()) == (1, 2, 4)
+def test_degrees_divide_the_heads():
+    assert degrees_of(FAMILIES["QwenImage"].build()) == (1, 2, 4)
 
 
 def test_another_degree_says_why_not():

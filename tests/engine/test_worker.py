@@ -137,6 +137,50 @@ def steps_committed(line):
     return [call["states"][0][1] for call in line.of("commit")]
 
 
+# --- what was interrupted
+
+
+def half_made(degrees):
+    """Two pictures that stand at step 4, whose steps so many workers shared; and work to go on from there."""
+    line = Line(order(2, commit_every=4))
+    worker(line).serve()
+    (call,) = line.of("commit")
+    names = [name for _, _, name in call["states"]]
+    for name in names:
+        state = replace(Trajectory.from_bytes(line.blobs[name]), degrees=torch.tensor(degrees, dtype=torch.uint8))
+        line.blobs[name] = state.to_bytes()
+    work = order(2)
+    attempts = tuple(replace(a, step=4, state=name) for a, name in zip(work.attempts, names, strict=True))
+    return replace(work, attempts=attempts), line.blobs
+
+
+@pytest.mark.parametrize(
+    ("resume", "degrees", "steps"),
+    [
+        ("exact", [1, 1, 1, 1], 4),
+        ("exact", [2, 2, 2, 2], 8),
+        ("exact", [2, 2, 1, 1], 8),
+        ("close", [2, 2, 1, 1], 4),
+        ("restart", [1, 1, 1, 1], 8),
+    ],
+)
+def test_what_was_interrupted_goes_on_or_begins_anew_as_the_job_says(resume, degrees, steps):
+    work, blobs = half_made(degrees)
+    line, model = Line(work), Toy()
+    line.blobs = dict(blobs)
+    worker(line, model, resume=resume).serve()
+    assert model.steps == steps
+    (made, _) = trajectories(line)
+    assert made.degrees.tolist() == (degrees if steps == 4 else [1] * 4) + [1] * 4
+
+
+def test_what_is_to_begin_anew_is_not_committed_when_the_node_drains():
+    line = Line(order(), heartbeat=Drain(deadline_ms=0))
+    worker(line, heartbeat_seconds=0.0, resume="restart").serve()
+    assert line.of("commit") == []
+    assert line.of("give_back")
+
+
 # --- commits
 
 

@@ -17,6 +17,7 @@ from engine.events import (
     NodeUsage,
     ProgressEvent,
     Ranked,
+    Regrouped,
 )
 from launcher.ledger.accounting import interval_micro_usd
 from launcher.ledger.models import Base, BillingInterval, Node, NodeEvent, Preemption, ProgressRow, Run, RunStatus
@@ -164,6 +165,13 @@ class MadeLedger:
         first, last = spans[0][1], spans[-1][2]
         event = NodeUsage(node=node.name, from_ms=START_MS + first, to_ms=START_MS + last, phase_ms={}, spans=whole)
         self.tell(event, last)
+
+    def regrouped(
+        self, node: Node, *groups: Sequence[int], at: int, reason: str = "a worker came", lineage: int = 0
+    ) -> None:
+        """The node's workers, by place, share pictures in these groups from now on."""
+        named = tuple(tuple(f"{node.name}/{place}" for place in group) for group in groups)
+        self.tell(Regrouped(node=node.name, groups=named, reason=reason), at, lineage)
 
     def preempted(
         self, node: Node, at: int, *, signal: str | None = "SIGKILL", noticed: int | None = None, lost_steps: int = 0

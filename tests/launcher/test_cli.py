@@ -18,7 +18,7 @@ from launcher.job import load_job
 from launcher.ledger.store import open_ledger
 
 
-def node(name: str = "quickstart-spot-0-g1", status: str = "ready") -> NodeView:
+def node(name: str = "quickstart-spot-0-g1", status: str = "ready", groups=()) -> NodeView:
     return NodeView(
         name=name,
         slot="spot-0",
@@ -28,6 +28,7 @@ def node(name: str = "quickstart-spot-0-g1", status: str = "ready") -> NodeView:
         status=status,
         age_ms=65_000,
         micro_usd_per_hour=464_300,
+        groups=groups,
     )
 
 
@@ -102,6 +103,7 @@ def test_a_misspelt_command_names_the_nearest(capsys):
         ("budget: {max_total: -3}", ExitCode.INVALID_JOB, "use more than $0"),
         ("budget: {max_hourly: $1}", ExitCode.REFUSED_BY_BUDGET, "more than budget.max_hourly $1.00/h"),
         ("resources: {trainer: {accelerators: H10}}", ExitCode.INVALID_JOB, "the price catalog does not have"),
+        ("runtime: {sp_degree: 2}", ExitCode.INVALID_JOB, "line 1: runtime.sp_degree is 2, but a rollout node has 1"),
         ("secrets: [SPOTRL_TEST_UNSET]", ExitCode.INVALID_JOB, "line 1: secrets names SPOTRL_TEST_UNSET"),
     ],
 )
@@ -268,6 +270,18 @@ def test_json_is_one_object_on_stdout_and_the_rest_goes_to_stderr(launch):
     assert "priced as" in result.stderr
 
 
+def test_the_plan_says_who_shares_pictures_only_if_the_job_asks_for_it(launch):
+    eight = ("--set", "resources.rollout.accelerators=A100:8", "--set", "resources.trainer.accelerators=A100:8")
+    asked = launch(FakeRuns([VIEW]), "--dry-run", *eight, "--set", "runtime.sp_degree=2")
+    assert "sp_degree 2: 2 of a rollout node's 8 workers share a picture" in asked.output
+    assert "goes on whoever shares it, equal to about 5e-7 (resume: close)" in asked.output
+    left = launch(FakeRuns([VIEW]), "--dry-run", *eight, "--set", "runtime={sp_degree: auto, resume: exact}")
+    assert "sp_degree auto: a rollout node's 8 workers share pictures as demand has it" in left.output
+    assert "(resume: exact)" in left.output
+    assert "only worker works alone" in launch(FakeRuns([VIEW]), "--dry-run", "--set", "runtime.sp_degree=auto").output
+    assert "sp_degree" not in launch(FakeRuns([VIEW]), "--dry-run", *eight).output
+
+
 def test_a_dry_run_starts_nothing(launch):
     runs = FakeRuns([VIEW])
     result = launch(runs, "--dry-run", "--json")
@@ -386,6 +400,20 @@ def test_the_panel_honours_no_color(monkeypatch, no_color):
     assert "nothing was bought" in text
     assert "use2-az3" in text
     assert ("\x1b[32m" in text) == (not no_color)
+
+
+def test_the_panel_shows_groups_only_of_a_run_that_shares():
+    from rich.console import Console
+
+    def text(view: RunView) -> str:
+        console = Console(width=140)
+        with console.capture() as capture:
+            console.print(panel(view, [], ""))
+        return capture.get()
+
+    shared = (("quickstart-spot-0-g1/0", "quickstart-spot-0-g1/1"), ("quickstart-spot-0-g1/2",))
+    assert "groups" not in text(VIEW)
+    assert "0+1 2" in text(replace(VIEW, nodes=(node(groups=shared), node("quickstart-spot-1-g1"))))
 
 
 def test_result_and_report_are_written_whatever_happened(launch, tmp_path, monkeypatch):

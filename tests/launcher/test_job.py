@@ -44,6 +44,13 @@ def test_the_engine_gets_its_half(write):
     assert job.engine() == EngineConfig(iterations=7)
 
 
+def test_how_pictures_are_shared_is_set_under_runtime(write):
+    runtime = load_job(write("runtime: {sp_degree: auto, resume: exact}\n")).job.engine().runtime
+    assert (runtime.name, runtime.sp_degree, runtime.resume) == ("local", "auto", "exact")
+    on_ray = load_job(write("runtime: {sp_degree: auto}\n"), {"runtime": "ray", "runtime.sp_degree": "2"}).job.runtime
+    assert (on_ray.name, on_ray.sp_degree) == ("ray", 2)
+
+
 def test_a_job_survives_the_ledger(write):
     job = load_job(
         write("budget: {max_total: $12.345678, deadline: 12h30m}\nsecrets: [A]\nreclaims: {notice: 90s}\n")
@@ -72,6 +79,8 @@ def test_a_job_is_named_by_its_file(tmp_path):
         ("budget:\n  max_total: $4\n  max_hourl: $3", 3, "budget.max_hourl", "did you mean max_hourly?"),
         ("learning_rate: 3", 1, "learning_rate", "did you mean algorithm.learning_rate?"),
         ("exploration: {budget: {candidatess: 1}}", 1, "exploration.budget.candidatess", "did you mean candidates?"),
+        ("sp_degree: 2", 1, "sp_degree", "did you mean runtime.sp_degree?"),
+        ("resume: exact", 1, "resume", "did you mean runtime.resume?"),
         ("zzz: 3", 1, "zzz", "known here"),
         # types
         ("iterations: true", 1, "iterations", "iterations is true; use a whole number"),
@@ -104,6 +113,10 @@ def test_a_job_is_named_by_its_file(tmp_path):
         ("reward: ocrr", 1, "reward.name", "use ocr"),
         ("reward: 'my reward:f'", 1, "reward.name", "package.module:function"),
         ("model: qwen-image", 1, "model.name", "model.path is missing"),
+        ("runtime: {sp_degree: 0}", 1, "runtime.sp_degree", "is 0; use 'auto', or 1 or more"),
+        ("runtime:\n  sp_degree: 2.5", 2, "runtime.sp_degree", "use 'auto', or a whole number"),
+        ("runtime: {sp_degree: atuo}", 1, "runtime.sp_degree", "is 'atuo'; use 'auto'"),
+        ("runtime: {resume: restarts}", 1, "runtime.resume", "did you mean restart?"),
         # unreachable targets
         ("target: {value: 1.5}", 1, "target.value", "use more than 0 and at most 1"),
         ("target: {value: -1}", 1, "target.value", "use more than 0 and at most 1"),

@@ -8,6 +8,7 @@ from launcher.ledger.models import NodeEvent
 from launcher.report.build import SCHEMA, build_report
 from launcher.report.exploration import exploration_words
 from launcher.report.result import result_dict
+from launcher.report.sharing import Sharing, sharing_words
 from launcher.report.words import headline
 from tests.launcher.made_ledger import HOUR_MS, JOB, MINUTE_MS, START_MS, a_long_run, a_run, a_session
 
@@ -199,8 +200,8 @@ def test_the_json_has_a_schema_version_and_only_plain_values(session):
     assert read["schema"] == SCHEMA == 1
     assert set(read) == {
         "schema", "run", "money_basis", "money_note", "target", "costs", "curve", "gains", "micro_usd_per_hundredth",
-        "nodes", "preemptions", "exploration", "price_effect", "saved", "prices", "pictures_before", "pictures_after",
-        "start_ms", "end_ms", "notes",
+        "nodes", "preemptions", "exploration", "sharing", "price_effect", "saved", "prices", "pictures_before",
+        "pictures_after", "start_ms", "end_ms", "notes",
     }  # fmt: skip
     splits = [read["costs"][name] for name in ("by_role", "by_market", "by_node", "by_phase")]
     assert [sum(split.values()) for split in splits] == [read["costs"]["total"]] * 4
@@ -276,3 +277,15 @@ def test_exploration_that_switched_itself_off_or_never_was_is_said(session):
     words = exploration_words(build_report(session, made.run, START_MS).exploration)
     assert "uncorrected" in words
     assert words.endswith("It was not worth it, and was switched off.")
+
+
+def test_the_report_counts_regroups_and_says_nothing_of_a_run_that_never_shared(session):
+    made = a_run(session)
+    assert sharing_words(build_report(session, made.run, START_MS).sharing) == ""
+    first, second = made.node("spot-0"), made.node("spot-1")
+    made.regrouped(first, (0, 1), (2, 3), at=MINUTE_MS)
+    made.regrouped(first, (0, 1), (2,), at=2 * MINUTE_MS)
+    made.regrouped(second, (0, 1, 2, 3), at=2 * MINUTE_MS)
+    sharing = build_report(session, made.run, START_MS + HOUR_MS).sharing
+    assert sharing == Sharing(regroups=3, nodes=2, degrees=(1, 2, 4))
+    assert sharing_words(sharing) == "Shared pictures: 3 regroups on 2 nodes; degrees 1, 2, 4."

@@ -11,7 +11,7 @@ from launcher.cli.pull import pull
 from launcher.cli.report import report
 from launcher.exit_codes import Failure
 from launcher.report.weights import pull_weights
-from tests.launcher.made_ledger import a_long_run, a_session
+from tests.launcher.made_ledger import a_long_run, a_run, a_session
 
 
 @pytest.fixture
@@ -30,6 +30,18 @@ def test_the_terminal_report_answers_first_and_is_plain_when_piped(sessions):
     assert "3 preemptions cost $0.13" in told.output
     assert "nothing was bought" in told.output
     assert "\x1b[" not in told.output
+
+
+def test_a_run_that_shared_pictures_says_so_in_the_terminal_and_on_the_page(tmp_path):
+    page = tmp_path / "report.html"
+    with a_session(tmp_path / "ledger.sqlite") as session:
+        made = a_run(session)
+        made.status("running", 0)
+        made.regrouped(made.node("spot-0"), (0, 1), at=0)
+        session.commit()
+        told = CliRunner().invoke(report, ["demo", "--html", str(page)], obj=sessionmaker(session.get_bind()))
+    assert "Shared pictures: 1 regroup on 1 node; degrees 2." in told.output
+    assert "Shared pictures: 1 regroup on 1 node; degrees 2." in page.read_text()
 
 
 def test_the_json_is_one_object_and_the_page_is_written_beside_it(sessions, tmp_path):

@@ -66,6 +66,21 @@ def test_a_node_lives_until_the_cloud_took_it_and_the_others_until_the_last_news
     assert [event["name"] for event in events(made, ph="i")] == ["notice: the trace says so", "gone: SIGKILL"]
 
 
+def test_regroups_are_marked_on_their_node_with_the_reason(made):
+    spot = made.nodes["demo-spot-0-g1"]
+    made.regrouped(spot, (0, 1), (2,), at=2 * MINUTE_MS)
+    made.regrouped(spot, (0,), (2,), at=3 * MINUTE_MS, reason="worker 1 is gone")
+    marks = [event for event in events(made, ph="i") if event["name"].startswith("groups")]
+    assert [(mark["name"], mark["ts"], mark["pid"], mark["tid"]) for mark in marks] == [
+        ("groups 0+1 2", 2e6, 2, 0),
+        ("groups 0 2", 3e6, 2, 0),
+    ]
+    assert marks[1]["args"] == {
+        "groups": [["demo-spot-0-g1/0"], ["demo-spot-0-g1/2"]],
+        "reason": "worker 1 is gone",
+    }
+
+
 def test_iterations_end_when_they_were_told(made):
     (iteration,) = events(made, name="iteration 0")
     assert (iteration["ts"], iteration["dur"]) == (3e6, 1e6)

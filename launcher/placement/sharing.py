@@ -1,0 +1,38 @@
+"""Whether the workers of a rollout node can share pictures as a job asks (sequence parallelism). Pure."""
+
+from engine.parallel.groups import Degrees, allowed_degrees
+from launcher.job import CheckedJob, Job
+
+HEADS = {"digits-ocr": 4, "shapes": 4}
+"""Attention heads of the models that ship with spotrl. Those of a user's own are known once the engine has read it."""
+
+
+def degrees_of(job: Job) -> Degrees:
+    """Degrees that the model allows, as far as that is known here, and that fit into a rollout node; ascending."""
+    workers = job.resources.rollout.gpus
+    heads = HEADS.get(job.model.name) if job.model.path is None else None
+    if heads is None:
+        return tuple(range(1, workers + 1))
+    return allowed_degrees(heads, most=workers)
+
+
+def check_sp_degree(checked: CheckedJob) -> None:
+    """Raises JobError for a fixed degree that cannot be had, and names those that can."""
+    job = checked.job
+    degree, workers, degrees = job.runtime.sp_degree, job.resources.rollout.gpus, degrees_of(job)
+    if degree == "auto" or degree in degrees:
+        return
+    remedy = f"use {', '.join(map(str, degrees))} or auto"
+    if degree > workers:
+        raise checked.error(
+            "runtime.sp_degree",
+            f"runtime.sp_degree is {degree}, but a rollout node has {workers} worker{'s' if workers > 1 else ''} "
+            f"(resources.rollout.accelerators is {job.resources.rollout.accelerators}, and a group never spans nodes)",
+            f"{remedy}; or nodes with more GPUs",
+        )
+    raise checked.error(
+        "runtime.sp_degree",
+        f"runtime.sp_degree is {degree}, which does not divide the {HEADS[job.model.name]} attention heads of "
+        f"{job.model.name}",
+        f"{remedy}: every worker of a group takes whole heads",
+    )

@@ -1,0 +1,130 @@
+"""Workers that share a picture on both runtimes: members die, freeze and join, and the batches stay the same.
+
+One fleet a runtime goes through it all, because groups must form again and again on nodes that have a history.
+"""
+
+import json
+import signal
+import time
+from dataclasses import dataclass
+from itertools import pairwise
+
+import pytest
+
+from engine.config import (
+    AlgorithmConfig,
+    CandidateBudget,
+    EngineConfig,
+    EvaluationConfig,
+    ExplorationConfig,
+    ProfileConfig,
+    RuntimeConfig,
+)
+from tests.end_to_end.sharing import Sharing
+from tests.engine.fleet import Fleet
+
+ITERATIONS = 20
+"""The most: a disturbed run is stopped when all has happened to it, after `FEWEST` or more."""
+FEWEST = 5
+PACE_SECONDS = 0.2
+"""A step of the disturbed runs takes at least so long: processes start beside it, also where there are few cores."""
+
+WORKERS = 2
+"""Of every spot node: one group, while both live."""
+
+BEGUN = ("spot-0", "spot-1")
+LATE = "spot-2"
+
+CONFIG = EngineConfig(
+    iterations=ITERATIONS,
+    algorithm=AlgorithmConfig(prompts_per_batch=4, images_per_prompt=4),
+    exploration=ExplorationConfig(
+        # Who is lost is waited for, however busy this machine is: else less would be explored than in other runs.
+        budget=CandidateBudget(candidates=32, patience_seconds=200),
+        profiles=(ProfileConfig(shape=8),),
+    ),
+    evaluation=EvaluationConfig(prompts=16, every=100),
+    runtime=RuntimeConfig(
+        shape=8, lease_seconds=1.5, heartbeat_seconds=0.3, trainer_threads=1, sp_timeout_seconds=3.0, trace_steps=True
+    ),
+)
+
+
+def shared_on(runtime: str) -> EngineConfig:
+    more = {"name": runtime, "sp_degree": WORKERS, "step_seconds": PACE_SECONDS}
+    return CONFIG.model_copy(update={"runtime": RuntimeConfig.model_validate({**CONFIG.runtime.model_dump(), **more})})
+
+
+@dataclass(kw_only=True)
+class Record:
+    """What a run trained, and what was seen on the way."""
+
+    reason: str
+    manifests: dict[int, str]
+    formed: dict[str, int]
+    """By node: how often its workers formed a group, as the coordinator tells it."""
+    logs: str
+
+
+def formed(fleet: Fleet, node: str) -> int:
+    """How often the coordinator said that workers of this node share, when they had not before."""
+    told = [event for event in fleet.events("regrouped", source="coordinator") if event.node == node]
+    shared = [any(len(group) == WORKERS for group in event.groups) for event in told]
+    return sum(now and not before for before, now in pairwise([False, *shared]))
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
+    """Manifests by batch of a run whose workers share nothing, and that nobody disturbs."""
+    fleet = Fleet(tmp_path_factory.mktemp("alone"), CONFIG)
+    try:
+        for node in ("trainer", *BEGUN):
+            fleet.start(node, workers=WORKERS)
+        assert fleet.wait_until_finished().reason == "iterations", fleet.logs()
+        return fleet.manifests()
+    finally:
+        fleet.close()
+
+
+@pytest.fixture(scope="module", params=["local", "ray"])
+def disturbed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Record:
+    """First and second of a group are killed, on one node each; then the others are frozen. A node joins meanwhile."""
+    if request.param == "ray":
+        pytest.importorskip("ray")
+    fleet = Fleet(tmp_path_factory.mktemp(request.param), shared_on(request.param))
+    sharing = Sharing(fleet.folder / "nodes", workers=WORKERS)
+    took = {}
+    try:
+        for node in ("trainer", *BEGUN):
+            fleet.start(node, workers=WORKERS)
+        sharing.wait(dict.fromkeys(BEGUN, 0))
+        took["killed"] = sharing.hurt({"spot-0": (1, signal.SIGKILL), "spot-1": (0, signal.SIGKILL)})
+        began_ns = time.time_ns()
+        fleet.start(LATE, workers=WORKERS)
+        took["frozen"] = sharing.hurt({"spot-0": (0, signal.SIGSTOP), "spot-1": (1, signal.SIGSTOP)})
+        took["joined"] = sharing.wait({LATE: 0}, began_ns)
+        fleet.wait_for_iteration(max(FEWEST, len(fleet.manifests())))
+        fleet.post("/stop", json.dumps({"reason": "all has happened"}))
+        return Record(
+            reason=fleet.wait_until_finished().reason,
+            manifests=fleet.manifests(),
+            formed={node: formed(fleet, node) for node in (*BEGUN, LATE)},
+            logs=fleet.logs(),
+        )
+    finally:
+        print(request.param, {what: f"shared after {seconds:.1f} s" for what, seconds in took.items()})
+        fleet.close()
+
+
+def test_whoever_is_lost_or_joins_the_batches_are_those_of_workers_that_share_nothing(
+    alone: dict[int, str], disturbed: Record
+) -> None:
+    """And the groups share pictures again after each disturbance, or the record would not be there."""
+    assert disturbed.reason == "stopped", disturbed.logs
+    assert disturbed.manifests == {batch: alone[batch] for batch in range(len(disturbed.manifests))}
+
+
+def test_the_coordinator_tells_whenever_workers_form_a_group(disturbed: Record) -> None:
+    """At the start, after the kill and after the freeze; on the late node once."""
+    assert all(disturbed.formed[node] >= 3 for node in BEGUN), disturbed.formed
+    assert disturbed.formed[LATE] >= 1

@@ -1,0 +1,152 @@
+"""The coordinator regroups workers: when one comes or goes, when a node is taken back, and as demand changes."""
+
+import itertools
+
+import pytest
+
+from engine.parallel.forecast import Demand, Requests
+from engine.parallel.membership import ALONE
+from engine.parallel.regrouping import Regrouping
+
+PLAN_MS = 500
+CLASS = "24 x float32"
+NOTHING = Demand(waiting=(), in_flight={}, pictures={})
+BELIEVED = {1: 1.0, 2: 0.6, 4: 0.4}
+
+
+class World:
+    """Workers that ask, obey, and follow whoever is first of their group."""
+
+    def __init__(self, *workers, sp_degree, demand=NOTHING, believed=BELIEVED):
+        self.demand = demand
+        self.groups = Regrouping(lambda: self.demand, sp_degree=sp_degree, run_ms=lambda seconds: round(1000 * seconds))
+        self.believed = believed
+        self.epochs = dict.fromkeys(workers, ALONE)
+        self.torn = {worker: [] for worker in workers}
+        self.boots = dict.fromkeys(workers, 1)
+        self.orders = {}
+        self.draining = set()
+        self.now_ms = 0
+
+    def pull(self, worker):
+        torn, self.torn[worker] = self.torn[worker], []
+        report = {"epoch": self.epochs[worker], "torn": torn, "believed": {str(d): s for d, s in self.believed.items()}}
+        self.groups.pulled(worker, self.boots[worker], report, now_ms=self.now_ms)
+        order = self.groups.members.order(worker)
+        if order is not None:
+            self.epochs[worker], self.orders[worker] = order.epoch, order
+
+    def settle(self, rounds=4):
+        """Everybody asks a few times; time passes."""
+        for _ in range(rounds):
+            for worker in self.epochs:
+                self.pull(worker)
+            self.tick()
+
+    def tick(self, ms=PLAN_MS):
+        self.now_ms += ms
+        self.groups.tick(lambda node: node not in self.draining, now_ms=self.now_ms)
+
+    def kill(self, worker):
+        number = self.orders[worker].communicator
+        del self.epochs[worker]
+        for other, order in self.orders.items():
+            if other in self.epochs and order.communicator == number:
+                self.epochs[other] = ALONE
+                self.torn[other].append(number)
+
+    def shared(self):
+        return [formed.members for formed in self.groups.members.groups()]
+
+    def told(self):
+        return [(event.node, event.groups) for event in self.groups.events]
+
+
+def waiting(count, steps=8):
+    return Demand(waiting=[Requests(request_class=CLASS, steps=steps, count=count)], in_flight={}, pictures={CLASS: 24})
+
+
+def test_a_fixed_degree_groups_a_node_as_its_workers_come():
+    world = World("a/0", "a/1", "a/2", sp_degree=2)
+    world.settle()
+    assert world.shared() == [("a/0", "a/1")]
+    assert world.told() == [("a", (("a/0", "a/1"), ("a/2",)))]
+    assert world.groups.events[0].reason == "a/2 came"
+
+
+def test_a_death_leaves_the_survivors_what_they_can_form_and_says_why():
+    world = World("a/0", "a/1", "a/2", "a/3", sp_degree=4)
+    world.settle()
+    world.kill("a/3")
+    world.groups.gone(["a/3"], "a/3 died", now_ms=world.now_ms)
+    world.settle()
+    assert world.shared() == [("a/0", "a/1")]
+    assert world.told()[-1] == ("a", (("a/0", "a/1"), ("a/2",)))
+
+
+def test_what_is_left_of_a_group_shares_a_communicator_that_was_made_with_it():
+    world = World("a/0", "a/1", "a/2", "a/3", sp_degree=4)
+    world.settle()
+    before = {worker: set(order.keep) for worker, order in world.orders.items()}
+    assert [degree for _, _, degree in world.orders["a/2"].prepare] == [2]
+    world.kill("a/3")
+    world.groups.gone(["a/3"], "a/3 died", now_ms=world.now_ms)
+    world.settle()
+    pair = world.orders["a/0"]
+    assert world.shared() == [("a/0", "a/1")]
+    assert pair.communicator in before["a/0"]
+    assert pair.prepare == ()
+    assert not set(pair.keep) & before["a/2"], "what the dead one was part of is not kept"
+
+
+def test_a_node_that_is_taken_back_shares_no_more():
+    world = World("a/0", "a/1", "b/0", "b/1", sp_degree=2)
+    world.settle()
+    world.draining.add("a")
+    world.tick()
+    assert world.shared() == [("b/0", "b/1")]
+
+
+def test_many_requests_are_made_alone_and_the_last_one_together():
+    world = World("a/0", "a/1", "a/2", "a/3", sp_degree="auto", demand=waiting(40))
+    world.settle()
+    assert world.shared() == []
+    world.demand = waiting(1)
+    world.settle()
+    assert world.shared() == [("a/0", "a/1", "a/2", "a/3")]
+    world.demand = waiting(40)
+    world.settle()
+    assert world.shared() == []
+    assert [reason.reason for reason in world.groups.events] == ["demand", "demand"]
+
+
+@pytest.mark.parametrize(("seconds", "shares"), [(0.6, True), (1.2, False)])
+def test_what_steps_were_measured_to_take_decides(seconds, shares):
+    world = World("a/0", "a/1", sp_degree="auto", demand=waiting(1))
+    for _ in range(3):
+        world.groups.measured(CLASS, 1, 1.0)
+        world.groups.measured(CLASS, 2, seconds)
+    world.settle()
+    assert bool(world.shared()) == shares
+
+
+def test_a_class_that_was_not_seen_yet_is_believed_to_be_as_slow_as_those_that_were():
+    two = Demand(waiting=(), in_flight={}, pictures={"8 x float32": 8, CLASS: 24})
+    world = World("a/0", sp_degree="auto", demand=two)
+    world.settle(1)
+    world.groups.measured(CLASS, 1, 48.0)  # believed: 24
+    table = world.groups._step_seconds(two.pictures)
+    assert table["8 x float32"] == pytest.approx({1: 16.0, 2: 9.6, 4: 6.4})
+
+
+def test_a_run_that_never_shares_tells_nothing():
+    world = World("a/0", "a/1", sp_degree="auto", demand=waiting(100))
+    world.settle()
+    assert world.told() == []
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(["a/0", "a/1", "a/2"])))
+def test_a_degree_that_the_model_does_not_allow_falls_to_one_that_it_does(order):
+    world = World(*order, sp_degree=3)
+    world.settle()
+    assert [len(members) for members in world.shared()] == [2]

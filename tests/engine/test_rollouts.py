@@ -1,0 +1,39 @@
+"""The rollouts of a batch: those whose steps were shared in several ways get log-probs that the trainer computes."""
+
+from dataclasses import replace
+
+import torch
+
+from engine.rollout.request import Finished, Group, Kind, Manifest, Score
+from engine.rollout.trajectory import Trajectory
+from engine.training.rollouts import Rollouts
+
+MANIFEST = Manifest(
+    run="run",
+    lineage=1,
+    batch=0,
+    version=0,
+    sampler="plan",
+    groups=(Group(prompt="1234", seeds=(0, 1, 2)),),
+    minibatches=((0,),),
+)
+DEGREES = ([1, 1], [2, 2], [2, 1])
+
+
+def test_only_a_trajectory_whose_degree_changed_on_the_way_is_computed_again():
+    blobs, results = {}, []
+    for request, degrees in zip(MANIFEST.requests(), DEGREES, strict=True):
+        assert request.kind is Kind.TRAIN
+        made = replace(Trajectory.begin(torch.zeros(2)), step=2, degrees=torch.tensor(degrees, dtype=torch.uint8))
+        blobs[str(request.seed)] = replace(made, log_probs=torch.full((2,), -1.0)).to_bytes()
+        results.append(Finished(request=request, score=Score(reward=0.0, metrics={}), trajectory=str(request.seed)))
+    asked = []
+
+    def own(prompt, trajectory):
+        asked.append(prompt)
+        return replace(trajectory, log_probs=torch.full((2,), -2.0))
+
+    rollouts = Rollouts(MANIFEST, lambda batch, have, wait: {"results": results[have:], "blobs": blobs}, None, own)
+    rollouts.wait_for_all()
+    assert asked == ["1234"]
+    assert [t.log_probs.tolist() for t in rollouts.group(0).trajectories] == [[-1.0] * 2, [-1.0] * 2, [-2.0] * 2]

@@ -1,0 +1,161 @@
+"""The 20 B Qwen-Image on one GPU, with random weights: does a forward pass and a LoRA step fit, and what do they take?
+
+The same functions run on the CPU with a model of two narrow layers.
+"""
+
+import gc
+import time
+from typing import cast
+
+import pytest
+import torch
+from diffusers import QwenImageTransformer2DModel
+from torch import nn
+
+from engine.config import ModelConfig
+from engine.models.load import freeze_but_trained, trainable
+from engine.models.qwen_image import QwenImageAdapter
+from engine.models.text import EncodedText
+from tests.gpu.device import GIB, describe_device, keep_figures, needs_gpus
+
+PUBLISHED = {
+    "patch_size": 2,
+    "in_channels": 64,
+    "out_channels": 16,
+    "num_layers": 60,
+    "attention_head_dim": 128,
+    "num_attention_heads": 24,
+    "joint_attention_dim": 3584,
+    "axes_dims_rope": (16, 56, 56),
+}
+"""`transformer/config.json` of Qwen/Qwen-Image."""
+
+NARROW = PUBLISHED | {
+    "num_layers": 2,
+    "attention_head_dim": 12,
+    "num_attention_heads": 2,
+    "joint_attention_dim": 32,
+    "axes_dims_rope": (4, 4, 4),
+}
+
+LORA = ModelConfig(name="qwen-image", path="none", weights="lora", lora_rank=64, lora_alpha=128)
+
+SIDES = {1024: 64, 6400: 160}
+"""Height and width of the latent, by picture tokens: pictures of 512 and 1280 pixels."""
+TEXT_TOKENS = 256
+RUNS = 5
+
+
+@pytest.fixture(autouse=True)
+def room():
+    """Nothing of one model is left on the GPU when the next is made."""
+    yield
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def build(config, device, dtype, latent_side):
+    """Our adapter over a transformer with random weights, made where it will be; its text is random too."""
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            transformer = cast(nn.Module, QwenImageTransformer2DModel(**config))
+    finally:
+        torch.set_default_dtype(usual)
+
+    def encode(prompts):
+        hidden = torch.randn(len(prompts), TEXT_TOKENS, config["joint_attention_dim"], device=device)
+        return EncodedText(hidden, torch.ones(len(prompts), TEXT_TOKENS, dtype=torch.bool, device=device))
+
+    return QwenImageAdapter(transformer.eval(), torch.nn.Identity(), encode, (latent_side, latent_side))
+
+
+def finish(device):
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize()
+
+
+def peak_gib(device):
+    return torch.cuda.max_memory_allocated() / GIB if torch.device(device).type == "cuda" else 0.0
+
+
+def inputs(adapter, device):
+    x = torch.randn(1, *adapter.latent_shape(), device=device)
+    return x, torch.full((1,), 0.5, device=device), adapter.encode(["a shop sign"])
+
+
+@torch.no_grad()
+def forward_seconds(adapter, device, runs):
+    """Of passes of one picture, the slow first one left out."""
+    x, sigma, conditioning = inputs(adapter, device)
+    seconds = []
+    for _ in range(runs + 1):
+        finish(device)
+        begun = time.perf_counter()
+        velocity = adapter.velocity(x, sigma, conditioning, 1.0)
+        finish(device)
+        seconds.append(time.perf_counter() - begun)
+    assert velocity.shape == x.shape
+    assert bool(velocity.isfinite().all())
+    return seconds[1:]
+
+
+def lora_seconds(adapter, device, runs):
+    """Of steps on one picture: forward, backward through recomputed blocks, AdamW on rank-64 adapters."""
+    freeze_but_trained(adapter, LORA)
+    adapter.transformer.enable_gradient_checkpointing()
+    adapter.transformer.train()
+    trained = trainable(adapter)
+    optimiser = torch.optim.AdamW(trained.values(), lr=1e-4)
+    x, sigma, conditioning = inputs(adapter, device)
+    before = {name: parameter.detach().clone() for name, parameter in trained.items()}
+    seconds = []
+    for _ in range(runs + 1):
+        finish(device)
+        begun = time.perf_counter()
+        adapter.velocity(x, sigma, conditioning, 1.0).square().mean().backward()
+        optimiser.step()
+        optimiser.zero_grad()
+        finish(device)
+        seconds.append(time.perf_counter() - begun)
+    assert all(bool(parameter.isfinite().all()) for parameter in trained.values())
+    assert any(not torch.equal(parameter, before[name]) for name, parameter in trained.items())
+    return seconds[1:]
+
+
+def test_the_published_configuration_has_20_billion_parameters():
+    with torch.device("meta"):
+        transformer = cast(nn.Module, QwenImageTransformer2DModel(**PUBLISHED))
+    count = sum(parameter.numel() for parameter in transformer.parameters())
+    assert 20e9 < count < 21e9
+
+
+def test_a_narrow_model_passes_and_steps_through_what_the_large_one_is_measured_with():
+    adapter = build(NARROW, "cpu", torch.bfloat16, 8)
+    assert adapter.latent_shape() == (16, 64)
+    assert len(forward_seconds(adapter, "cpu", 1)) == 1
+    assert len(lora_seconds(adapter, "cpu", 1)) == 1
+
+
+@pytest.mark.gpu
+@needs_gpus(1, gib=60)
+@pytest.mark.parametrize("tokens", SIDES)
+def test_a_forward_pass_of_20b_fits_on_one_gpu(tokens):
+    torch.cuda.reset_peak_memory_stats()
+    adapter = build(PUBLISHED, "cuda", torch.bfloat16, SIDES[tokens])
+    assert adapter.latent_shape()[0] == tokens
+    seconds = sorted(forward_seconds(adapter, "cuda", RUNS))
+    figures = {"median_s": seconds[RUNS // 2], "max_s": seconds[-1], "runs": RUNS, "peak_gib": peak_gib("cuda")}
+    keep_figures(f"20 B forward, bf16, {tokens} tokens", figures, describe_device())
+
+
+@pytest.mark.gpu
+@needs_gpus(1, gib=75)
+@pytest.mark.parametrize("tokens", SIDES)
+def test_a_lora_step_of_20b_fits_on_one_gpu(tokens):
+    torch.cuda.reset_peak_memory_stats()
+    adapter = build(PUBLISHED, "cuda", torch.bfloat16, SIDES[tokens])
+    seconds = sorted(lora_seconds(adapter, "cuda", RUNS))
+    figures = {"median_s": seconds[RUNS // 2], "max_s": seconds[-1], "runs": RUNS, "peak_gib": peak_gib("cuda")}
+    keep_figures(f"20 B LoRA step, rank 64, bf16, {tokens} tokens", figures, describe_device())

@@ -1,0 +1,62 @@
+"""A degree that cannot be had is refused before anything is bought, with those that can."""
+
+import pytest
+
+from launcher.job import JobError, load_job
+from launcher.placement.sharing import HEADS, check_sp_degree, degrees_of
+
+
+@pytest.fixture
+def checked(tmp_path):
+    def checked(degree: str, accelerators: str, **fields: str):
+        (tmp_path / "weights").mkdir(exist_ok=True)
+        path = tmp_path / "job.yaml"
+        path.write_text(f"runtime:\n  sp_degree: {degree}\nresources: {{rollout: {{accelerators: {accelerators}}}}}\n")
+        return load_job(path, fields)
+
+    return checked
+
+
+@pytest.mark.parametrize(
+    ("accelerators", "degrees"), [("L4:1", (1,)), ("L4:2", (1, 2)), ("L4:3", (1, 2)), ("L4:8", (1, 2, 4))]
+)
+def test_degrees_divide_the_heads_and_fit_into_a_node(checked, accelerators, degrees):
+    job = checked("auto", accelerators)
+    assert degrees_of(job.job) == degrees
+    check_sp_degree(job)
+    for degree in degrees:
+        check_sp_degree(checked(str(degree), accelerators))
+
+
+@pytest.mark.parametrize(
+    ("degree", "accelerators", "words"),
+    [
+        ("2", "L4:1", "a rollout node has 1 worker (resources.rollout.accelerators is L4:1"),
+        ("4", "L4:2", "is L4:2, and a group never spans nodes); use 1, 2 or auto"),
+        ("3", "L4:8", "does not divide the 4 attention heads of digits-ocr; use 1, 2, 4 or auto"),
+        ("8", "L4:8", "does not divide the 4 attention heads of digits-ocr; use 1, 2, 4 or auto"),
+    ],
+)  # fmt: skip
+def test_another_degree_is_refused_with_its_line_and_those_that_go(checked, degree, accelerators, words):
+    with pytest.raises(JobError) as caught:
+        check_sp_degree(checked(degree, accelerators))
+    assert words in str(caught.value)
+    assert (caught.value.line, caught.value.field) == (2, "runtime.sp_degree")
+
+
+def test_the_heads_of_a_users_model_are_left_to_the_engine(checked):
+    own = {"model.name": "digits-ocr", "model.path": "weights"}
+    check_sp_degree(checked("3", "L4:4", **own))
+    with pytest.raises(JobError, match="has 4 workers"):
+        check_sp_degree(checked("5", "L4:4", **own))
+
+
+def test_the_launcher_knows_the_heads_of_every_model_that_ships():
+    from engine.config import SHIPPED, ModelConfig
+    from engine.models.load import load_adapter
+    from engine.parallel import ulysses
+
+    assert set(HEADS) == set(SHIPPED)
+    for name, heads in HEADS.items():
+        adapter = load_adapter(ModelConfig.model_validate({"name": name}))
+        assert max(ulysses.degrees_of(adapter.transformer)) == heads

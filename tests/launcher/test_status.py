@@ -1,0 +1,76 @@
+"""`spotrl status` and `spotrl events` of a run whose workers share pictures."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+from sqlalchemy.orm import sessionmaker
+
+from launcher.cli.events import events
+from launcher.cli.status import status
+from launcher.ledger.models import NodeEvent
+from tests.launcher.made_ledger import JOB, MINUTE_MS, START_MS, a_run, a_session
+
+
+@pytest.fixture
+def made(tmp_path):
+    """A trainer and a spot node, up."""
+    run = a_run(a_session(tmp_path / "ledger.sqlite"), job={**JOB, "iterations": 10})
+    run.status("running", 0)
+    run.node("trainer", market="on_demand", up=0)
+    run.node("spot-0", up=0)
+    return run
+
+
+def show(made, command, *arguments):
+    made.session.commit()
+    told = CliRunner().invoke(command, ["demo", *arguments], obj=sessionmaker(made.session.get_bind()))
+    assert told.exit_code == 0, told.output
+    return told.output
+
+
+def groups_of(made):
+    return {node["name"]: node["groups"] for node in json.loads(show(made, status, "--json"))["nodes"]}
+
+
+def test_a_node_shows_its_newest_groups(made):
+    spot = made.nodes["demo-spot-0-g1"]
+    made.regrouped(spot, (0, 1, 2, 3), at=MINUTE_MS)
+    made.regrouped(spot, (0, 1), (3, 2), at=2 * MINUTE_MS)
+    assert "0+1 3+2" in show(made, status)
+    named = [[f"demo-spot-0-g1/{place}" for place in group] for group in ((0, 1), (3, 2))]
+    assert groups_of(made) == {"demo-trainer-g1": [], "demo-spot-0-g1": named}
+
+
+def test_a_newer_lineage_counts_though_its_numbers_begin_anew(made):
+    spot = made.nodes["demo-spot-0-g1"]
+    made.seq = 10
+    made.regrouped(spot, (0, 1), at=MINUTE_MS)
+    made.seq = 0
+    made.regrouped(spot, (0,), (1,), at=2 * MINUTE_MS, lineage=1)
+    assert groups_of(made)["demo-spot-0-g1"] == [["demo-spot-0-g1/0"], ["demo-spot-0-g1/1"]]
+
+
+def test_a_run_that_never_shared_shows_no_groups(made):
+    assert "groups" not in show(made, status)
+    assert set(map(len, groups_of(made).values())) == {0}
+
+
+def test_a_node_that_is_gone_has_no_groups_and_its_successor_has_its_own(made):
+    lost = made.nodes["demo-spot-0-g1"]
+    made.regrouped(lost, (0, 1), at=MINUTE_MS)
+    made.session.add(NodeEvent(node_id=lost.id, at_ms=START_MS + 2 * MINUTE_MS, kind="gone", evidence="SIGKILL"))
+    assert groups_of(made)["demo-spot-0-g1"] == []
+    assert "0+1" not in show(made, status)
+    made.regrouped(made.node("spot-0", 2, up=3 * MINUTE_MS), (0,), (1,), at=4 * MINUTE_MS)
+    assert groups_of(made)["demo-spot-0-g2"] == [["demo-spot-0-g2/0"], ["demo-spot-0-g2/1"]]
+
+
+def test_regroups_are_events_in_words_and_do_not_crowd_out_others_in_the_status(made):
+    for minute in range(20):
+        made.regrouped(made.nodes["demo-spot-0-g1"], (0, 1), (2,), at=minute * MINUTE_MS, reason="a worker came")
+    assert "regrouped demo-spot-0-g1: groups 0+1 2 (a worker came)" in show(made, events)
+    shown = json.loads(show(made, status, "--json"))
+    assert "regrouped" not in {event["kind"] for event in shown["events"]}
+    assert "running" in {event["kind"] for event in shown["events"]}
+    assert not shown["last_event"].startswith("trainer: regrouped")
