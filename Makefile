@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 LOCK := engine/versions.lock
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(LOCK)
 
-.PHONY: env bench quickstart test format clean
+.PHONY: env bench quickstart test test-slow test-gpu format clean
 
 env: $(VENV)/.everything
 
@@ -48,6 +48,10 @@ test: env
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/pytest
+
+# What takes minutes, and what needs a GPU.
+test-slow test-gpu: env
+	$(BIN)/pytest -m $(@:test-%=%)
 
 format: env
 	$(BIN)/ruff format .

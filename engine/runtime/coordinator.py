@@ -135,11 +135,11 @@ class Coordinator:
                 self._remember_poison()
                 return reply_to_dict(reply), {}
             case "died":
-                pull = self._pulls.get(head["worker"])
-                if pull is not None and pull[0] == head["boot"]:
-                    self._unheard[head["worker"]] = pull
-                self.queue.died(head["worker"], head["boot"], head["reason"], now_ms=now_ms)
-                self.groups.gone([head["worker"]], f"{head['worker']} died", now_ms=now_ms)
+                worker = head["worker"]
+                self.queue.died(worker, head["boot"], head["reason"], now_ms=now_ms)
+                if head["boot"] >= self._pulls.get(worker, (0, 0))[0]:  # else a newer process has called in since
+                    self._unheard[worker] = self._pulls.get(worker, (0, 0))
+                    self.groups.gone([worker], f"{worker} died", now_ms=now_ms)
             case "node_lost":
                 self.queue.unreachable(head["node"], head["reason"], now_ms=now_ms)
                 workers = self.groups.members.workers_of(head["node"])
@@ -226,9 +226,6 @@ class Coordinator:
     # --- workers ----------------------------------------------------------------------------------------
 
     def _pull(self, head: Mapping[str, Any], now_ms: int) -> Reply:
-        pull = self._pulls[head["worker"]] = (head["boot"], head["seq"])
-        if self._unheard.get(head["worker"]) == pull:
-            return Wait()
         holds = head["holds"]
         kinds = [Kind(kind) for kind in head["kinds"]] if head.get("kinds") else PRIORITY
         if Kind.EXPLORE in kinds:
@@ -261,11 +258,14 @@ class Coordinator:
 
     def _may_work(self, head: Mapping[str, Any], now_ms: int) -> bool:
         """Whether one that pulls may be given work: it leads its group, and that is the one that is wanted."""
+        worker = head["worker"]
+        pull = self._pulls[worker] = (head["boot"], head["seq"])
+        if self._unheard.get(worker) == pull:
+            return False
         if "group" not in head:
             return True
         if not self.queue.takes_part(head["node"]):
             return True  # to be told to drain or to exit
-        worker = head["worker"]
         if self.groups.pulled(worker, head["boot"], head["group"], now_ms=now_ms):
             self.changes += 1
         return self.groups.members.leads(worker)

@@ -91,7 +91,7 @@ def test_two_workers_ask_once_for_the_weights_and_a_killed_one_works_again_witho
 
 
 def test_a_noticed_node_commits_gives_back_and_asks_for_nothing_more(node):
-    submit(node, 1, 8)
+    submit(node, 1, 40)  # enough for both to be at work when the notice comes, however slow this machine is
     begun = time.monotonic()
     wait_for_both_to_commit(node, since=begun)
     node.fleet.notice("spot", seconds=60.0)

@@ -133,6 +133,13 @@ def test_a_pull_of_a_worker_that_died_while_it_was_kept_waiting_makes_nobody_liv
     assert bench.coordinator.groups.members.nodes() == {"spot"}
 
 
+def test_the_late_news_of_an_older_process_s_death_takes_no_newer_one_out_of_its_group(bench):
+    bench.begin()
+    bench.pull(boot=2, group=ALONE_AND_WHOLE)
+    bench.say("died", worker="spot/0", boot=1, reason="killed")
+    assert bench.coordinator.groups.members.nodes() == {"spot"}
+
+
 # --- killed at any point
 
 
