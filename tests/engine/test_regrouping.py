@@ -99,6 +99,15 @@ def test_what_is_left_of_a_group_shares_a_communicator_that_was_made_with_it():
     assert not set(pair.keep) & before["a/2"], "what the dead one was part of is not kept"
 
 
+def test_who_waited_for_a_lost_peer_is_woken_even_if_the_plan_stays_as_it_was():
+    world = World("a/0", "a/1", "a/2", sp_degree=2)
+    world.settle()
+    world.kill("a/1")
+    world.pull("a/0")  # it says that its group tore, and its peer is waited for
+    assert world.groups.tick(lambda node: True, now_ms=world.now_ms) is False
+    assert world.groups.tick(lambda node: True, now_ms=world.now_ms + 1000) is True
+
+
 def test_a_node_that_is_taken_back_shares_no_more():
     world = World("a/0", "a/1", "b/0", "b/1", sp_degree=2)
     world.settle()
