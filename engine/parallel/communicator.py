@@ -56,6 +56,8 @@ class SPGroup:
 
     group: Any
     """A `ProcessGroup` or a backend of its own: gloo, NCCL."""
+    patience: timedelta | None = None
+    """How long `broadcast` waits for peers. None: gloo, whose every call waits, as long as the group was made with."""
 
     @property
     def degree(self) -> int:
@@ -88,9 +90,17 @@ class SPGroup:
             self.group.allreduce([x]).wait()
 
     def broadcast(self, x: Tensor) -> None:
-        """What rank 0 has, in place."""
+        """What rank 0 has, in place, and there when this returns.
+
+        With NCCL the other calls only queue work for the device, so a step that a dead peer left undone is noticed
+        here, where the group agrees on the next one.
+        """
         with _torn():
-            self.group.broadcast([x]).wait()
+            work = self.group.broadcast([x])
+            if self.patience is None:
+                work.wait()
+            else:
+                work.wait(self.patience)
 
 
 @contextmanager
@@ -129,7 +139,8 @@ class Communicators:
             with _torn():
                 store.set(f"here/{rank}", "")
                 store.wait([f"here/{other}" for other in range(degree)], self._patience)
-                self._made[number] = SPGroup(self._form(store, rank, degree))
+                patience = self._timeout if self._backend == "nccl" else None
+                self._made[number] = SPGroup(self._form(store, rank, degree), patience)
         return self._made[number]
 
     def drop(self, number: int) -> None:

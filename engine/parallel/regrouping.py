@@ -24,7 +24,7 @@ PLAN_SECONDS = 0.5
 """Wall time between two plans that nobody's coming or going asked for. A plan for 1,000 nodes takes a tenth of it."""
 
 REGROUP_SECONDS = 0.02
-"""From ending one's group to working in the next. Assumed: joining alone took 2 to 12 ms by hand on a busy machine."""
+"""From ending one's group to working in the next: what a regroup takes beyond an ordinary step (sp_regroup's page)."""
 
 
 class Regrouping:
