@@ -494,7 +494,7 @@ takes a median of {step_ms:.0f} ms while nothing happens to it: 24 tokens give t
 little to share; a worker alone takes {alone_ms:.0f} ms, nearly all of it Python that every member does, so that four
 need {2 * alone_ms:.0f} ms of two cores before gloo's nine exchanges wait for whoever is not scheduled. Beyond an
 ordinary step a regroup took {beyond_ms:.0f} ms. Tried: time slices of .1 ms for workers (sched_setattr on Linux 6.18),
-which was no faster over two runs of eight kills each.
+which was no faster over two runs of eight kills each. Not tried: exchanges through shared memory instead of gloo.
 """
 
 
