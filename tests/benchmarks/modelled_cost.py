@@ -509,7 +509,7 @@ Over on-demand, time is {slowest:.2f} to {fastest:.2f}; the published {PUBLISHED
 {why(figures)}
 - The baseline decides as much as the arm: the table has the same runs over six. `all on demand` is the same layout at
   the on-demand price; GPUs that are all on demand could train as well and, if that scaled, cost what four do.
-- Ours rather than the paper's: task, model, student scorer, planner, groups (12 x 4 for 32 x 16; carried over are the
+- Ours rather than the paper's: task, model, student scorer, planner, groups (6 x 8 for 32 x 16; carried over are the
   candidates for each trained picture), no sequence parallelism in rollouts, no reclaims.
 
 ## Remedies
