@@ -385,12 +385,13 @@ def main() -> None:
         for name in ARMS:
             by[name][seed] = cell_of(name, seed)
     more = {name: {seed: cell_of(name, seed) for seed in further(seeds, options.more)} for name in (*PLAIN, "stale")}
+    added = f" --more {len(more['stale'])}" if more["stale"] else ""
     tuned = tune(only_stored=True)
     result = figures(by) | {"with_more_seeds": with_more_seeds(by, more)}
     publish(
         "exploration",
         question="do candidates that are tried beside training, with the weights before, make a run reach more?",
-        command="python -m tests.benchmarks.exploration --seeds 5 --json",
+        command=f"python -m tests.benchmarks.exploration --seeds {options.seeds}{added} --json",
         result=result | {"tuned": tuned},
         runs=sum(len(cells) for cells in (*by.values(), *more.values())),
         seeds=list(seeds),
