@@ -8,7 +8,10 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 
 class Settings(BaseSettings):
-    """`SPOTRL_HOME` and `SPOTRL_CONFIG`; every other `SPOTRL_*` variable overrides a field of the job."""
+    """`SPOTRL_HOME` and `SPOTRL_CONFIG`; every other `SPOTRL_*` variable overrides a field of the job.
+
+    Except `SPOTRL_GCP_BILLING_ENDPOINT` and `SPOTRL_GCP_COMPUTE_ENDPOINT` (launcher/market/sources/gcp.py).
+    """
 
     model_config = SettingsConfigDict(env_prefix="SPOTRL_", frozen=True, extra="ignore")
 

@@ -155,3 +155,64 @@ class ProgressRow(Base):
     at_ms: Mapped[int]
     kind: Mapped[str] = mapped_column(index=True)
     event: Mapped[dict[str, Any]]
+
+
+class PriceRow(Base):
+    """A price that a cloud said (launcher/market/prices.py). Wall time; the same price said again is the same row.
+
+    Only `last_seen_ms` moves, and only forward: that a price still holds is worth knowing, not worth a row a poll. The
+    constraint that keeps a row single is also the index by which the history of a zone is read.
+    """
+
+    __tablename__ = "price_point"
+    __table_args__ = (
+        UniqueConstraint(
+            "zone",
+            "region",
+            "instance_type",
+            "market",
+            "source",
+            "cloud",
+            "effective_ms",
+            "micro_usd_per_hour",
+            name="one_price",
+        ),
+    )
+    id: Mapped[int] = mapped_column(primary_key=True)
+    cloud: Mapped[str]
+    region: Mapped[str]
+    zone: Mapped[str]
+    """Empty for a price of the whole region."""
+    zone_id: Mapped[str] = mapped_column(index=True)
+    instance_type: Mapped[str]
+    market: Mapped[str]
+    micro_usd_per_hour: Mapped[int] = mapped_column(CheckConstraint("micro_usd_per_hour > 0"))
+    currency: Mapped[str]
+    source: Mapped[str]
+    source_id: Mapped[str]
+    effective_ms: Mapped[int]
+    """Since when the cloud says it holds."""
+    observed_ms: Mapped[int]
+    """When we first heard it."""
+    last_seen_ms: Mapped[int]
+    """When we last heard it."""
+
+
+class CapacityAdviceRow(Base):
+    """What a cloud estimated of its spot capacity in one zone (launcher/market/prices.py). Wall time."""
+
+    __tablename__ = "capacity_advice"
+    __table_args__ = (
+        UniqueConstraint("zone", "instance_type", "kind", "from_ms", "until_ms", "value", "cloud", name="one_advice"),
+    )
+    id: Mapped[int] = mapped_column(primary_key=True)
+    cloud: Mapped[str]
+    region: Mapped[str]
+    zone: Mapped[str]
+    instance_type: Mapped[str]
+    kind: Mapped[str]
+    value: Mapped[float]
+    from_ms: Mapped[int]
+    until_ms: Mapped[int]
+    observed_ms: Mapped[int]
+    source: Mapped[str]

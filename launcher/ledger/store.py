@@ -25,7 +25,7 @@ from sqlalchemy.orm import Session, sessionmaker
 from engine.events import EngineStarted, Progress
 from launcher.ledger.models import Node, NodeEvent, ProgressRow, Run, RunStatus
 
-REVISION = "0001"
+REVISION = "0002"
 """The newest migration. A ledger that has it opens without loading alembic; a test compares it with the folder."""
 
 BUSY_MS = 10_000

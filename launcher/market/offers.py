@@ -1,25 +1,54 @@
-"""What can be bought: offers read from the dated price tables in `catalogs/`.
+"""What can be bought: offers read from dated price tables, and how old their prices are.
 
-A row that could mislead a budget (a price of zero, below zero or not a number; spot dearer than on demand) makes
-the table unreadable; it is never dropped in silence. Sources and dates: catalogs/README.md.
+A table is believed as its manifest describes it: schema, currency, digest, rows. A row that could mislead a budget (a
+price of zero, below zero or not a number) makes the table unreadable; a price that only looks wrong keeps its verdict
+(launcher/market/quality.py) and is not bought. Sources and dates: catalogs/README.md.
 """
 
 import csv
-from collections.abc import Iterable
-from dataclasses import dataclass
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+from datetime import UTC, datetime
 from decimal import Decimal, InvalidOperation
+from enum import StrEnum
 from functools import cache
 from importlib.resources import files
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Any
 
 from engine.events import Market
 from launcher.exit_codes import ExitCode, Failure
-from launcher.money import MICRO, hourly
+from launcher.market.quality import Quality
+from launcher.money import HOUR_MS, MICRO, duration, hourly
 
-TABLES = ("aws.csv", "gcp.csv")
+CLOUDS = ("aws", "gcp")
+TABLES = tuple(f"{cloud}_{market.value}" for cloud in CLOUDS for market in (Market.ON_DEMAND, Market.SPOT))
+"""One table for each cloud and price model."""
+
+MANIFEST = "manifest.json"
+SCHEMA = 1
+CURRENCY = "USD"
+
+COLUMNS = (
+    *("cloud", "region", "zone", "zone_id", "instance_type", "accelerator", "gpus", "gpu_mem_gib", "market"),
+    *("usd_per_hour", "source", "source_id", "observed_at", "quality", "note"),
+)
+
+DAY_MS = 24 * HOUR_MS
+WARN_MS = {Market.ON_DEMAND: 7 * DAY_MS, Market.SPOT: 6 * HOUR_MS}
+REFUSE_MS = {Market.ON_DEMAND: 30 * DAY_MS, Market.SPOT: 24 * HOUR_MS}
+"""Ages of a price (research notes cost 2). AWS may change a spot price at any time, GCP daily; lists rarely move."""
+
+SKEW_MS = HOUR_MS
+"""A price from further in the future than this has a wrong date, or we have a wrong clock."""
 
 
 class CatalogError(Failure):
-    """A price table has a row that must not be believed."""
+    """A price table that must not be believed, or is too old to buy by."""
 
     exit_code = ExitCode.STALE_CATALOG
 
@@ -38,28 +67,162 @@ class Offer:
     micro_usd_per_hour: int
     source: str
     observed_at: str
+    """When the price was seen, as ISO 8601; other words say what is known instead, and count as no date."""
+    zone_id: str = ""
+    """AWS: the zone by the name that all accounts share (`use1-az4`)."""
+    gpu_mem_gib: int = 0
+    """Of one GPU; 0 where nobody said."""
+    source_id: str = ""
+    """What the source calls it: a SKU, an offer term."""
+    quality: Quality = Quality.OK
+    note: str = ""
+    """For people: how the figure was put together, what is not known of it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Table:
+    """What the manifest says of one table."""
+
+    file: str
+    fetched_at: str
+    """When we read it, ISO 8601. What a price is dated by stands in its row."""
+    sha256: str
+    rows: int
+    source: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Catalog:
+    """Every table of one folder, checked against its manifest."""
+
+    place: str
+    """For people: `shipped with spotrl`, or the folder."""
+    offers: Mapping[str, tuple[Offer, ...]]
+    """By table, `aws_spot`."""
+    tables: Mapping[str, Table]
+
+    def all_offers(self) -> tuple[Offer, ...]:
+        return tuple(offer for name in TABLES for offer in self.offers.get(name, ()))
+
+
+@cache
+def shipped_catalog() -> Catalog:
+    """The tables that ship with spotrl. Raises CatalogError."""
+    return read_folder(files("catalogs"), "shipped with spotrl")
 
 
 @cache
 def read_catalog() -> tuple[Offer, ...]:
-    """Every offer of the tables that ship with spotrl. Raises CatalogError."""
-    return tuple(
-        offer
-        for table in TABLES
-        for offer in parse_offers((files("catalogs") / table).read_text("utf-8").splitlines(), table)
+    """Every offer of the tables that ship with spotrl; the local infra is priced by them. Raises CatalogError."""
+    return shipped_catalog().all_offers()
+
+
+def current_catalog(folder: Path) -> Catalog:
+    """What was refreshed into `folder`, and the shipped table where nothing was. Raises CatalogError."""
+    shipped = shipped_catalog()
+    if not (folder / MANIFEST).exists():
+        return shipped
+    own = read_folder(folder)
+    return Catalog(
+        place=own.place if own.tables.keys() >= shipped.tables.keys() else f"{own.place}, else {shipped.place}",
+        offers={**shipped.offers, **own.offers},
+        tables={**shipped.tables, **own.tables},
     )
+
+
+def read_folder(folder: Traversable, place: str = "", *, sealed: bool = True) -> Catalog:
+    """The tables that the folder's manifest names. Raises CatalogError for one that is not as the manifest says.
+
+    `sealed=False`: a person is correcting the tables, and their digests are not up to date yet.
+    """
+    tables = parse_manifest(_text(folder, MANIFEST))
+    offers = {}
+    for name, table in tables.items():
+        text = _text(folder, table.file)
+        if sealed and sha256(text) != table.sha256:
+            raise CatalogError(
+                f"{folder}/{table.file} is not the table that its manifest describes (another sha256); look at what "
+                f"changed, then `spotrl catalog validate {folder} --seal`"
+            )
+        offers[name] = parse_offers(text.splitlines(), table.file)
+        if sealed and len(offers[name]) != table.rows:
+            raise CatalogError(f"{folder}/{table.file} has {len(offers[name])} rows; its manifest says {table.rows}")
+        _check_belongs(name, offers[name], table.file)
+    return Catalog(place=place or str(folder), offers=offers, tables=tables)
+
+
+def sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def parse_manifest(text: str) -> dict[str, Table]:
+    """Tables by name. Raises CatalogError for another schema or currency, or a table that is none of ours."""
+    try:
+        raw: dict[str, Any] = json.loads(text)
+        schema, currency, tables = raw["schema"], raw["currency"], raw["tables"]
+        found = {name: Table(**table) for name, table in tables.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CatalogError(f"{MANIFEST} cannot be read ({error}); `spotrl catalog refresh` writes it anew") from None
+    if schema != SCHEMA:
+        raise CatalogError(f"{MANIFEST} has schema {schema}; this spotrl reads {SCHEMA}: refresh with this version")
+    if currency != CURRENCY:
+        raise CatalogError(
+            f"{MANIFEST} is in {currency}; prices are compared in {CURRENCY}, so convert or refresh them"
+        )
+    if unknown := found.keys() - set(TABLES):
+        raise CatalogError(f"{MANIFEST} names {', '.join(sorted(unknown))}; tables are {', '.join(TABLES)}")
+    return found
+
+
+def _text(folder: Traversable, name: str) -> str:
+    try:
+        return (folder / name).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CatalogError(
+            f"{folder}/{name} cannot be read ({error}); `spotrl catalog refresh` writes it anew"
+        ) from None
+
+
+# --- rows --------------------------------------------------------------------------------------------
 
 
 def parse_offers(lines: Iterable[str], table: str) -> tuple[Offer, ...]:
     """The offers of one CSV table, header first. Raises CatalogError with the line."""
-    offers = []
-    for number, row in enumerate(csv.DictReader(lines, restval=""), start=2):
+    reader = csv.DictReader(lines, restval="")
+    _check_header(reader.fieldnames or (), table)
+    offers: list[Offer] = []
+    seen: dict[tuple[str, ...], int] = {}
+    for number, row in enumerate(reader, start=2):
         try:
-            offers.append(_offer(row))
+            offer = _offer(row)
+            if (first := seen.setdefault(key(offer), number)) != number:
+                raise ValueError(f"the same offer as line {first}")
         except (KeyError, TypeError, ValueError) as error:
             raise CatalogError(f"{table}, line {number}: {error}; correct the row or leave it out") from None
-    _refuse_spot_above_on_demand(offers, table)
+        offers.append(offer)
     return tuple(offers)
+
+
+def key(offer: Offer) -> tuple[str, ...]:
+    """What makes two rows the same offer, whatever they cost. An AWS zone has one id, and a name in each account."""
+    return (offer.cloud, offer.region, offer.zone_id or offer.zone, offer.instance_type, offer.market.value)
+
+
+def _check_header(header: Iterable[str], table: str) -> None:
+    missing, extra = [name for name in COLUMNS if name not in header], [name for name in header if name not in COLUMNS]
+    if missing or extra:
+        lacks = f"lacks {', '.join(missing)}" if missing else ""
+        has = f"has {', '.join(extra)}" if extra else ""
+        raise CatalogError(
+            f"{table} {' and '.join(filter(None, (lacks, has)))}; the columns are {','.join(COLUMNS)}, and prices are "
+            f"in {CURRENCY} an hour for the whole instance"
+        )
+
+
+def _check_belongs(name: str, offers: Iterable[Offer], file: str) -> None:
+    for offer in offers:
+        if f"{offer.cloud}_{offer.market.value}" != name:
+            raise CatalogError(f"{file} has a row of {offer.cloud} {offer.market.value}; it belongs into another table")
 
 
 def _offer(row: dict[str, str]) -> Offer:
@@ -71,9 +234,14 @@ def _offer(row: dict[str, str]) -> Offer:
         accelerator=_word(row, "accelerator"),
         gpus=_at_least_one(row, "gpus"),
         market=Market(row["market"]),
-        micro_usd_per_hour=_price(row["usd_per_hour"]),
+        micro_usd_per_hour=price_of(row["usd_per_hour"]),
         source=_word(row, "source"),
         observed_at=_word(row, "observed_at"),
+        zone_id=row["zone_id"].strip(),
+        gpu_mem_gib=int(row["gpu_mem_gib"] or 0),
+        source_id=row["source_id"].strip(),
+        quality=Quality(row["quality"]),
+        note=row["note"].strip(),
     )
 
 
@@ -91,7 +259,8 @@ def _at_least_one(row: dict[str, str], column: str) -> int:
     return count
 
 
-def _price(text: str) -> int:
+def price_of(text: str) -> int:
+    """Dollars -> micro-dollars. Raises ValueError for what is no price: 0, below 0, nan, finer than a micro-dollar."""
     try:
         micro_usd = Decimal(text) * MICRO
     except InvalidOperation:
@@ -101,16 +270,100 @@ def _price(text: str) -> int:
     return int(micro_usd)
 
 
-def _refuse_spot_above_on_demand(offers: Iterable[Offer], table: str) -> None:
-    on_demand = {
-        (offer.cloud, offer.region, offer.instance_type): offer.micro_usd_per_hour
-        for offer in offers
-        if offer.market is Market.ON_DEMAND
-    }
+def as_row(offer: Offer) -> dict[str, str]:
+    """What `parse_offers` reads back as the same offer."""
+    row = {field.name: str(getattr(offer, field.name)) for field in fields(offer)}
+    whole, _, decimals = f"{(Decimal(offer.micro_usd_per_hour) / MICRO).normalize():f}".partition(".")
+    # At least two decimals, as people write dollars; and every one there is.
+    row |= {"usd_per_hour": f"{whole}.{decimals:0<2}", "gpu_mem_gib": str(offer.gpu_mem_gib or "")}
+    return {name: row[name] for name in COLUMNS}
+
+
+# --- what somebody could buy -------------------------------------------------------------------------
+
+_AWS_REGION = re.compile(r"[a-z]{2}(-[a-z]+)+-\d")
+
+
+def buyable(offers: Iterable[Offer]) -> tuple[Offer, ...]:
+    """Offers whose place a cloud would understand; an AWS zone that has no name here goes by its id.
+
+    The shipped tables also price the local infra, by zones called `us-east-1-cheapest` and a region called `us`.
+    """
+    found = []
     for offer in offers:
-        limit = on_demand.get((offer.cloud, offer.region, offer.instance_type), offer.micro_usd_per_hour)
-        if offer.micro_usd_per_hour > limit:
+        if offer.cloud != "aws":
+            found.append(offer)
+        elif _AWS_REGION.fullmatch(offer.region) and (offer.zone_id or offer.market is Market.ON_DEMAND):
+            has_name = not offer.zone or re.fullmatch(rf"{offer.region}(-[a-z]+-\d)?[a-z]", offer.zone)
+            found.append(offer if has_name else replace(offer, zone=offer.zone_id))
+    return tuple(found)
+
+
+# --- age ---------------------------------------------------------------------------------------------
+
+
+class Age(StrEnum):
+    """How a price's age counts."""
+
+    FRESH = "fresh"
+    OLD = "old"
+    """Bought by, with a warning."""
+    EXPIRED = "expired"
+    """Not bought by."""
+    UNKNOWN = "unknown"
+    """No date, or one in the future: as bad as expired."""
+
+
+TOO_OLD = frozenset({Age.EXPIRED, Age.UNKNOWN})
+
+
+def seen_ms(observed_at: str) -> int | None:
+    """UTC milliseconds; a date alone is its first moment, which makes the price rather too old than too young."""
+    try:
+        seen = datetime.fromisoformat(observed_at)
+    except ValueError:
+        return None
+    return round((seen if seen.tzinfo else seen.replace(tzinfo=UTC)).timestamp() * 1000)
+
+
+def age_of(observed_at: str, market: Market, now_ms: int) -> Age:
+    """A spot price warns after 6 h and expires after 24 h, an on-demand price after 7 and 30 days."""
+    at_ms = seen_ms(observed_at)
+    if at_ms is None or at_ms > now_ms + SKEW_MS:
+        return Age.UNKNOWN
+    if now_ms - at_ms > REFUSE_MS[market]:
+        return Age.EXPIRED
+    return Age.OLD if now_ms - at_ms > WARN_MS[market] else Age.FRESH
+
+
+def age_text(observed_at: str, now_ms: int) -> str:
+    """`3h 20m old`, or what is known instead of a date."""
+    at_ms = seen_ms(observed_at)
+    if at_ms is None:
+        return f"date unknown ({observed_at})"
+    if at_ms > now_ms + SKEW_MS:
+        return f"dated in the future ({observed_at})"
+    return f"{duration(max(0, now_ms - at_ms))} old"
+
+
+def without_expired(offers: Iterable[Offer], now_ms: int) -> tuple[Offer, ...]:
+    """Of each table that has prices to buy by, only those; of the others everything, for a plan that nobody can buy.
+
+    Else a price that nobody repeats any more could win over those that hold.
+    """
+    offers = tuple(offers)
+    bought_by = [offer for offer in offers if age_of(offer.observed_at, offer.market, now_ms) not in TOO_OLD]
+    fresh = {(offer.cloud, offer.market) for offer in bought_by}
+    return (*bought_by, *(offer for offer in offers if (offer.cloud, offer.market) not in fresh))
+
+
+def refuse_stale(offers: Iterable[Offer], now_ms: int) -> None:
+    """Before anything is bought by these prices. Raises CatalogError naming the first that is too old."""
+    for offer in offers:
+        if age_of(offer.observed_at, offer.market, now_ms) in TOO_OLD:
             raise CatalogError(
-                f"{table}: spot {offer.instance_type} in {offer.zone} costs {hourly(offer.micro_usd_per_hour)}, "
-                f"more than {hourly(limit)} on demand; one of the two is another product's price"
+                f"the {offer.market.value} price of {offer.cloud} {offer.instance_type} in "
+                f"{offer.zone or offer.region} ({hourly(offer.micro_usd_per_hour)}, {offer.source}) is "
+                f"{age_text(offer.observed_at, now_ms)}; nothing is bought by a {offer.market.value} price older than "
+                f"{duration(REFUSE_MS[offer.market])}: `spotrl catalog refresh`"
             )

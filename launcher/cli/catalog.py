@@ -1,0 +1,308 @@
+"""`spotrl catalog`: the price tables that plans are made from: where they are from, how old, what looks wrong."""
+
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.table import Table as Printed
+from sqlalchemy.orm import Session, sessionmaker
+
+from launcher.cli.status import print_table
+from launcher.exit_codes import ExitCode
+from launcher.market.offers import (
+    CLOUDS,
+    MANIFEST,
+    TOO_OLD,
+    Catalog,
+    CatalogError,
+    Offer,
+    age_of,
+    age_text,
+    current_catalog,
+    read_folder,
+    shipped_catalog,
+)
+from launcher.market.quality import USABLE, judge
+from launcher.market.refresh_catalog import (
+    ORIGINS,
+    Change,
+    Origin,
+    changes,
+    find_offers,
+    merged,
+    replace_tables,
+    seal,
+)
+from launcher.money import dollars
+from launcher.settings import home
+
+CloudChoice = click.Choice(CLOUDS)
+
+
+@click.group()
+def catalog() -> None:
+    """Look after the price tables that plans are made from.
+
+    \b
+    Example:
+      spotrl catalog show --gpu H100
+      spotrl catalog refresh --cloud aws
+    """
+
+
+def tables_folder() -> Path:
+    """Where refreshed tables are kept."""
+    return home() / "catalogs"
+
+
+def now_ms() -> int:
+    return time.time_ns() // 1_000_000
+
+
+@catalog.command()
+@click.option("--cloud", type=CloudChoice, help="Only this cloud.")
+@click.option("--gpu", help="Only this accelerator, like H100.")
+@click.option("--market", type=click.Choice(["spot", "on_demand"]), help="Only this price model.")
+@click.option("--shipped", is_flag=True, help="The tables that ship with spotrl, whatever was refreshed since.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+def show(cloud: str | None, gpu: str | None, market: str | None, shipped: bool, as_json: bool) -> None:
+    """Show offers with their price, its age, where it is from and whether it is to be believed.
+
+    \b
+    Example:
+      spotrl catalog show --gpu H100 --market spot
+      spotrl catalog show --cloud gcp --json
+    """
+    found = shipped_catalog() if shipped else current_catalog(tables_folder())
+    offers = [
+        offer
+        for offer in found.all_offers()
+        if cloud in (None, offer.cloud)
+        and (gpu is None or gpu.lower() == offer.accelerator.lower())
+        and market in (None, offer.market.value)
+    ]
+    now = now_ms()
+    if as_json:
+        rows = [asdict(offer) | {"age": age_of(offer.observed_at, offer.market, now).value} for offer in offers]
+        tables = {name: asdict(table) for name, table in found.tables.items()}
+        click.echo(json.dumps({"place": found.place, "tables": tables, "offers": rows}))
+        return
+    if not offers:
+        known = ", ".join(sorted({offer.accelerator for offer in found.all_offers()}))
+        click.echo(f"No such offer. The tables have {known}.")
+        return
+    sources = list(dict.fromkeys((offer.source, age_text(offer.observed_at, now)) for offer in offers))
+    printed = Printed(box=None, pad_edge=False)
+    for column in ("cloud", "region", "zone", "instance", "GPUs", "market", "$/h", "$/GPU-h", "quality", "from"):
+        printed.add_column(column, no_wrap=True, justify="right" if column.startswith("$") else "left")
+    for offer in offers:
+        number = sources.index((offer.source, age_text(offer.observed_at, now))) + 1
+        printed.add_row(*_cells(offer), f"[{number}]")
+    print_table(printed)
+    click.echo("")
+    for number, (source, age) in enumerate(sources, 1):
+        click.echo(f"[{number}] {source}: {age}")
+    for line in summary(found, offers, now):
+        click.echo(line)
+
+
+def _cells(offer: Offer) -> tuple[str, ...]:
+    zone = offer.zone if offer.zone_id in ("", offer.zone) else f"{offer.zone} ({offer.zone_id})"
+    return (
+        offer.cloud,
+        offer.region,
+        zone or "any",
+        offer.instance_type,
+        f"{offer.accelerator}:{offer.gpus}",
+        offer.market.value,
+        dollars(offer.micro_usd_per_hour),
+        dollars(offer.micro_usd_per_hour // offer.gpus),
+        offer.quality.value,
+    )
+
+
+def summary(found: Catalog, offers: Sequence[Offer], now: int) -> list[str]:
+    """How much of it may be bought by."""
+    doubted = sum(offer.quality not in USABLE for offer in offers)
+    too_old = sum(age_of(offer.observed_at, offer.market, now) in TOO_OLD for offer in offers)
+    lines = [f"{len(offers)} offers, {found.place}; {doubted} not to be believed, which plans leave out."]
+    if too_old:
+        lines.append(
+            f"{too_old} of the prices are too old to buy by, or their date is not known: plans may be made from them, "
+            "purchases not. Next: spotrl catalog refresh"
+        )
+    return lines
+
+
+@catalog.command()
+@click.option("--cloud", type=CloudChoice, help="Only this cloud.")
+@click.option(
+    "--from",
+    "origin",
+    type=click.Choice(ORIGINS),
+    default="clouds",
+    show_default=True,
+    help="Ask the clouds; take what `spotrl prices` recorded; or what dstack's gpuhunt publishes (needs no account).",
+)
+@click.option("--dry-run", is_flag=True, help="Show what would change; write nothing.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.pass_obj
+def refresh(
+    sessions: sessionmaker[Session], cloud: str | None, origin: Origin, dry_run: bool, as_json: bool
+) -> ExitCode:
+    """Make the tables anew from what clouds say now; they are replaced in one step, in your own folder.
+
+    What nobody answered for keeps its row and its date. If a source fails, the tables of its cloud stay as they are,
+    and the exit code is not 0.
+
+    \b
+    Example:
+      spotrl catalog refresh --cloud aws --dry-run
+      spotrl catalog refresh --from recorded
+    """
+    folder, now = tables_folder(), now_ms()
+    found = find_offers(origin, [cloud] if cloud else CLOUDS, sessions, now_ms=now, environ=os.environ)
+    before = current_catalog(folder).all_offers()
+    after = merged(before, found.offers)
+    changed = changes(before, after)
+    answered = {offer.cloud for offer in found.offers}
+    failures = list(dict.fromkeys(map(str, found.failures)))  # both sources of a cloud may miss the same credentials
+    if answered and not dry_run:
+        own = read_folder(folder).tables if (folder / MANIFEST).exists() else {}
+        written = [offer for offer in after if offer.cloud in answered]
+        replace_tables(folder, written, own, source=f"spotrl catalog refresh --from {origin}", now_ms=now)
+    if as_json:
+        click.echo(
+            json.dumps(
+                {
+                    "folder": str(folder),
+                    "written": sorted(answered) if not dry_run else [],
+                    "changes": changes_json(changed),
+                    "left_out": found.unknown,
+                    "failures": failures,
+                }
+            )
+        )
+        return found.exit_code
+    for line in change_lines(changed) if answered else ():
+        click.echo(line)
+    if found.unknown:
+        click.echo(f"Left out, because we do not know their GPUs: {', '.join(found.unknown)}.")
+    for failure in failures:
+        click.echo(f"Error: {failure}", err=True)
+    stays = [name for name in ([cloud] if cloud else CLOUDS) if name not in answered]
+    if stays:
+        click.echo(f"The tables of {' and '.join(stays)} are as they were.", err=True)
+    if answered:
+        what = f"the tables of {' and '.join(sorted(answered))} in {folder}"
+        click.echo(f"Dry run: would replace {what}." if dry_run else f"Replaced {what}.")
+    return found.exit_code
+
+
+@catalog.command()
+@click.argument("folder", type=click.Path(file_okay=False, path_type=Path), required=False)
+@click.option("--seal", "reseal", is_flag=True, help="Write verdicts and manifest anew, after you corrected a table.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+def validate(folder: Path | None, reseal: bool, as_json: bool) -> int:
+    """Check tables against their manifest, and every price against the others.
+
+    Without FOLDER: the tables that plans are made from. Exit code 9 if a table must not be believed.
+
+    \b
+    Example:
+      spotrl catalog validate
+      spotrl catalog validate catalogs --seal    (after a table was corrected by hand)
+    """
+    if reseal:
+        if folder is None:
+            raise click.UsageError("--seal writes: name the FOLDER that it may write into")
+        seal(folder, read_folder(folder, sealed=False))
+    found = read_folder(folder) if folder else current_catalog(tables_folder())
+    offers = found.all_offers()
+    verdicts = judge(offers)
+    wrong = [
+        f"{_name(now)}: quality is {was.quality}, the rules say {now.quality}"
+        for was, now in zip(offers, verdicts, strict=True)
+        if was.quality is not now.quality
+    ]
+    counts = Counter(offer.quality.value for offer in verdicts)
+    if as_json:
+        click.echo(json.dumps({"place": found.place, "rows": len(offers), "quality": counts, "wrong": wrong}))
+    else:
+        for offer in verdicts:
+            if offer.quality not in USABLE:
+                click.echo(f"{_name(offer)}: {offer.quality}, {dollars(offer.micro_usd_per_hour)}/h")
+        for line in wrong:
+            click.echo(line)
+        click.echo(f"{found.place}: {len(offers)} rows; {', '.join(f'{n} {name}' for name, n in counts.items())}")
+    if wrong:
+        where = folder or tables_folder()
+        raise CatalogError(
+            f"{len(wrong)} rows have another verdict than the rules; `spotrl catalog validate {where} --seal`"
+        )
+    return ExitCode.OK
+
+
+@catalog.command()
+@click.argument("old", required=False, default="shipped")
+@click.argument("new", required=False, default="current")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+def diff(old: str, new: str, as_json: bool) -> None:
+    """Show what changed from table set OLD to NEW: `shipped`, `current`, or a folder.
+
+    \b
+    Example:
+      spotrl catalog diff
+      spotrl catalog diff shipped my-tables
+    """
+    found = changes(_tables(old).all_offers(), _tables(new).all_offers())
+    if as_json:
+        click.echo(json.dumps({"old": old, "new": new, "changes": changes_json(found)}))
+        return
+    for line in change_lines(found):
+        click.echo(line)
+
+
+def _tables(name: str) -> Catalog:
+    if name == "shipped":
+        return shipped_catalog()
+    return current_catalog(tables_folder()) if name == "current" else read_folder(Path(name))
+
+
+def changes_json(found: Iterable[Change]) -> list[dict[str, Any]]:
+    return [asdict(change) for change in found]
+
+
+def change_lines(found: Sequence[Change]) -> list[str]:
+    """One line a change, and how many of each kind."""
+    if not found:
+        return ["Nothing changed."]
+    lines = [_change_line(change) for change in found]
+    counts = Counter(change.kind for change in found)
+    return [*lines, f"{len(found)} changes: {', '.join(f'{count} {kind}' for kind, count in counts.items())}"]
+
+
+def _change_line(change: Change) -> str:
+    offer, before = change.offer, change.before
+    name, price = _name(offer), f"{dollars(offer.micro_usd_per_hour)}/h"
+    match change.kind:
+        case "new":
+            return f"+ {name}: {price}, {offer.quality}"
+        case "gone":
+            return f"- {name}: was {price}"
+        case "quality":
+            return f"! {name}: {before.quality if before else ''} -> {offer.quality}"
+        case _:
+            was = before.micro_usd_per_hour if before else offer.micro_usd_per_hour
+            percent = 100 * (offer.micro_usd_per_hour - was) / was
+            return f"~ {name}: {dollars(was)}/h -> {price} ({percent:+.1f} %), {offer.quality}"
+
+
+def _name(offer: Offer) -> str:
+    return f"{offer.cloud} {offer.zone or offer.region} {offer.instance_type} {offer.market.value}"

@@ -1,0 +1,436 @@
+"""`spotrl prices`: what clouds ask now and asked before, as the ledger heard it, and asking them again."""
+
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.table import Table
+from sqlalchemy.orm import Session, sessionmaker
+
+from engine.events import Market
+from launcher.cli.status import print_table
+from launcher.exit_codes import ExitCode, Failure
+from launcher.ledger.prices import latest_prices, places, price_history
+from launcher.market.machines import machine_of, machines
+from launcher.market.prices import PricePoint
+from launcher.market.refresh import CLOUDS, Answer, Refreshed, build_sources
+from launcher.market.refresh import refresh as refresh_prices
+from launcher.money import dollars, duration, exact_dollars, hourly, parse_duration
+
+Sessions = sessionmaker[Session]
+
+REFUSALS_SHOWN = 5
+
+LEAST_SINCE_MS = 3_600_000
+"""`watch` asks AWS for an hour at least: what changed while one question failed is then in the next answer."""
+
+
+class Duration(click.ParamType):
+    """`10m`, `1d`: milliseconds."""
+
+    name = "duration"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        try:
+            return value if isinstance(value, int) else parse_duration(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+def for_what(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The options by which every command chooses offers."""
+    for option in (
+        click.option("--gpu", "accelerators", multiple=True, help="Only this accelerator, like H100; repeatable."),
+        click.option("--region", "regions", multiple=True, help="Only this region; repeatable."),
+        click.option("--cloud", "clouds", type=click.Choice(CLOUDS), multiple=True, help="Only this cloud."),
+    ):
+        command = option(command)
+    return command
+
+
+@click.group()
+def prices() -> None:
+    """See what GPUs cost now and cost before, by cloud, region and zone.
+
+    \b
+    Example:
+      spotrl prices refresh --gpu H100
+      spotrl prices show --gpu H100
+    """
+
+
+@prices.command()
+@for_what
+@click.option("--market", type=click.Choice([market.value for market in Market]), help="Only this market.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.pass_obj
+def show(
+    sessions: Sessions,
+    clouds: tuple[str, ...],
+    regions: tuple[str, ...],
+    accelerators: tuple[str, ...],
+    market: str | None,
+    as_json: bool,
+) -> int:
+    """Show the price that holds now in each zone, where it is from and how old it is.
+
+    With none in the ledger yet, the clouds are asked first.
+
+    \b
+    Example:
+      spotrl prices show --gpu H100 --market spot
+    """
+    code = ExitCode.OK
+    points = _latest(sessions, clouds, regions, accelerators, market)
+    if not points:
+        code = _ask_first(sessions, clouds, regions, accelerators)
+        points = _latest(sessions, clouds, regions, accelerators, market)
+    now = now_ms()
+    if as_json:
+        click.echo(json.dumps({"at": iso(now), "prices": [price_json(point, now) for point in points]}))
+        return code
+    if not points:
+        click.echo("No such price. `spotrl prices refresh` asks the clouds.")
+        return code
+    print_table(price_table(points, now))
+    for number, source in enumerate(_sources(points), 1):
+        click.echo(f"[{number}] {source}")
+    return code
+
+
+@prices.command()
+@click.argument("place")
+@click.option("--gpu", "accelerators", multiple=True, help="Only this accelerator, like H100; repeatable.")
+@click.option("--market", type=click.Choice([market.value for market in Market]), help="Only this market.")
+@click.option("--last", "last_ms", type=Duration(), default="7d", show_default=True, help="How far back.")
+@click.option("--html", "page", type=click.Path(dir_okay=False, path_type=Path), help="Write a chart to this file.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.pass_obj
+def history(
+    sessions: Sessions,
+    place: str,
+    accelerators: tuple[str, ...],
+    market: str | None,
+    last_ms: int,
+    page: Path | None,
+    as_json: bool,
+) -> int:
+    """Show how prices of PLACE changed: the name of a zone, an AWS zone id, or a region for prices of all of it.
+
+    \b
+    Example:
+      spotrl prices history us-east-1a --gpu H100 --last 30d --html h100.html
+    """
+    until_ms = now_ms()
+    since_ms = until_ms - last_ms
+    types = _types((), accelerators)
+    with sessions() as session:
+        points = price_history(
+            session,
+            place,
+            since_ms=since_ms,
+            until_ms=until_ms,
+            instance_types=types,
+            market=None if market is None else Market(market),
+        )
+        if not points:
+            known = places(session)
+            near = f"prices are known of {', '.join(known)}" if known else "no price is known yet"
+            raise Failure(f"no such price of {place} up to now; {near}. Next: spotrl prices refresh")
+    if page is not None:
+        from launcher.report.price_page import price_page  # altair is slow to import
+
+        title = f"Prices in {place}, last {duration(last_ms)}"
+        html = price_page(title, points, since_ms=since_ms, until_ms=until_ms, until=_minute(until_ms))
+        page.write_text(html, encoding="utf-8")
+        click.echo(f"The chart is in {page}.", err=as_json)
+    if as_json:
+        click.echo(json.dumps({"place": place, "prices": [price_json(point, until_ms) for point in points]}))
+    elif page is None:
+        print_table(history_table(points))
+    return ExitCode.OK
+
+
+@prices.command()
+@for_what
+@click.option("--since", "since_ms", type=Duration(), default="1d", show_default=True, help="Ask AWS so far back.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object, with every refused price.")
+@click.pass_obj
+def refresh(
+    sessions: Sessions,
+    clouds: tuple[str, ...],
+    regions: tuple[str, ...],
+    accelerators: tuple[str, ...],
+    since_ms: int,
+    as_json: bool,
+) -> int:
+    """Ask the clouds for prices, and keep what is believed.
+
+    A source that fails is said, and the others are kept. Exit code 4 if a cloud does not know who asks.
+
+    \b
+    Example:
+      spotrl prices refresh --cloud aws --region us-east-1 --gpu H100
+    """
+    refreshed = _refresh(sessions, clouds, regions, accelerators, since_ms)
+    if as_json:
+        click.echo(json.dumps(refreshed_json(refreshed)))
+        return refreshed.exit_code
+    print_table(answer_table(refreshed))
+    _tell(refreshed.answers)
+    return refreshed.exit_code
+
+
+@prices.command()
+@for_what
+@click.option("--every", "every_ms", type=Duration(), default="10m", show_default=True, help="How often to ask.")
+@click.option("--times", type=click.IntRange(min=1), help="Stop after asking so often; without it, watch until Ctrl-C.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
+@click.pass_obj
+def watch(
+    sessions: Sessions,
+    clouds: tuple[str, ...],
+    regions: tuple[str, ...],
+    accelerators: tuple[str, ...],
+    every_ms: int,
+    times: int | None,
+    as_json: bool,
+) -> int:
+    """Ask again and again, keep what is believed, and say what changed. Missing credentials end it with exit code 4.
+
+    \b
+    Example:
+      spotrl prices watch --gpu H100 --every 5m
+    """
+    known = _by_pool(_latest(sessions, clouds, regions, accelerators))
+    asked = 0
+    while True:
+        refreshed = _refresh(sessions, clouds, regions, accelerators, max(every_ms, LEAST_SINCE_MS))
+        before, known = known, _by_pool(_latest(sessions, clouds, regions, accelerators))
+        changed = [(before.get(pool), point) for pool, point in known.items() if _moved(before.get(pool), point)]
+        if as_json:
+            news = [price_json(point, now_ms()) | {"before": _exact(was)} for was, point in changed]
+            click.echo(json.dumps({"at": iso(now_ms()), **refreshed_json(refreshed), "changed": news}))
+        else:
+            for line in watch_lines(refreshed, changed):
+                click.echo(line)
+            _tell(refreshed.answers)
+        asked += 1
+        if refreshed.exit_code is ExitCode.CREDENTIALS or asked == times:
+            return refreshed.exit_code
+        time.sleep(every_ms / 1000)
+
+
+# --- what commands share -----------------------------------------------------------------------------
+
+
+def now_ms() -> int:
+    return time.time_ns() // 1_000_000
+
+
+def _refresh(
+    sessions: Sessions, clouds: Sequence[str], regions: Sequence[str], accelerators: Sequence[str], since_ms: int
+) -> Refreshed:
+    _types(clouds, accelerators)
+    now = now_ms()
+    sources = build_sources(
+        clouds or CLOUDS, since_ms=now - since_ms, environ=os.environ, regions=regions, accelerators=accelerators
+    )
+    return refresh_prices(sources, sessions, now)
+
+
+def _ask_first(
+    sessions: Sessions, clouds: Sequence[str], regions: Sequence[str], accelerators: Sequence[str]
+) -> ExitCode:
+    click.echo("No such price is known yet: asking the clouds.", err=True)
+    refreshed = _refresh(sessions, clouds, regions, accelerators, parse_duration("1d"))
+    _tell(refreshed.answers)
+    return refreshed.exit_code
+
+
+def _latest(
+    sessions: Sessions,
+    clouds: Sequence[str],
+    regions: Sequence[str],
+    accelerators: Sequence[str],
+    market: str | None = None,
+) -> list[PricePoint]:
+    with sessions() as session:
+        return latest_prices(
+            session,
+            clouds=clouds,
+            regions=regions,
+            instance_types=_types(clouds, accelerators),
+            market=None if market is None else Market(market),
+        )
+
+
+def _types(clouds: Sequence[str], accelerators: Sequence[str]) -> tuple[str, ...]:
+    """Instance types with these GPUs; empty if no GPU was named. An unknown GPU is a mistake of usage."""
+    for name in accelerators:
+        if not machines(clouds, (name,)):
+            known = ", ".join(sorted({machine.accelerator for machine in machines(clouds)}))
+            raise click.UsageError(f"no machine with {name} is known there; there are {known}")
+    return tuple(machine.instance_type for machine in machines(clouds, accelerators)) if accelerators else ()
+
+
+def _by_pool(points: Sequence[PricePoint]) -> dict[object, PricePoint]:
+    return {point.pool: point for point in points}
+
+
+def _moved(before: PricePoint | None, now: PricePoint) -> bool:
+    return before is None or before.micro_usd_per_hour != now.micro_usd_per_hour
+
+
+def _exact(point: PricePoint | None) -> str | None:
+    return None if point is None else exact_dollars(point.micro_usd_per_hour)
+
+
+# --- for machines ------------------------------------------------------------------------------------
+
+
+def price_json(point: PricePoint, at_ms: int) -> dict[str, Any]:
+    machine = machine_of(point.cloud, point.instance_type)
+    return {
+        "cloud": point.cloud,
+        "region": point.region,
+        "zone": point.zone,
+        "zone_id": point.zone_id,
+        "instance_type": point.instance_type,
+        "accelerator": machine.accelerator if machine else "",
+        "gpus": machine.gpus if machine else 0,
+        "market": point.market.value,
+        "usd_per_hour": exact_dollars(point.micro_usd_per_hour),
+        "micro_usd_per_hour": point.micro_usd_per_hour,
+        "source": point.source,
+        "source_id": point.source_id,
+        "effective": iso(point.effective_ms),
+        "last_seen": iso(point.observed_ms),
+        "age_seconds": max(0, at_ms - point.observed_ms) / 1000,
+    }
+
+
+def refreshed_json(refreshed: Refreshed) -> dict[str, Any]:
+    return {
+        "exit_code": int(refreshed.exit_code),
+        "sources": [
+            {
+                "source": answer.source,
+                "cloud": answer.cloud,
+                "prices": len(answer.points),
+                "new": refreshed.new[answer.source],
+                "estimates": len(answer.advice),
+                "refused": [asdict(one.raw) | {"reason": one.reason} for one in answer.refused],
+                "failures": [str(failure) for failure in answer.failures],
+                "notes": list(answer.notes),
+            }
+            for answer in refreshed.answers
+        ],
+    }
+
+
+def iso(at_ms: int) -> str:
+    return datetime.fromtimestamp(at_ms / 1000, UTC).isoformat(timespec="seconds")
+
+
+# --- for people --------------------------------------------------------------------------------------
+
+
+def price_table(points: Sequence[PricePoint], at_ms: int) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for column in ("cloud", "region", "zone", "instance", "GPUs", "market", "$/h", "$/GPU-h", "since", "seen", "from"):
+        table.add_column(column, no_wrap=True, justify="right" if column.startswith("$") else "left")
+    sources = _sources(points)
+    for point in sorted(points, key=lambda p: (p.cloud, p.region, p.instance_type, p.market, p.micro_usd_per_hour)):
+        machine = machine_of(point.cloud, point.instance_type)
+        table.add_row(
+            point.cloud,
+            point.region,
+            _zone(point),
+            point.instance_type,
+            f"{machine.accelerator}:{machine.gpus}" if machine else "",
+            point.market.value,
+            dollars(point.micro_usd_per_hour),
+            dollars(point.micro_usd_per_hour // machine.gpus) if machine else "",
+            _minute(point.effective_ms),
+            _ago(at_ms - point.observed_ms),
+            f"[{sources.index(point.source) + 1}]",
+        )
+    return table
+
+
+def history_table(points: Sequence[PricePoint]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for column in ("since (UTC)", "zone", "instance", "market", "$/h", "source"):
+        table.add_column(column, no_wrap=True, justify="right" if column.startswith("$") else "left")
+    for point in points:
+        table.add_row(
+            _minute(point.effective_ms),
+            _zone(point),
+            point.instance_type,
+            point.market.value,
+            dollars(point.micro_usd_per_hour),
+            point.source,
+        )
+    return table
+
+
+def answer_table(refreshed: Refreshed) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for column in ("source", "prices", "new", "refused", "estimates", "failures"):
+        table.add_column(column, no_wrap=True, justify="left" if column == "source" else "right")
+    for answer in refreshed.answers:
+        heard, new, refused = len(answer.points), refreshed.new[answer.source], len(answer.refused)
+        counts = (heard, new, refused, len(answer.advice), len(answer.failures))
+        table.add_row(answer.source, *map(str, counts))
+    return table
+
+
+def watch_lines(refreshed: Refreshed, changed: Sequence[tuple[PricePoint | None, PricePoint]]) -> list[str]:
+    """One line a question, and one a price that is new or moved."""
+    heard = sum(len(answer.points) for answer in refreshed.answers)
+    refused = sum(len(answer.refused) for answer in refreshed.answers)
+    lines = [f"{_minute(now_ms())} UTC: {heard} prices heard, {len(changed)} moved or new, {refused} refused"]
+    for before, point in changed:
+        was = "" if before is None else f"{hourly(before.micro_usd_per_hour)} -> "
+        where = f"{point.market.value} {point.instance_type} in {_zone(point)} ({point.region})"
+        lines.append(f"  {where}: {was}{hourly(point.micro_usd_per_hour)}")
+    return lines
+
+
+def _tell(answers: Sequence[Answer]) -> None:
+    """What did not come, and why: on stderr, so that a table can be piped."""
+    for answer in answers:
+        for refusal in answer.refused[:REFUSALS_SHOWN]:
+            click.echo(f"Refused: {refusal} ({answer.source})", err=True)
+        if (more := len(answer.refused) - REFUSALS_SHOWN) > 0:
+            click.echo(f"Refused: {more} more of {answer.source}; --json lists them all", err=True)
+        for note in answer.notes:
+            click.echo(f"Note: {note}", err=True)
+    # Two sources of one cloud lack the same credentials: once is enough.
+    for failure in dict.fromkeys(str(failure) for answer in answers for failure in answer.failures):
+        click.echo(f"Error: {failure}", err=True)
+
+
+def _sources(points: Sequence[PricePoint]) -> list[str]:
+    return sorted({point.source for point in points})
+
+
+def _ago(ms: int) -> str:
+    return "just now" if ms < 1000 else f"{duration(ms)} ago"
+
+
+def _zone(point: PricePoint) -> str:
+    if point.zone and point.zone_id:
+        return f"{point.zone} ({point.zone_id})"
+    return point.zone or point.zone_id or "any"
+
+
+def _minute(at_ms: int) -> str:
+    return datetime.fromtimestamp(at_ms / 1000, UTC).strftime("%Y-%m-%d %H:%M")

@@ -1,0 +1,63 @@
+"""What clouds say of their spot capacity, as what is believed before anything was seen. Pure.
+
+newest uptime, or else preemption rate, of a pool -> prior hazards;    newest obtainability -> prior launch odds
+
+Our own ledger is added on top (launcher/market/hazard.py), so that a cloud's word counts until we know better.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from launcher.market.hazard import (
+    POOLED,
+    HazardPrior,
+    LaunchOdds,
+    Pool,
+    odds_of_obtainability,
+    prior_of_preemption_rate,
+    prior_of_uptime,
+)
+from launcher.market.prices import AdviceKind, CapacityAdvice
+from launcher.money import HOUR_MS
+
+STALE_MS = 48 * HOUR_MS
+"""Advice older than this says nothing of now. A preemption rate is of a whole day, so the newest is a day old."""
+
+RUN_HOURS = 4.0
+"""Assumed: how long a spot VM runs that stops; without it a preemption rate is no hazard (research notes cost 1.2)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Said:
+    """By pool, of those of which something was said."""
+
+    priors: Mapping[Pool, HazardPrior]
+    odds: Mapping[Pool, LaunchOdds]
+
+
+def what_clouds_say(
+    advice: Iterable[CapacityAdvice], now_ms: int, prior: HazardPrior = POOLED, run_hours: float = RUN_HOURS
+) -> Said:
+    """The newest advice of each pool; what is stale or not credible is passed over."""
+    newest: dict[tuple[Pool, AdviceKind], CapacityAdvice] = {}
+    for each in advice:
+        pool = Pool(cloud=each.cloud, region=each.region, zone=each.zone, instance_type=each.instance_type)
+        old = newest.get((pool, each.kind))
+        is_news = old is None or _when(each) > _when(old)
+        if is_news and each.is_credible and each.until_ms > now_ms - STALE_MS:
+            newest[pool, each.kind] = each
+    priors: dict[Pool, HazardPrior] = {}
+    odds: dict[Pool, LaunchOdds] = {}
+    for (pool, kind), each in newest.items():
+        if kind is AdviceKind.UPTIME_HOURS:
+            priors[pool] = prior_of_uptime(prior, each.value, each.source)
+        elif kind is AdviceKind.OBTAINABILITY:
+            odds[pool] = odds_of_obtainability(each.value, each.source)
+        elif (pool, AdviceKind.UPTIME_HOURS) not in newest:
+            source = f"{each.source}; a VM that stops is taken to have run {run_hours:g} h (assumed)"
+            priors[pool] = prior_of_preemption_rate(prior, each.value, run_hours, source)
+    return Said(priors=priors, odds=odds)
+
+
+def _when(advice: CapacityAdvice) -> tuple[int, int, float]:
+    return (advice.until_ms, advice.observed_ms, advice.value)

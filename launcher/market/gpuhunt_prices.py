@@ -1,0 +1,87 @@
+"""Prices that dstack published: its library gpuhunt assembles them, we take those that it assembles correctly.
+
+For who has no account to ask the clouds with. Taken: AWS on demand, GCP on demand and spot (host, GPUs and local SSD
+are added there, and calendar-mode rates are told apart). Not taken: AWS spot, of which gpuhunt keeps the cheapest zone
+of a region and drops its name. catalogs/README.md lists what else it lacks.
+"""
+
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from decimal import ROUND_HALF_EVEN, Decimal
+from typing import Any
+
+from engine.events import Market
+from launcher.exit_codes import Failure
+from launcher.market.machines import machine_of
+from launcher.market.prices import PricePoint
+from launcher.money import MICRO
+
+WANTED = ("aws", "gcp")
+
+
+def fetch_gpuhunt(now_ms: int) -> list[PricePoint]:
+    """Downloads the published catalogs. Raises Failure where gpuhunt is not installed or a catalog cannot be had."""
+    try:
+        import gpuhunt  # an extra; most who refresh ask the clouds themselves
+    except ImportError:
+        raise Failure("gpuhunt is not installed; pip install 'spotrl[prices]', or refresh from the clouds") from None
+    catalog = gpuhunt.Catalog(auto_reload=False)
+    try:
+        catalog.load()
+    except (gpuhunt.GPUHuntError, OSError) as error:
+        raise Failure(f"gpuhunt cannot load its catalog ({error}); try again later, or ask the clouds") from None
+    if missing := [cloud for cloud in WANTED if cloud not in catalog.catalog]:
+        raise Failure(f"gpuhunt has no catalog of {' and '.join(missing)} today; the tables are as they were")
+    # No flags allowed: they mark calendar-mode rates, and machines that are sold by reservation alone.
+    items = catalog.query(provider=list(WANTED), min_gpu_count=1, allowed_flags=())
+    versions = {cloud: catalog.catalog[cloud].version for cloud in WANTED}
+    return points_of(items, versions, now_ms)
+
+
+def points_of(items: Iterable[Any], versions: dict[str, str], now_ms: int) -> list[PricePoint]:
+    """`items` are gpuhunt's CatalogItem; machines that we do not know are left out."""
+    points = []
+    for item in items:
+        name = item.instance_name
+        if name.startswith("n1-"):
+            name = f"{name}+{item.gpu_name}:{item.gpu_count}"
+        machine = machine_of(item.provider, name)
+        market = Market.SPOT if item.spot else Market.ON_DEMAND
+        if machine is None or market not in machine.markets or (item.provider, market) == ("aws", Market.SPOT):
+            continue
+        is_gcp = item.provider == "gcp"
+        version = versions[item.provider]
+        seen_ms = version_ms(version)
+        points.append(
+            PricePoint(
+                cloud=item.provider,
+                region=item.location.rpartition("-")[0] if is_gcp else item.location,
+                # GCP's on-demand prices are the region's; gpuhunt repeats them for each zone.
+                zone=item.location if is_gcp and market is Market.SPOT else "",
+                zone_id="",
+                instance_type=name,
+                market=market,
+                micro_usd_per_hour=micro_usd(item.price),
+                source=f"gpuhunt catalog {version}",
+                source_id="",
+                effective_ms=seen_ms,
+                observed_ms=min(seen_ms, now_ms),
+            )
+        )
+    return points
+
+
+def micro_usd(usd: float) -> int:
+    """gpuhunt's prices are floats rounded to six decimals: back to the whole micro-dollar."""
+    return int((Decimal(str(usd)) * MICRO).to_integral_value(ROUND_HALF_EVEN))
+
+
+def version_ms(version: str) -> int:
+    """`20261120-1234` -> the first moment of that day. Raises Failure for a version without a date."""
+    try:
+        day = datetime.strptime(version[:8], "%Y%m%d").replace(tzinfo=UTC)
+    except ValueError:
+        raise Failure(
+            f"gpuhunt's catalog is called {version!r}, which has no date; a price without one is not taken"
+        ) from None
+    return round(day.timestamp() * 1000)

@@ -1,0 +1,427 @@
+"""How soon a spot node is taken back, by its age and pool, and whether it can be had at all. Pure.
+
+what was seen (lives, launches) + what is believed before (a prior, with its weight) -> estimate, interval, evidence
+
+Young nodes die most: the hazard falls from 1.3 an hour to .06 after 16 h (research notes cost 3), so there is one
+hazard to an age bucket and never a mean time between failures. Each is Gamma-Poisson: a prior worth
+`PRIOR_RECLAIMS` reclaims, to which reclaims and node-hours at that age are added. Ages and lives are in hours inside.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import pairwise
+from math import exp, expm1, inf, log, sqrt
+from typing import Self
+
+from launcher.market.estimate import Basis, Estimate
+from launcher.money import HOUR_MS
+
+BUCKET_STARTS_MS = tuple(minutes * 60_000 for minutes in (0, 15, 30, 60, 120, 240, 480, 960))
+"""The last bucket has no end; the research notes watched it to 48 h."""
+
+BUCKET_HOURS = (*((end - start) / HOUR_MS for start, end in pairwise(BUCKET_STARTS_MS)), inf)
+
+POOLED_HAZARDS = (1.27, 1.09, 0.76, 0.42, 0.21, 0.15, 0.11, 0.06)
+"""Reclaims per node-hour by age, pooled over nine AWS V100 zones, 2022-23 (research notes cost 3)."""
+
+PRIOR_RECLAIMS = 1.0
+"""What the prior of a bucket is worth. Nodes of those zones lived .7 to 10.5 h on average, a spread about as wide as
+that of an exponential distribution, which is a Gamma of shape 1."""
+
+TRACE_UPTIME = 0.64
+"""Mean share of time that a spot node could be had in those zones: what a launch is believed to succeed with."""
+
+PRIOR_LAUNCHES = 2.0
+"""Launches that the belief above is worth: zones ranged from .17 to .90 (research notes cost 3)."""
+
+ON_DEMAND_ODDS = 0.9
+"""Assumed; no trace of on-demand launches is known to us."""
+
+COLD_START_MS = 8 * 60_000
+"""From `up` to the first worker: what the research notes simulated with (cost 4.3); the parts add up to 2 to 7
+minutes without the weights (engine 6)."""
+
+COLD_START_SPREAD_MS = 3 * 60_000
+"""Standard deviation of the belief above: 2 to 13 minutes are within two of it."""
+
+PRIOR_COLD_STARTS = 2.0
+
+Z90 = 1.6449
+"""Standard normal quantile at 95 %."""
+
+NOTES = "research notes cost 3: nine AWS V100 zones, 2022-23"
+
+
+@dataclass(frozen=True, order=True, kw_only=True, slots=True)
+class Pool:
+    """Where nodes share a fate: one instance type in one zone. `zone` is empty on demand."""
+
+    cloud: str
+    region: str
+    zone: str
+    instance_type: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Life:
+    """How long a node was watched, from `up` on. Not reclaimed: it still runs, or ended by our wish."""
+
+    ms: int
+    reclaimed: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exposure:
+    """Node-milliseconds watched and reclaims seen, by age bucket."""
+
+    ms: tuple[int, ...] = (0,) * len(BUCKET_STARTS_MS)
+    reclaims: tuple[int, ...] = (0,) * len(BUCKET_STARTS_MS)
+
+    @classmethod
+    def of(cls, lives: Iterable[Life]) -> Self:
+        watched, reclaims = [0] * len(BUCKET_STARTS_MS), [0] * len(BUCKET_STARTS_MS)
+        for life in lives:
+            ends = (*BUCKET_STARTS_MS[1:], max(life.ms, BUCKET_STARTS_MS[-1]))
+            for bucket, (start, end) in enumerate(zip(BUCKET_STARTS_MS, ends, strict=True)):
+                watched[bucket] += max(0, min(life.ms, end) - start)
+            if life.reclaimed:
+                reclaims[max(bucket for bucket, start in enumerate(BUCKET_STARTS_MS) if start <= life.ms)] += 1
+        return cls(ms=tuple(watched), reclaims=tuple(reclaims))
+
+    def __add__(self, other: "Exposure") -> "Exposure":
+        return Exposure(
+            ms=tuple(map(sum, zip(self.ms, other.ms, strict=True))),
+            reclaims=tuple(map(sum, zip(self.reclaims, other.reclaims, strict=True))),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HazardCurve:
+    """One hazard to an age bucket, in reclaims per node-hour; between the buckets' ends it is constant."""
+
+    per_hour: tuple[float, ...]
+
+    def survives(self, hours: float) -> float:
+        """S(a) = exp(-integral of h from 0 to a): the share of nodes that live so long."""
+        return exp(-self.expected_reclaims(hours))
+
+    def expected_reclaims(self, hours: float) -> float:
+        """The integral of h from 0 to `hours`."""
+        return _expected_reclaims(self.per_hour, hours)
+
+    def taken_within(self, hours: float) -> float:
+        """P(L < hours)."""
+        return 1.0 - self.survives(hours)
+
+    def mean_life(self, until_hours: float = inf) -> float:
+        """E[min(L, H)] in hours: the integral of S from 0 to H."""
+        return _mean_life(self.per_hour, until_hours)
+
+    def scaled(self, factor: float) -> "HazardCurve":
+        return HazardCurve(per_hour=tuple(factor * hazard for hazard in self.per_hour))
+
+
+@lru_cache(maxsize=4096)
+def _expected_reclaims(per_hour: tuple[float, ...], hours: float) -> float:
+    return sum(hazard * part for hazard, part in zip(per_hour, _parts(hours), strict=True) if part)
+
+
+@lru_cache(maxsize=4096)  # many pools have the prior's hazards, and a plan asks for the same ages of all of them
+def _mean_life(per_hour: tuple[float, ...], until_hours: float) -> float:
+    alive, hours = 1.0, 0.0
+    for hazard, part in zip(per_hour, _parts(until_hours), strict=True):
+        if part == 0:
+            break
+        reclaims = hazard * part if hazard else 0.0
+        hours += alive * (-expm1(-reclaims) / hazard if reclaims > 1e-12 else part)
+        alive *= exp(-reclaims)
+    return hours
+
+
+def _parts(hours: float) -> list[float]:
+    """How much of the time up to an age lies in each bucket."""
+    parts, left = [], hours
+    for length in BUCKET_HOURS:
+        parts.append(min(left, length))
+        left = max(0.0, left - length)
+    return parts
+
+
+STEADY = HazardCurve(per_hour=(0.0,) * len(BUCKET_STARTS_MS))
+"""A node that nobody takes back: on demand."""
+
+
+# --- what is believed before anything was seen ---------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HazardPrior:
+    """A hazard for each age, each worth so many reclaims."""
+
+    curve: HazardCurve
+    reclaims: float
+    basis: Basis
+    source: str
+
+
+POOLED = HazardPrior(
+    curve=HazardCurve(per_hour=POOLED_HAZARDS), reclaims=PRIOR_RECLAIMS, basis=Basis.PRIOR, source=NOTES
+)
+
+
+def prior_after(prior: HazardPrior, replayed: Exposure, source: str) -> HazardPrior:
+    """The prior moved by a recorded trace (`lives_of_trace`), which was another pool: its weight stays the same."""
+    curve = learn(prior, replayed).mean
+    return HazardPrior(curve=curve, reclaims=prior.reclaims, basis=Basis.REPLAYED, source=source)
+
+
+def prior_of_uptime(prior: HazardPrior, uptime_hours: float, source: str) -> HazardPrior:
+    """A cloud's estimated uptime (GCP's AdviceClient.capacity), in the shape of `prior`.
+
+    It is how long *most* of its VMs are expected to run, so read as the median: the factor m with S(uptime) = 1/2,
+    m = ln 2 / (integral of h to the uptime). 1 h under a prior of .97 reclaims until then: m = .71.
+    """
+    return _said(prior, log(2) / prior.curve.expected_reclaims(uptime_hours), source)
+
+
+def prior_of_preemption_rate(prior: HazardPrior, rate: float, mean_run_hours: float, source: str) -> HazardPrior:
+    """GCP's preemption rate, the preempted share of the spot VMs that stopped, in the shape of `prior`.
+
+    A share is no hazard; it takes how long VMs run (r) to make one: the factor m with P(L < r) = rate,
+    m = -ln(1 - rate) / (integral of h to r). Half of them within 1 h: m = .71 as above. 0 counts as .001.
+    """
+    taken = min(0.999, max(0.001, rate))
+    return _said(prior, -log(1 - taken) / prior.curve.expected_reclaims(mean_run_hours), source)
+
+
+def _said(prior: HazardPrior, factor: float, source: str) -> HazardPrior:
+    return HazardPrior(curve=prior.curve.scaled(factor), reclaims=prior.reclaims, basis=Basis.SAID, source=source)
+
+
+# --- what is estimated ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Survival:
+    """The hazard of each age bucket as a Gamma distribution, and the evidence in it."""
+
+    shapes: tuple[float, ...]
+    """Reclaims, those that the prior is worth included."""
+    hours: tuple[float, ...]
+    """Node-hours, those that the prior is worth included."""
+    evidence: Exposure
+    basis: Basis
+    source: str
+
+    @cached_property
+    def mean(self) -> HazardCurve:
+        return self._curve(lambda shape: shape)
+
+    @cached_property
+    def low(self) -> HazardCurve:
+        """Every hazard at its 5 % end."""
+        return self._curve(lambda shape: gamma_quantile(shape, -Z90))
+
+    @cached_property
+    def high(self) -> HazardCurve:
+        """Every hazard at its 95 % end."""
+        return self._curve(lambda shape: gamma_quantile(shape, Z90))
+
+    def _curve(self, quantile: Callable[[float], float]) -> HazardCurve:
+        rates = (quantile(shape) / hours for shape, hours in zip(self.shapes, self.hours, strict=True))
+        return HazardCurve(per_hour=tuple(rates))
+
+    def taken_within(self, hours: float) -> Estimate:
+        """P(L < hours), for more than 0 hours.
+
+        Its interval: the expected reclaims are a sum of Gammas, taken for one of the same mean and variance.
+        """
+        mean = self.mean.expected_reclaims(hours)
+        parts = zip(self.shapes, self.hours, _parts(hours), strict=True)
+        variance = sum(shape * (part / watched) ** 2 for shape, watched, part in parts)
+        shape = mean**2 / variance
+        low, high = (gamma_quantile(shape, z) * mean / shape for z in (-Z90, Z90))
+        ends = (1 - exp(-mean), 1 - exp(-low), 1 - exp(-high))
+        return self._estimate(ends, sum(self.evidence.reclaims), sum(self.evidence.ms))
+
+    def hazard(self, age_hours: float) -> Estimate:
+        """Reclaims per node-hour at an age."""
+        bucket = max(index for index, start in enumerate(BUCKET_STARTS_MS) if start <= age_hours * HOUR_MS)
+        ends = (self.mean.per_hour[bucket], self.low.per_hour[bucket], self.high.per_hour[bucket])
+        return self._estimate(ends, self.evidence.reclaims[bucket], self.evidence.ms[bucket])
+
+    def _estimate(self, ends: tuple[float, float, float], events: int, exposure_ms: int) -> Estimate:
+        mean, low, high = ends
+        return Estimate(
+            mean=mean,
+            low=low,
+            high=high,
+            basis=self.basis,
+            source=self.source,
+            events=events,
+            exposure_ms=exposure_ms,
+        )
+
+
+def learn(
+    prior: HazardPrior, seen: Exposure, basis: Basis = Basis.MEASURED, source: str = "our own ledger"
+) -> Survival:
+    """Gamma-Poisson, bucket by bucket: (k0 + k) reclaims in (k0 / h0 + t) node-hours.
+
+    With one prior reclaim at 1.27/h and five seen in one hour: 6 / (1 / 1.27 + 1) = 3.36/h.
+    """
+    is_seen = any(seen.ms) or any(seen.reclaims)
+    return Survival(
+        shapes=tuple(prior.reclaims + count for count in seen.reclaims),
+        hours=tuple(
+            prior.reclaims / hazard + ms / HOUR_MS for hazard, ms in zip(prior.curve.per_hour, seen.ms, strict=True)
+        ),
+        evidence=seen,
+        basis=basis if is_seen else prior.basis,
+        source=f"{source}; before that {prior.source}" if is_seen else prior.source,
+    )
+
+
+def gamma_quantile(shape: float, z: float) -> float:
+    """Quantile of a Gamma with rate 1, at the standard normal quantile z, by Wilson and Hilferty (1931).
+
+    shape 1 at 95 %: 2.97 (exactly 3.00); shape 6: 10.51 (10.51). Below shape 1 the lower end is too low.
+    """
+    return float(shape * max(0.0, 1 - 1 / (9 * shape) + z / (3 * sqrt(shape))) ** 3)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchOdds:
+    """Whether a node that is asked for comes: Beta, from launches and what is believed before."""
+
+    successes: int = 0
+    failures: int = 0
+    prior: float = TRACE_UPTIME
+    prior_launches: float = PRIOR_LAUNCHES
+    prior_basis: Basis = Basis.PRIOR
+    prior_source: str = f"{NOTES}: mean share of time with capacity"
+
+    @property
+    def mean(self) -> float:
+        return (self.prior * self.prior_launches + self.successes) / self._launches
+
+    @property
+    def _launches(self) -> float:
+        return self.prior_launches + self.successes + self.failures
+
+    def estimate(self) -> Estimate:
+        """The interval is the mean and 1.64 standard deviations of the Beta, within 1 % and 100 %."""
+        spread = Z90 * sqrt(self.mean * (1 - self.mean) / (self._launches + 1))
+        is_seen = self.successes + self.failures > 0
+        return Estimate(
+            mean=self.mean,
+            low=max(0.01, self.mean - spread),
+            high=min(1.0, self.mean + spread),
+            basis=Basis.MEASURED if is_seen else self.prior_basis,
+            source=f"our own ledger; before that {self.prior_source}" if is_seen else self.prior_source,
+            events=self.successes + self.failures,
+        )
+
+
+ON_DEMAND = LaunchOdds(prior=ON_DEMAND_ODDS, prior_basis=Basis.ASSUMED, prior_source="assumed for on demand")
+
+
+def cold_start(seen_ms: Iterable[int] = ()) -> Estimate:
+    """Milliseconds from `up` to the first worker: the mean of what was seen and `PRIOR_COLD_STARTS` believed ones."""
+    seen = list(seen_ms)
+    launches = PRIOR_COLD_STARTS + len(seen)
+    mean = (PRIOR_COLD_STARTS * COLD_START_MS + sum(seen)) / launches
+    spread = Z90 * COLD_START_SPREAD_MS * sqrt(PRIOR_COLD_STARTS / launches)
+    assumed = "research notes cost 4.3 and engine 6"
+    return Estimate(
+        mean=mean,
+        low=max(0.0, mean - spread),
+        high=mean + spread,
+        basis=Basis.MEASURED if seen else Basis.ASSUMED,
+        source=f"our own ledger; before that {assumed}" if seen else assumed,
+        events=len(seen),
+    )
+
+
+# --- who goes with whom --------------------------------------------------------------------------------
+
+SAME_ZONE = Estimate(
+    mean=0.59,
+    low=0.42,
+    high=1.0,
+    basis=Basis.ASSUMED,
+    source="no lower than the most alike zones of one region (research notes cost 3); the ends are assumed",
+)
+SAME_REGION = Estimate(
+    mean=0.42,
+    low=0.25,
+    high=0.59,
+    basis=Basis.PRIOR,
+    source=f"{NOTES}: range over pairs of zones, and its middle",
+)
+OTHER_REGION = Estimate(
+    mean=0.14,
+    low=0.0,
+    high=0.25,
+    basis=Basis.PRIOR,
+    source=f"{NOTES}: mean; the ends are no correlation, and the least inside one region",
+)
+
+
+def correlation(one: Pool, other: Pool) -> Estimate:
+    """Of two nodes being there, by where they are."""
+    if (one.cloud, one.region) != (other.cloud, other.region):
+        return OTHER_REGION
+    return SAME_ZONE if one.zone == other.zone else SAME_REGION
+
+
+# --- what was seen -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PoolHistory:
+    """What we saw of one pool. Moments are milliseconds UTC."""
+
+    pool: Pool
+    lives: tuple[Life, ...] = ()
+    launches: int = 0
+    """That succeeded."""
+    last_launch_ms: int | None = None
+    stock_outs_ms: tuple[int, ...] = ()
+    """When the cloud had none, oldest first."""
+    cold_starts_ms: tuple[int, ...] = ()
+
+    def survival(self, prior: HazardPrior = POOLED) -> Survival:
+        return learn(prior, Exposure.of(self.lives))
+
+    def odds(self, believed: LaunchOdds | None = None) -> LaunchOdds:
+        """`believed`: what a cloud says (its obtainability); None: what traces say."""
+        believed = believed or LaunchOdds()
+        return LaunchOdds(
+            successes=self.launches,
+            failures=len(self.stock_outs_ms),
+            prior=believed.prior,
+            prior_launches=believed.prior_launches,
+            prior_basis=believed.prior_basis,
+            prior_source=believed.prior_source,
+        )
+
+
+def odds_of_obtainability(obtainability: float, source: str) -> LaunchOdds:
+    """GCP's obtainability, 0 to 1 (AdviceClient.capacity), as what is believed before the first launch."""
+    return LaunchOdds(prior=min(0.99, max(0.01, obtainability)), prior_basis=Basis.SAID, prior_source=source)
+
+
+def lives_of_trace(lines: Iterable[str]) -> tuple[Life, ...]:
+    """The lives in a recorded trace of `milliseconds,add|remove,node`; what is there at its end was not reclaimed."""
+    added: dict[str, int] = {}
+    lives, last = [], 0
+    for line in filter(None, map(str.strip, lines)):
+        at, what, node = line.split(",")
+        last = max(last, int(at))
+        if what == "add":
+            added[node] = int(at)
+        elif node in added:
+            lives.append(Life(ms=int(at) - added.pop(node), reclaimed=True))
+    return (*lives, *(Life(ms=last - since, reclaimed=False) for since in added.values()))

@@ -1,0 +1,29 @@
+"""What is on offer now: the price tables, and over them what clouds have said since. Pure; the time is passed in.
+
+tables + latest prices of the ledger -> one offer for each thing, the price seen last -> without what is too old
+
+An AWS zone goes by the name that our account has for it, where a price told us: machines that we bought are recorded
+by that name, so what we learnt of a zone meets its prices. A zone without a known name goes by its id.
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from launcher.market.offers import Offer, buyable, key, seen_ms, without_expired
+from launcher.market.prices import PricePoint
+from launcher.market.refresh_catalog import merged, offers_from
+
+
+def on_offer(tables: Iterable[Offer], said: Iterable[PricePoint], now_ms: int) -> tuple[Offer, ...]:
+    """Offers that a cloud would understand, judged together. `said`: the latest price of each pool."""
+    said = sorted(said, key=lambda point: point.observed_ms)
+    listed = buyable(tables)
+    seen = {key(offer): seen_ms(offer.observed_at) or 0 for offer in listed}
+    newer = [
+        offer for offer in offers_from(said).offers if (seen_ms(offer.observed_at) or 0) >= seen.get(key(offer), 0)
+    ]
+    names = {(point.region, point.zone_id): point.zone for point in said if point.zone_id and point.zone}
+    return without_expired(
+        (replace(offer, zone=names.get((offer.region, offer.zone_id), offer.zone)) for offer in merged(listed, newer)),
+        now_ms,
+    )

@@ -1,0 +1,155 @@
+"""Prices come in: ask every source at once, believe what can be believed, keep it in one short transaction.
+
+sources -> ask (threads, network) -> believe (pure) -> answers -> record (SQLite)
+
+The promise: a source that fails is said and takes no other with it, and nothing stands in for its prices.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from sqlalchemy.orm import Session, sessionmaker
+
+from engine.events import Market
+from launcher.exit_codes import ExitCode, Failure
+from launcher.ledger.prices import latest_prices, record_advice, record_prices
+from launcher.ledger.store import writing
+from launcher.market.machines import machines
+from launcher.market.prices import (
+    CapacityAdvice,
+    Fetched,
+    PricePoint,
+    PriceSource,
+    Product,
+    Refusal,
+    believe,
+    on_demand_prices,
+)
+from launcher.market.sources.asking import Patience
+
+CLOUDS = ("aws", "gcp")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """What came of asking one source."""
+
+    source: str
+    cloud: str
+    points: tuple[PricePoint, ...] = ()
+    refused: tuple[Refusal, ...] = ()
+    advice: tuple[CapacityAdvice, ...] = ()
+    failures: tuple[Failure, ...] = ()
+    """Of the whole source, or of parts of it; the rest came all the same."""
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Refreshed:
+    """The answers, and how many of their prices the ledger did not have."""
+
+    answers: tuple[Answer, ...]
+    new: Mapping[str, int]
+    """By source."""
+
+    @property
+    def exit_code(self) -> ExitCode:
+        """0 if every source answered in full; missing credentials come before any other failure."""
+        return exit_code_of(self.answers)
+
+
+def exit_code_of(answers: Sequence[Answer]) -> ExitCode:
+    codes = {failure.exit_code for answer in answers for failure in answer.failures}
+    return next((code for code in (ExitCode.CREDENTIALS, ExitCode.STALE_CATALOG, *codes) if code in codes), ExitCode.OK)
+
+
+def build_sources(
+    clouds: Collection[str] = CLOUDS,
+    *,
+    since_ms: int,
+    environ: Mapping[str, str],
+    regions: Sequence[str] = (),
+    accelerators: Collection[str] = (),
+    patience: Patience | None = None,
+) -> list[PriceSource]:
+    """The sources of these clouds for these GPUs; an empty collection is any. On-demand comes before what it judges.
+
+    `since_ms`: how far back AWS's spot prices are asked for. `environ` names Google's endpoints and project.
+    """
+    from launcher.market.sources.aws import AwsOnDemand, AwsSpot
+    from launcher.market.sources.gcp import GcpAdvice, GcpCatalog
+
+    aws, gcp = machines(("aws",), accelerators), machines(("gcp",), accelerators)
+    sources: list[PriceSource] = []
+    if "aws" in clouds and aws:
+        types = [machine.instance_type for machine in aws]
+        sources.append(AwsOnDemand(types, regions=regions, patience=patience))
+        sources.append(AwsSpot(types, since_ms=since_ms, regions=regions, patience=patience))
+    if "gcp" in clouds and gcp:
+        sources.append(GcpCatalog(gcp, environ=environ, regions=regions, patience=patience))
+        sources.append(GcpAdvice(gcp, environ=environ, regions=regions, patience=patience))
+    return sources
+
+
+def ask(sources: Sequence[PriceSource], now_ms: int, on_demand: Mapping[Product, int] | None = None) -> list[Answer]:
+    """Ask all at once; believe in the given order: spot prices are held against on-demand ones that came before them.
+
+    `on_demand`: prices that are known already, for a source that does not answer this time.
+    """
+    with ThreadPoolExecutor(max_workers=max(1, len(sources))) as pool:
+        under_way = [pool.submit(_fetch, source, now_ms) for source in sources]
+        fetched = [future.result() for future in under_way]
+    limits = dict(on_demand or {})
+    answers = []
+    for source, came in zip(sources, fetched, strict=True):
+        answer = _answer(source, came, now_ms, limits)
+        limits |= on_demand_prices(answer.points)
+        answers.append(answer)
+    return answers
+
+
+def _fetch(source: PriceSource, now_ms: int) -> Fetched | Failure:
+    try:
+        return source.fetch(now_ms)
+    except Failure as failure:
+        return failure
+
+
+def _answer(source: PriceSource, came: Fetched | Failure, now_ms: int, limits: Mapping[Product, int]) -> Answer:
+    if isinstance(came, Failure):
+        return Answer(source=source.name, cloud=source.cloud, failures=(came,))
+    credible = tuple(one for one in came.advice if one.is_credible)
+    notes, failures = came.notes, came.failures
+    if dropped := len(came.advice) - len(credible):
+        notes += (f"{source.name}: {dropped} estimates that are no chance and no time were left out",)
+    points: tuple[PricePoint, ...] = ()
+    refused: tuple[Refusal, ...] = ()
+    # Nothing from a source that failed in part is no proof that it has nothing.
+    if came.prices or (source.gives_prices and not failures):
+        try:
+            belief = believe(came.prices, source=source.name, now_ms=now_ms, on_demand=limits)
+            points, refused = belief.points, belief.refused
+        except Failure as failure:
+            failures += (failure,)
+    return Answer(
+        source=source.name,
+        cloud=source.cloud,
+        points=points,
+        refused=refused,
+        advice=credible,
+        failures=failures,
+        notes=notes,
+    )
+
+
+def refresh(sources: Sequence[PriceSource], sessions: sessionmaker[Session], now_ms: int) -> Refreshed:
+    """Ask, then write down what is believed: the network first, one short transaction after it."""
+    with sessions() as session:
+        known = on_demand_prices(latest_prices(session, market=Market.ON_DEMAND))
+    answers = ask(sources, now_ms, known)
+    with writing(sessions) as session:
+        new = {answer.source: record_prices(session, answer.points) for answer in answers}
+        for answer in answers:
+            record_advice(session, answer.advice)
+    return Refreshed(answers=tuple(answers), new=new)

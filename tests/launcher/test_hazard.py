@@ -1,0 +1,326 @@
+"""How soon spot nodes go, by age: the arithmetic by hand, and what a ledger's evidence does to it."""
+
+from math import exp
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import gamma
+
+from launcher.ledger.exposure import pool_histories
+from launcher.ledger.models import NodeEvent
+from launcher.market.advice import what_clouds_say
+from launcher.market.estimate import Basis
+from launcher.market.hazard import (
+    BUCKET_STARTS_MS,
+    OTHER_REGION,
+    POOLED,
+    SAME_REGION,
+    SAME_ZONE,
+    STEADY,
+    Z90,
+    Exposure,
+    HazardCurve,
+    LaunchOdds,
+    Life,
+    Pool,
+    PoolHistory,
+    cold_start,
+    correlation,
+    gamma_quantile,
+    learn,
+    lives_of_trace,
+    odds_of_obtainability,
+    prior_after,
+    prior_of_preemption_rate,
+    prior_of_uptime,
+)
+from launcher.market.prices import AdviceKind, CapacityAdvice
+from launcher.market.recorded import bamboo_prior, recorded_lives
+from tests.launcher.made_ledger import HOUR_MS, MINUTE_MS, START_MS, a_run, a_session
+
+ONE_AN_HOUR = HazardCurve(per_hour=(1.0,) * 8)
+
+hazards = st.lists(st.floats(0, 20), min_size=8, max_size=8).map(lambda each: HazardCurve(per_hour=tuple(each)))
+lives = st.lists(st.builds(Life, ms=st.integers(0, 60 * HOUR_MS), reclaimed=st.booleans()), max_size=12)
+
+
+# --- survival -----------------------------------------------------------------------------------------
+
+
+def test_a_constant_hazard_is_the_exponential_law():
+    assert ONE_AN_HOUR.survives(1.0) == pytest.approx(exp(-1))
+    assert ONE_AN_HOUR.taken_within(2.0) == pytest.approx(1 - exp(-2))
+    assert ONE_AN_HOUR.mean_life(2.0) == pytest.approx(1 - exp(-2))
+    assert ONE_AN_HOUR.mean_life() == pytest.approx(1.0)
+
+
+def test_the_hazard_changes_with_age():
+    curve = HazardCurve(per_hour=(4.0, 2.0, 0, 0, 0, 0, 0, 0))
+    assert curve.survives(0.25) == pytest.approx(exp(-1))
+    assert curve.survives(0.5) == pytest.approx(exp(-1.5))
+    assert curve.survives(40.0) == pytest.approx(exp(-1.5))  # who lives half an hour lives on
+
+
+def test_nobody_takes_back_what_is_bought_on_demand():
+    assert STEADY.mean_life(24.0) == 24.0
+    assert STEADY.taken_within(24.0) == 0.0
+
+
+def test_most_nodes_of_the_recorded_zones_go_in_their_first_hour():
+    """Research notes cost 3: 63 % of runs end within an hour, from the same hazards."""
+    within_an_hour = learn(POOLED, Exposure()).taken_within(1.0)
+    assert within_an_hour.mean == pytest.approx(0.63, abs=0.02)
+    assert within_an_hour.low < 0.4 < 0.8 < within_an_hour.high  # one prior reclaim a bucket is not much
+    assert (within_an_hour.events, within_an_hour.exposure_ms, within_an_hour.basis) == (0, 0, Basis.PRIOR)
+    assert "V100" in within_an_hour.source
+
+
+@settings(deadline=None)
+@given(hazards, st.floats(0.01, 10))
+def test_the_mean_life_is_the_area_under_survival(curve, until):
+    steps = 1000
+    area = sum(curve.survives((step + 0.5) * until / steps) for step in range(steps)) * until / steps
+    assert curve.mean_life(until) == pytest.approx(area, rel=0.02, abs=0.02)
+
+
+@given(hazards, st.floats(0, 50), st.floats(0, 50))
+def test_survival_only_falls(curve, one, other):
+    assert curve.survives(max(one, other)) <= curve.survives(min(one, other)) <= 1
+    assert curve.mean_life(min(one, other)) <= curve.mean_life(max(one, other)) + 1e-12
+
+
+# --- evidence -----------------------------------------------------------------------------------------
+
+
+def test_a_life_is_watched_in_every_bucket_it_passes():
+    seen = Exposure.of([Life(ms=40 * MINUTE_MS, reclaimed=True), Life(ms=10 * MINUTE_MS, reclaimed=False)])
+    assert seen.ms == tuple(minutes * MINUTE_MS for minutes in (25, 15, 10, 0, 0, 0, 0, 0))
+    assert seen.reclaims == (0, 0, 1, 0, 0, 0, 0, 0)
+
+
+def test_the_end_of_a_bucket_is_the_beginning_of_the_next():
+    assert Exposure.of([Life(ms=15 * MINUTE_MS, reclaimed=True)]).reclaims[:2] == (0, 1)
+    assert Exposure.of([Life(ms=100 * HOUR_MS, reclaimed=True)]).reclaims[-1] == 1
+
+
+@given(lives)
+def test_no_millisecond_is_lost(some):
+    seen = Exposure.of(some)
+    assert sum(seen.ms) == sum(life.ms for life in some)
+    assert sum(seen.reclaims) == sum(life.reclaimed for life in some)
+    halves = Exposure.of(some[: len(some) // 2]) + Exposure.of(some[len(some) // 2 :])
+    assert halves == seen
+
+
+def test_reclaims_are_added_to_the_prior_and_divided_by_all_node_hours():
+    seen = Exposure(ms=(HOUR_MS, *(0,) * 7), reclaims=(5, *(0,) * 7))
+    learnt = learn(POOLED, seen)
+    assert learnt.mean.per_hour[0] == pytest.approx(6 / (1 / 1.27 + 1))  # 3.36
+    assert learnt.mean.per_hour[1:] == pytest.approx(POOLED.curve.per_hour[1:])
+    hazard = learnt.hazard(0.1)
+    assert (hazard.events, hazard.exposure_ms, hazard.basis) == (5, HOUR_MS, Basis.MEASURED)
+    assert hazard.low < hazard.mean < hazard.high
+
+
+@given(lives, st.integers(1, 5), st.integers(0, 7))
+def test_more_reclaims_raise_the_hazard_and_more_quiet_hours_lower_it(some, count, bucket):
+    seen = Exposure.of(some)
+    more = Exposure(reclaims=tuple(count if index == bucket else 0 for index in range(8)))
+    quiet = Exposure(ms=tuple(count * HOUR_MS if index == bucket else 0 for index in range(8)))
+    before = learn(POOLED, seen).mean.per_hour[bucket]
+    assert learn(POOLED, seen + more).mean.per_hour[bucket] > before
+    assert learn(POOLED, seen + quiet).mean.per_hour[bucket] < before
+
+
+def test_much_evidence_narrows_the_interval_and_outweighs_the_prior():
+    hours = 400
+    seen = Exposure(ms=(hours * HOUR_MS,) * 8, reclaims=(hours // 2,) * 8)
+    little, much = learn(POOLED, Exposure()).hazard(5.0), learn(POOLED, seen).hazard(5.0)
+    assert much.mean == pytest.approx(0.5, rel=0.02)
+    assert (much.high - much.low) / much.mean < 0.25 < (little.high - little.low) / little.mean
+
+
+@pytest.mark.parametrize("shape", [1.0, 2.0, 6.0, 50.0])
+def test_the_ends_are_those_of_a_gamma(shape):
+    assert gamma_quantile(shape, Z90) == pytest.approx(gamma.ppf(0.95, shape), rel=0.01)
+    assert gamma_quantile(shape, -Z90) == pytest.approx(gamma.ppf(0.05, shape), rel=0.05, abs=0.02)
+
+
+# --- other evidence -----------------------------------------------------------------------------------
+
+
+def test_a_clouds_uptime_is_the_median_life():
+    said = prior_of_uptime(POOLED, 6.0, "GCP AdviceClient.capacity")
+    assert said.curve.survives(6.0) == pytest.approx(0.5)
+    assert said.basis is Basis.SAID
+    assert said.curve.per_hour[0] / said.curve.per_hour[-1] == pytest.approx(1.27 / 0.06)  # the shape stays
+
+
+def test_a_preemption_rate_needs_how_long_machines_run():
+    short = prior_of_preemption_rate(POOLED, 0.3, 1.0, "GCP")
+    long = prior_of_preemption_rate(POOLED, 0.3, 12.0, "GCP")
+    assert short.curve.taken_within(1.0) == pytest.approx(0.3)
+    assert long.curve.taken_within(12.0) == pytest.approx(0.3)
+    assert short.curve.per_hour[0] > long.curve.per_hour[0]
+
+
+def said(kind: AdviceKind, value: float, at_ms: int = 1) -> CapacityAdvice:
+    return CapacityAdvice(
+        cloud="gcp",
+        region="r",
+        zone="z",
+        instance_type="i",
+        kind=kind,
+        value=value,
+        from_ms=0,
+        until_ms=at_ms,
+        observed_ms=at_ms,
+        source="AdviceClient",
+    )
+
+
+def test_the_newest_credible_advice_is_believed_and_an_uptime_before_a_rate():
+    pool = Pool(cloud="gcp", region="r", zone="z", instance_type="i")
+    advice = [
+        said(AdviceKind.UPTIME_HOURS, 2.0, at_ms=1),
+        said(AdviceKind.UPTIME_HOURS, 6.0, at_ms=2),
+        said(AdviceKind.UPTIME_HOURS, -1.0, at_ms=3),
+        said(AdviceKind.PREEMPTION_RATE, 0.9, at_ms=9),
+        said(AdviceKind.OBTAINABILITY, 0.8),
+    ]
+    for order in (advice, advice[::-1]):
+        believed = what_clouds_say(order, now_ms=10)
+        assert believed.priors[pool].curve.survives(6.0) == pytest.approx(0.5)
+        assert believed.odds[pool].mean == pytest.approx(0.8)
+    (rate,) = what_clouds_say([said(AdviceKind.PREEMPTION_RATE, 0.3)], now_ms=10, run_hours=2.0).priors.values()
+    assert rate.curve.taken_within(2.0) == pytest.approx(0.3)
+    assert "assumed" in rate.source
+
+
+def test_the_lives_of_a_trace():
+    """b is still there at the end, 20 minutes after it came; c was there before the trace and is not counted."""
+    lines = ["0,add,a", "600000,add,b", "900000,remove,a", "900000,remove,c", "", "1800000,add,d"]
+    assert lives_of_trace(lines) == (
+        Life(ms=900_000, reclaimed=True),
+        Life(ms=1_200_000, reclaimed=False),
+        Life(ms=0, reclaimed=False),
+    )
+
+
+def test_the_shipped_trace_may_move_the_prior_but_not_its_weight():
+    counts = [life.reclaimed for life in recorded_lives()]
+    assert (counts.count(True), counts.count(False)) == (167, 10)
+    prior = bamboo_prior()
+    assert (prior.basis, prior.reclaims) == (Basis.REPLAYED, POOLED.reclaims)
+    moved = prior_after(POOLED, Exposure.of([Life(ms=HOUR_MS, reclaimed=False)] * 100), "a quiet trace")
+    assert moved.curve.per_hour[0] < POOLED.curve.per_hour[0]
+
+
+def test_launches_are_counted_on_top_of_what_is_believed():
+    assert LaunchOdds().mean == pytest.approx(0.64)
+    assert LaunchOdds(successes=1).mean == pytest.approx((1.28 + 1) / 3)
+    refused = LaunchOdds(failures=8).estimate()
+    assert refused.mean == pytest.approx(0.128)
+    assert (refused.events, refused.basis) == (8, Basis.MEASURED)
+    assert 0 < refused.low < refused.mean < refused.high <= 1
+    assert LaunchOdds(successes=400).estimate().low > 0.98
+
+
+def test_what_a_cloud_says_of_its_capacity_is_believed_before_the_first_launch():
+    said = odds_of_obtainability(0.9, "GCP AdviceClient.capacity")
+    pool = Pool(cloud="gcp", region="r", zone="z", instance_type="i")
+    history = PoolHistory(pool=pool, launches=1, stock_outs_ms=(5, 6))
+    assert said.estimate().basis is Basis.SAID
+    assert history.odds(said).mean == pytest.approx((1.8 + 1) / 5)
+
+
+def test_a_cold_start_is_the_mean_of_those_seen_and_two_believed():
+    seen = cold_start([2 * MINUTE_MS])
+    assert seen.mean == pytest.approx(6 * MINUTE_MS)
+    assert (seen.events, seen.basis) == (1, Basis.MEASURED)
+    assert cold_start().basis is Basis.ASSUMED
+    assert cold_start([6 * MINUTE_MS] * 50).high - cold_start([6 * MINUTE_MS] * 50).low < 3 * MINUTE_MS
+
+
+def test_who_goes_with_whom_depends_on_where_they_are():
+    def pool(region: str, zone: str, cloud: str = "aws") -> Pool:
+        return Pool(cloud=cloud, region=region, zone=zone, instance_type="i")
+
+    assert correlation(pool("east", "a"), pool("east", "a")) is SAME_ZONE
+    assert correlation(pool("east", "a"), pool("east", "b")) is SAME_REGION
+    assert correlation(pool("east", "a"), pool("west", "a")) is OTHER_REGION
+    assert correlation(pool("east", "a"), pool("east", "a", "gcp")) is OTHER_REGION
+    assert OTHER_REGION.mean == 0.14
+    assert (SAME_REGION.low, SAME_REGION.high) == (0.25, 0.59)
+
+
+# --- from the ledger ----------------------------------------------------------------------------------
+
+EAST_A = Pool(cloud="aws", region="us-east-1", zone="us-east-1a", instance_type="g6.xlarge")
+
+
+def a_bought_run(session):
+    made = a_run(session)
+    made.run.infra = "aws"
+    return made
+
+
+def test_the_ledger_tells_lives_and_how_they_ended():
+    with a_session() as session:
+        made = a_bought_run(session)
+        lost = made.node("spot-0", 1, up=0, end=20 * MINUTE_MS)
+        made.preempted(lost, 20 * MINUTE_MS)
+        let_go = made.node("spot-0", 2, up=30 * MINUTE_MS, end=150 * MINUTE_MS)
+        session.add(NodeEvent(node_id=let_go.id, at_ms=START_MS + 150 * MINUTE_MS, kind="released"))
+        session.flush()
+        history = pool_histories(session, START_MS + 10 * HOUR_MS)[EAST_A]
+    assert history.lives == (Life(ms=20 * MINUTE_MS, reclaimed=True), Life(ms=120 * MINUTE_MS, reclaimed=False))
+    assert (history.launches, history.last_launch_ms) == (2, START_MS + 30 * MINUTE_MS)
+
+
+def test_a_node_that_runs_is_watched_to_the_last_fact_of_its_run():
+    with a_session() as session:
+        made = a_bought_run(session)
+        made.node("spot-0", up=0)
+        made.trained(1, at=90 * MINUTE_MS)
+        session.flush()
+        now = pool_histories(session, START_MS + HOUR_MS)[EAST_A]
+        later = pool_histories(session, START_MS + 50 * HOUR_MS)[EAST_A]
+    assert now.lives == (Life(ms=HOUR_MS, reclaimed=False),)
+    assert later.lives == (Life(ms=90 * MINUTE_MS, reclaimed=False),)
+
+
+def test_refused_launches_and_cold_starts_are_told_too():
+    with a_session() as session:
+        made = a_bought_run(session)
+        refused = made.node("spot-0", 1)
+        session.add(NodeEvent(node_id=refused.id, at_ms=START_MS + 5 * MINUTE_MS, kind="no_capacity"))
+        came = made.node("spot-0", 2, up=10 * MINUTE_MS)
+        session.add(NodeEvent(node_id=came.id, at_ms=START_MS + 13 * MINUTE_MS, kind="ready"))
+        session.flush()
+        history = pool_histories(session, START_MS + HOUR_MS)[EAST_A]
+    assert history.stock_outs_ms == (START_MS + 5 * MINUTE_MS,)
+    assert history.cold_starts_ms == (3 * MINUTE_MS,)
+    assert history.odds().mean == pytest.approx((1.28 + 1) / 4)
+
+
+def test_on_demand_nodes_have_launches_but_no_hazard():
+    with a_session() as session:
+        made = a_bought_run(session)
+        made.node("trainer", market="on_demand", up=0)
+        session.flush()
+        (history,) = pool_histories(session, START_MS + HOUR_MS).values()
+    assert (history.pool.zone, history.lives, history.launches) == ("", (), 1)
+
+
+def test_what_the_local_infra_takes_back_is_no_evidence():
+    with a_session() as session:
+        made = a_run(session)  # infra local
+        made.preempted(made.node("spot-0", up=0, end=MINUTE_MS), MINUTE_MS)
+        session.flush()
+        assert pool_histories(session, START_MS + HOUR_MS) == {}
+
+
+def test_buckets_are_as_the_notes_have_them():
+    assert [start // MINUTE_MS for start in BUCKET_STARTS_MS] == [0, 15, 30, 60, 120, 240, 480, 960]

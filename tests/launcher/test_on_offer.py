@@ -1,0 +1,78 @@
+"""What a plan is made from: the price tables, and over them what clouds have said since."""
+
+from dataclasses import replace
+
+from engine.events import Market
+from launcher.market.offers import Offer, seen_ms
+from launcher.market.on_offer import on_offer
+from launcher.market.prices import PricePoint
+from launcher.money import HOUR_MS
+
+NOW_MS = seen_ms("2026-11-22T12:00:00+00:00") or 0
+
+LISTED = Offer(
+    cloud="aws",
+    region="us-east-1",
+    zone="use1-az5",
+    zone_id="use1-az5",
+    instance_type="p5.48xlarge",
+    accelerator="H100",
+    gpus=8,
+    market=Market.SPOT,
+    micro_usd_per_hour=14_250_000,
+    source="a list",
+    observed_at="2026-11-22T11:00:00+00:00",
+)
+
+SAID = PricePoint(
+    cloud="aws",
+    region="us-east-1",
+    zone="us-east-1c",
+    zone_id="use1-az5",
+    instance_type="p5.48xlarge",
+    market=Market.SPOT,
+    micro_usd_per_hour=19_000_000,
+    source="aws ec2 DescribeSpotPriceHistory",
+    source_id="p5.48xlarge@use1-az5",
+    effective_ms=NOW_MS - 9 * HOUR_MS,
+    observed_ms=NOW_MS,
+)
+
+
+def prices(offers):
+    return [(offer.zone, offer.instance_type, offer.micro_usd_per_hour / 1e6) for offer in offers]
+
+
+def test_what_a_cloud_said_takes_the_place_of_an_older_listed_price_and_names_the_zone_as_our_account_does():
+    (offer,) = on_offer([LISTED], [SAID], NOW_MS)
+    assert prices([offer]) == [("us-east-1c", "p5.48xlarge", 19)]
+    assert offer.observed_at == "2026-11-22T12:00:00+00:00", "when we last heard it, not since when it holds"
+
+
+def test_a_listed_price_that_was_seen_later_stays():
+    heard_long_ago = replace(SAID, observed_ms=NOW_MS - 2 * HOUR_MS)
+    assert prices(on_offer([LISTED], [heard_long_ago], NOW_MS)) == [("us-east-1c", "p5.48xlarge", 14.25)]
+
+
+def test_the_name_of_a_zone_holds_for_all_that_is_sold_there():
+    other = replace(LISTED, instance_type="p5.4xlarge", gpus=1, micro_usd_per_hour=2_470_000)
+    assert prices(on_offer([LISTED, other], [SAID], NOW_MS)) == [
+        ("us-east-1c", "p5.48xlarge", 19),
+        ("us-east-1c", "p5.4xlarge", 2.47),
+    ]
+
+
+def test_of_two_accounts_the_one_that_asked_last_names_the_zone():
+    another = replace(SAID, zone="us-east-1a", observed_ms=NOW_MS - HOUR_MS)
+    for said in ([SAID, another], [another, SAID]):
+        assert prices(on_offer([LISTED], said, NOW_MS)) == [("us-east-1c", "p5.48xlarge", 19)]
+
+
+def test_a_price_too_old_to_buy_by_gives_way_to_those_that_hold():
+    old = replace(LISTED, zone="use1-az1", zone_id="use1-az1", observed_at="2026-11-20T12:00:00+00:00")
+    assert prices(on_offer([old], [SAID], NOW_MS)) == [("us-east-1c", "p5.48xlarge", 19)]
+    assert prices(on_offer([old], [], NOW_MS)) == [("use1-az1", "p5.48xlarge", 14.25)], "a plan that nobody can buy"
+
+
+def test_a_machine_that_is_not_known_is_not_on_offer():
+    assert on_offer([], [replace(SAID, instance_type="p9.48xlarge")], NOW_MS) == ()
