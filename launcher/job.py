@@ -18,9 +18,10 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, Va
 from pydantic import model_validator as model_check
 
 from engine.config import EngineConfig, Strict
+from engine.events import Market
 from launcher.exit_codes import ExitCode, Failure
 from launcher.job_problem import explain
-from launcher.money import dollars, exact_dollars, exact_duration, parse_duration, parse_money
+from launcher.money import dollars, exact_dollars, exact_duration, parse_duration, parse_hourly, parse_money
 from launcher.yaml_file import Field as Place
 from launcher.yaml_file import YamlFile, YamlFileError, parse_value, read_yaml
 
@@ -37,6 +38,9 @@ METRICS = dict.fromkeys(REWARDS, ("exact_match", "similarity", "reward")) | {
 
 BOUNDED_METRICS = ("exact_match", "similarity")
 """Shares: they cannot pass 1."""
+
+CLOUDS = ("aws", "gcp")
+"""Clouds that can be planned on."""
 
 SHORT_FORMS = {
     "model": "name",
@@ -56,12 +60,15 @@ FLAGS = {
     "runtime": "--runtime",
     "budget.max_total": "--max-total",
     "budget.max_hourly": "--max-hourly",
+    "budget.deadline": "--deadline",
+    "spot": "--spot",
 }
 """Fields with a flag of their own on `spotrl launch`; `--set FIELD=VALUE` reaches every field."""
 
 ENVIRONMENT_PREFIX = "SPOTRL_"
-NOT_A_FIELD = ("SPOTRL_HOME", "SPOTRL_CONFIG")
-"""Variables of `launcher/settings.py`; every other `SPOTRL_*` names a field: SPOTRL_BUDGET__MAX_TOTAL."""
+NOT_A_FIELD = ("SPOTRL_HOME", "SPOTRL_CONFIG", "SPOTRL_GCP_BILLING_ENDPOINT", "SPOTRL_GCP_COMPUTE_ENDPOINT")
+"""Variables of `launcher/settings.py`, and where Google's prices are asked for (launcher/market/sources/gcp.py); every
+other `SPOTRL_*` names a field: SPOTRL_BUDGET__MAX_TOTAL."""
 
 
 # --- values as people write them ---------------------------------------------------------------------
@@ -72,6 +79,12 @@ def _some_money(micro_usd: int) -> int:
         raise ValueError(
             f"{dollars(micro_usd)} is not a budget; use more than $0 (in a shell, quote it: '$40', or write 40)"
         )
+    return micro_usd
+
+
+def _some_price(micro_usd: int) -> int:
+    if micro_usd <= 0:
+        raise ValueError(f"{dollars(micro_usd)}/h is no price; use more than $0/h")
     return micro_usd
 
 
@@ -88,6 +101,14 @@ MicroUsd = Annotated[
     PlainSerializer(exact_dollars),
 ]
 """Written `$40`; an integer of micro-dollars here, and `$40` again in the ledger's copy of the job."""
+
+MicroUsdPerHour = Annotated[
+    int,
+    BeforeValidator(lambda value: parse_hourly(str(value))),
+    AfterValidator(_some_price),
+    PlainSerializer(lambda micro_usd: f"{exact_dollars(micro_usd)}/h"),
+]
+"""Written `$40/h`."""
 
 DurationMs = Annotated[
     int,
@@ -183,17 +204,46 @@ class ReclaimConfig(Strict):
     """Reclaims take turns: notice + SIGKILL, silent SIGSTOP, silent SIGKILL, notice + SIGSTOP."""
 
 
+class PriceOverride(Strict):
+    """What you pay for an instance, whatever a list says: for the whole instance, by the hour."""
+
+    cloud: Literal["aws", "gcp"]
+    instance_type: str
+    price: MicroUsdPerHour
+    market: Market = Market.ON_DEMAND
+    region: str | None = None
+    """None: in every region."""
+
+
+class Discount(Strict):
+    """What you get off list prices, by a contract that no price list knows of."""
+
+    cloud: Literal["aws", "gcp"]
+    percent: Annotated[float, Field(gt=0.0, lt=100.0)]
+    """To a hundredth of a percent."""
+    market: Market = Market.ON_DEMAND
+    instance_type: str | None = None
+    """None: every one."""
+
+
 class Job(EngineConfig):
     """One job file: the engine's configuration, and what to run it on."""
 
     name: str = "run"
     """Of the run; in the name of everything that is bought for it."""
     infra: str = "local"
-    """`local`: nodes are process groups of this machine, priced from the catalog. Clouds come next."""
+    """`local`: nodes are process groups of this machine, priced from the catalog. `aws`, `gcp` or `aws,gcp`: the clouds
+    that may be bought from. They can be planned on (`--dry-run`); buying comes next."""
     clock_factor: Annotated[float, Field(gt=0.0, le=3600.0)] = 60.0
     """Local infra: how many simulated seconds pass in a second, so that hours of a spot market take minutes."""
     resources: Resources = Resources()
+    spot: Literal["auto", "only", "never"] = "auto"
+    """How rollout nodes are bought. `auto`: on spot, and on demand where a plan says that spot falls short. `only`:
+    never on demand. `never`: all on demand. The trainer is always bought on demand."""
     budget: Budget = Budget()
+    price_overrides: tuple[PriceOverride, ...] = ()
+    discounts: tuple[Discount, ...] = ()
+    """What you really pay; best kept in your own config file. A plan says it on every line that it changes."""
     secrets: tuple[str, ...] = ()
     """Names of environment variables that nodes get. Their values are stored nowhere."""
     reclaims: ReclaimConfig = ReclaimConfig()
@@ -211,14 +261,18 @@ class Job(EngineConfig):
     @field_validator("infra")
     @classmethod
     def _infra_exists(cls, value: str) -> str:
-        if value.partition("/")[0] in ("aws", "gcp"):
+        names = [name.strip() for name in value.split(",")]
+        if "/" in value:
             raise ValueError(
-                f"infra is {value}, which is not built yet and arrives with real clouds; use local (--infra local): "
-                "the same launcher and engine on this machine, and nothing is bought"
+                f"infra is {value!r}; name clouds only ({', '.join(CLOUDS)}), and say regions under "
+                "resources.trainer.infra and resources.rollout.infra"
             )
-        if value != "local":
-            raise ValueError(f"infra is {value!r}; use local")
-        return value
+        if names != ["local"] and (not set(names) <= set(CLOUDS) or len(set(names)) < len(names)):
+            raise ValueError(
+                f"infra is {value!r}; use local (this machine, nothing is bought), or clouds: {', '.join(CLOUDS)} or "
+                f"{','.join(CLOUDS)}"
+            )
+        return ",".join(names)
 
     @field_validator("secrets")
     @classmethod
@@ -266,6 +320,37 @@ class Job(EngineConfig):
                 f"evaluation every {self.evaluation.every} make {possible}; use fewer, or more iterations"
             )
         return self
+
+    @model_check(mode="after")
+    def _resources_are_where_infra_is(self) -> Self:
+        for role in ("trainer", "rollout"):
+            infra = getattr(self.resources, role).infra
+            cloud = (infra or "").partition("/")[0]
+            if self.clouds and cloud and cloud not in self.clouds:
+                raise ValueError(
+                    f"resources.{role}.infra is {infra}, but infra is {self.infra}; add {cloud} to infra, or leave "
+                    f"resources.{role}.infra out"
+                )
+        return self
+
+    @model_check(mode="after")
+    def _spot_only_has_spot(self) -> Self:
+        if self.spot == "only" and not self.resources.rollout.use_spot:
+            raise ValueError(
+                "spot is only, but resources.rollout.use_spot is false; use spot: never for rollout nodes on demand, "
+                "or use_spot: true"
+            )
+        return self
+
+    @property
+    def clouds(self) -> tuple[str, ...]:
+        """That may be bought from, in the order they were named; none on the local infra."""
+        return () if self.infra == "local" else tuple(self.infra.split(","))
+
+    @property
+    def rolls_out_on_spot(self) -> bool:
+        """Whether rollout nodes are asked for on spot."""
+        return self.resources.rollout.use_spot and self.spot != "never"
 
     def engine(self) -> EngineConfig:
         """What is sent to every node."""
@@ -499,7 +584,8 @@ def _check_files(checked: CheckedJob) -> None:
             ) from None
         if not has_prompts:
             raise checked.error("prompts", f"{job.prompts} has no prompts", "write one prompt a line")
-    if job.model.path is not None and not (folder / job.model.path).is_dir():
+    # On a cloud, nodes get the weights from a store of their region; a plan says what is not here.
+    if job.model.path is not None and not job.clouds and not (folder / job.model.path).is_dir():
         raise checked.error(
             "model.path",
             f"model.path is {job.model.path!r}, and there is no such folder",

@@ -131,6 +131,8 @@ def _own_words(message: str, place: Place, model: type[BaseModel]) -> Problem:
 def _known_keys(section: Place, model: type[BaseModel]) -> set[str]:
     models = [model]
     for key in section:
+        if isinstance(key, int):  # a place in a list, whose items all have the keys of its model
+            continue
         models = [
             inner
             for outer in models

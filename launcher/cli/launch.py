@@ -21,6 +21,7 @@ from rich.live import Live
 from sqlalchemy import select
 from sqlalchemy.orm import Session, sessionmaker
 
+from launcher.cli.cloud_plan_text import cloud_plan_lines
 from launcher.cli.live import ENDED, money_text, panel, plain_line, score_text
 from launcher.cli.plan_text import header, plan_dict, plan_lines
 from launcher.cluster.runs import (
@@ -36,11 +37,19 @@ from launcher.cluster.runs import (
     wait_released,
 )
 from launcher.exit_codes import BudgetError, ExitCode, Failure
-from launcher.job import CheckedJob, JobError, load_job
+from launcher.job import CheckedJob, Job, JobError, load_job
+from launcher.ledger.exposure import pool_histories
 from launcher.ledger.models import Run
+from launcher.ledger.prices import capacity_advice, latest_prices
 from launcher.ledger.store import find_run
-from launcher.market.offers import read_catalog
+from launcher.market.advice import STALE_MS, what_clouds_say
+from launcher.market.offers import Offer, current_catalog, read_catalog
+from launcher.market.on_offer import on_offer
+from launcher.market.own_prices import as_you_pay
 from launcher.money import dollars, hourly
+from launcher.placement.ask import market_view
+from launcher.placement.cloud_plan import cloud_plan_json, plan_cloud
+from launcher.placement.from_job import cloud_ask
 from launcher.placement.plan import Plan, plan_local
 from launcher.placement.sharing import check_sp_degree
 from launcher.preflight import preflight
@@ -64,9 +73,11 @@ RELEASE_SECONDS = 60.0
 @click.command()
 @click.argument("job", type=click.Path(path_type=Path))
 @click.option("--name", help="Name of the run (default: the job's).")
-@click.option("--infra", help="Where to run: local.")
+@click.option("--infra", help="Where to run: local; or clouds to plan on, like aws,gcp (with --dry-run).")
+@click.option("--spot", type=click.Choice(["auto", "only", "never"]), help="How rollout nodes are bought.")
 @click.option("--max-total", help="Most that the run may cost, like 40 or '$40'.")
 @click.option("--max-hourly", help="Most that may run at once, per hour.")
+@click.option("--deadline", help="End after so long, like 12h30m.")
 @click.option("--iterations", type=int, help="End after so many trained batches.")
 @click.option("--seed", type=int, help="Seed of everything random.")
 @click.option("--runtime", help="What carries the engine: local (processes) or ray.")
@@ -110,6 +121,7 @@ def launch(
       spotrl launch quickstart.yaml --dry-run
       spotrl launch quickstart.yaml --max-total 40 --name first-try
       spotrl launch quickstart.yaml -y --on-exit down --json    (in CI)
+      spotrl launch qwen_image_ocr.yaml --infra aws,gcp --dry-run
     """
     if detach and (on_exit == "down" or result or html):
         raise click.UsageError("--detach leaves the run alone; it takes neither --on-exit down, --result nor --html")
@@ -117,7 +129,9 @@ def launch(
     checked = load_job(job, overrides(flags, settings), environ=os.environ, user_config=config_path())
     _check_name_is_free(sessions, checked)
     check_sp_degree(checked)
-    plan = plan_local(checked.job, read_catalog())
+    if checked.job.clouds:
+        return _plan_on_clouds(sessions, checked, out, dry_run, as_json)
+    plan = plan_local(checked.job, _own_prices(checked.job, read_catalog()))
     check_budget(plan)
     for line in plan_lines(checked.job, plan):
         out.print(line, highlight=False, markup=False, soft_wrap=True)
@@ -143,8 +157,43 @@ def overrides(flags: Mapping[str, Any], settings: tuple[str, ...]) -> dict[str, 
         if not equals:
             raise click.UsageError(f"--set {setting} has no value; write --set FIELD=VALUE")
         fields[name.strip()] = value
-    dotted = {"max_total": "budget.max_total", "max_hourly": "budget.max_hourly", "exploration": "exploration.mode"}
+    dotted = {
+        "max_total": "budget.max_total",
+        "max_hourly": "budget.max_hourly",
+        "deadline": "budget.deadline",
+        "exploration": "exploration.mode",
+    }
     return fields | {dotted.get(flag, flag): value for flag, value in flags.items() if value is not None}
+
+
+def _plan_on_clouds(
+    sessions: sessionmaker[Session], checked: CheckedJob, out: Console, dry_run: bool, as_json: bool
+) -> int:
+    """Show what would be bought. Raises Failure where more than that was asked for."""
+    now_ms = time.time_ns() // 1_000_000
+    with sessions() as session:
+        said = latest_prices(session, clouds=checked.job.clouds)
+        histories = pool_histories(session, now_ms)
+        advice = what_clouds_say(capacity_advice(session, since_ms=now_ms - STALE_MS), now_ms)
+    listed = on_offer(current_catalog(home() / "catalogs").all_offers(), said, now_ms)
+    offers = _own_prices(checked.job, listed)
+    market = market_view(offers, histories.values(), now_ms=now_ms, priors=advice.priors, believed_odds=advice.odds)
+    plan = plan_cloud(cloud_ask(checked.job), market)
+    for line in cloud_plan_lines(checked.job, plan, now_ms):
+        out.print(line, highlight=False, markup=False, soft_wrap=True)
+    if not dry_run:
+        raise Failure(
+            f"buying on a real cloud (infra {checked.job.infra}) is not built yet, and nothing was bought; look at the "
+            "plan with --dry-run, or run this job here (--infra local)"
+        )
+    _print_json(as_json, {"name": checked.job.name, "started": False, "plan": cloud_plan_json(plan)})
+    out.print("Dry run: nothing was started.", highlight=False)
+    return ExitCode.OK
+
+
+def _own_prices(job: Job, offers: Sequence[Offer]) -> Sequence[Offer]:
+    """Offers at what the user says to pay for them."""
+    return as_you_pay(offers, job.price_overrides, job.discounts, time.time_ns() // 1_000_000)
 
 
 def check_budget(plan: Plan) -> None:

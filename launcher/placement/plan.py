@@ -14,6 +14,7 @@ from engine.events import Market
 from launcher.exit_codes import ExitCode, Failure
 from launcher.job import Job, NodeResources
 from launcher.market.offers import Offer
+from launcher.market.quality import USABLE
 from launcher.money import HOUR_MS
 from launcher.placement.placement import Placement
 
@@ -82,14 +83,17 @@ def plan_local(job: Job, offers: Sequence[Offer]) -> Plan:
     Raises PlacementError when no region has what the job asks for, and names what there is.
     """
     trainer, rollout = job.resources.trainer, job.resources.rollout
+    offers = [offer for offer in offers if offer.quality in USABLE]
     for role, resources in (("trainer", trainer), ("rollout", rollout)):
         _check_known(role, resources, offers)
     regions = sorted({(offer.cloud, offer.region) for offer in offers})
-    plans = [slots for region in regions if (slots := _slots_in(region, trainer, rollout, offers))]
+    market = Market.SPOT if job.rolls_out_on_spot else Market.ON_DEMAND
+    plans = [slots for region in regions if (slots := _slots_in(region, trainer, rollout, market, offers))]
     if not plans:
         raise PlacementError(
             f"no region of the catalog offers {trainer.accelerators} on demand together with {rollout.accelerators} "
-            f"{'on spot' if rollout.use_spot else 'on demand'}; loosen resources.*.infra or take another accelerator"
+            f"{'on spot' if market is Market.SPOT else 'on demand'}; loosen resources.*.infra or take another "
+            "accelerator"
         )
     slots = min(plans, key=lambda slots: sum(slot.placement.micro_usd_per_hour for slot in slots))
     return Plan(
@@ -101,24 +105,23 @@ def plan_local(job: Job, offers: Sequence[Offer]) -> Plan:
 
 
 def _slots_in(
-    region: tuple[str, str], trainer: NodeResources, rollout: NodeResources, offers: Sequence[Offer]
+    region: tuple[str, str], trainer: NodeResources, rollout: NodeResources, market: Market, offers: Sequence[Offer]
 ) -> tuple[Slot, ...] | None:
     """The cluster, were it in this region; None when the region lacks a part of it."""
     here = [offer for offer in offers if (offer.cloud, offer.region) == region]
     trainer_offers = _fitting(trainer, Market.ON_DEMAND, here)
     if not trainer_offers:
         return None
-    slots = [_slot("trainer", "trainer", trainer_offers[0], trainer_offers[0])]
+    slots = [slot_of("trainer", "trainer", trainer_offers[0], trainer_offers[0].micro_usd_per_hour)]
     if rollout.num_nodes == 0:
         return tuple(slots)
     on_demand = {offer.instance_type: offer for offer in reversed(_fitting(rollout, Market.ON_DEMAND, here))}
-    market = Market.SPOT if rollout.use_spot else Market.ON_DEMAND
     priced = [offer for offer in _fitting(rollout, market, here) if offer.instance_type in on_demand]
     if not priced:
         return None
     for number, offer in enumerate(_spread(priced, rollout.num_nodes)):
         name = f"{'spot' if market is Market.SPOT else 'on-demand'}-{number}"
-        slots.append(_slot(name, "rollout", offer, on_demand[offer.instance_type]))
+        slots.append(slot_of(name, "rollout", offer, on_demand[offer.instance_type].micro_usd_per_hour))
     return tuple(slots)
 
 
@@ -151,14 +154,15 @@ def _fitting(resources: NodeResources, market: Market, offers: Sequence[Offer]) 
     return sorted(fitting, key=lambda offer: (offer.micro_usd_per_hour, offer.zone, offer.instance_type))
 
 
-def _slot(name: str, role: Literal["trainer", "rollout"], offer: Offer, on_demand: Offer) -> Slot:
+def slot_of(name: str, role: Literal["trainer", "rollout"], offer: Offer, on_demand_micro_usd_per_hour: int) -> Slot:
+    """A slot filled from an offer."""
     return Slot(
         name=name,
         role=role,
         placement=Placement(
             cloud=offer.cloud,
             region=offer.region,
-            zone=offer.zone or f"{offer.region}, any zone",
+            zone=zone_text(offer),
             instance_type=offer.instance_type,
             gpus=offer.gpus,
             accelerator=offer.accelerator,
@@ -167,8 +171,12 @@ def _slot(name: str, role: Literal["trainer", "rollout"], offer: Offer, on_deman
             price_source=offer.source,
             price_observed_at=offer.observed_at,
         ),
-        on_demand_micro_usd_per_hour=on_demand.micro_usd_per_hour,
+        on_demand_micro_usd_per_hour=on_demand_micro_usd_per_hour,
     )
+
+
+def zone_text(offer: Offer) -> str:
+    return offer.zone or f"{offer.region}, any zone"
 
 
 def _check_known(role: str, resources: NodeResources, offers: Sequence[Offer]) -> None:

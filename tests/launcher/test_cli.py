@@ -229,7 +229,7 @@ def test_launch_shows_the_plan_follows_and_says_how_it_ended(launch):
     runs = FakeRuns([VIEW, VIEW, replace(VIEW, iteration=4), DONE])
     result = launch(runs, "-y")
     assert result.return_value == ExitCode.OK
-    assert "priced as aws gr6.4xlarge in us, nothing was bought" in result.output
+    assert "priced as aws g6.xlarge in us-east-2, nothing was bought" in result.output
     assert result.output.count("iteration 3/45") == 2, "a line for news: the third iteration, and the end"
     assert "iteration 4/45" in result.output
     assert "Nothing of it runs any more. See it: spotrl report quickstart" in result.output

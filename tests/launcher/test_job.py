@@ -104,8 +104,16 @@ def test_a_job_is_named_by_its_file(tmp_path):
         ("algorithm:\n  images_per_prompt: 1", 2, "algorithm.images_per_prompt", "use 2 or more"),
         ("algorithm: {updates_per_batch: 5}", 1, "algorithm.prompts_per_batch", "does not divide"),
         ("name: A B", 1, "name", "use up to 40"),
-        ("infra: aws", 1, "infra", "use local"),
-        ("infra: gcp/us-east4", 1, "infra", "arrives with real clouds"),
+        ("infra: azure", 1, "infra", "use local (this machine, nothing is bought), or clouds: aws, gcp or aws,gcp"),
+        ("infra: aws,aws", 1, "infra", "use local"),
+        ("infra: local,aws", 1, "infra", "use local"),
+        ("infra: gcp/us-east4", 1, "infra", "say regions under resources.trainer.infra"),
+        ("infra: gcp\nresources:\n  rollout: {infra: aws/us-east-2}", 3, "resources.rollout.infra", "add aws to infra"),
+        ("spot: off", 1, "", "spot: off"),
+        ("spot: 'off'", 1, "spot", "use 'auto', 'only' or 'never'"),
+        ("spot: only\nresources: {rollout: {use_spot: false}}", 1, "spot", "use spot: never"),
+        ("price_overrides: [{cloud: aws, instance_type: i, price: 0}]", 1, "price_overrides.0.price", "more than $0/h"),
+        ("discounts: [{cloud: aws, percent: 100}]", 1, "discounts.0.percent", "use less than 100"),
         ("clock_factor: 0", 1, "clock_factor", "use more than"),
         ("resources: {trainer: {use_spot: true}}", 1, "resources.trainer.use_spot", "use false"),
         ("resources: {trainer: {num_nodes: 2}}", 1, "resources.trainer.num_nodes", "use 1"),
@@ -225,6 +233,65 @@ def test_resources_read_like_skypilots(write):
     ).job.resources.rollout
     assert (rollout.accelerators, rollout.accelerator, rollout.gpus) == ("H100:8", "H100", 8)
     assert (rollout.use_spot, rollout.num_nodes) == (True, 2), "rollout is two spot nodes unless it says otherwise"
+
+
+def test_clouds_are_a_list_and_local_is_none(write):
+    assert load_job(write("infra: gcp, aws")).job.infra == "gcp,aws"
+    assert load_job(write("infra: gcp, aws")).job.clouds == ("gcp", "aws")
+    assert load_job(write("")).job.clouds == ()
+
+
+def test_whether_rollout_nodes_are_spot_is_said_twice_and_never_wins(write):
+    assert load_job(write("")).job.rolls_out_on_spot
+    assert not load_job(write("spot: never")).job.rolls_out_on_spot
+    assert not load_job(write("resources: {rollout: {use_spot: false}}")).job.rolls_out_on_spot
+
+
+def test_what_you_pay_survives_the_ledger(write):
+    override = "price_overrides: [{cloud: aws, instance_type: p5.48xlarge, price: $40/h}]"
+    job = load_job(write(f"{override}\ndiscounts: [{{cloud: gcp, percent: 12.5}}]\n")).job
+    assert job.price_overrides[0].price == 40_000_000
+    assert Job.model_validate(job.model_dump(mode="json")) == job
+
+
+def test_weights_are_looked_for_here_only_if_nodes_are_here(write):
+    qwen = "model: {name: qwen-image, path: nowhere}\n"
+    assert load_job(write(f"{qwen}infra: aws")).job.model.path == "nowhere"
+    with pytest.raises(JobError, match="no such folder"):
+        load_job(write(qwen))
+
+
+def test_the_reference_recipe_is_what_was_published():
+    """flow_grpo's and verl-omni's for Qwen-Image (research notes papers 4.2)."""
+    checked = load_job(Path(str(files("sky_yamls") / "qwen_image_ocr.yaml")))
+    job = checked.job
+    assert (job.model.name, job.model.weights, job.model.lora_rank, job.model.lora_alpha) == (
+        "qwen-image",
+        "lora",
+        64,
+        128,
+    )
+    assert (job.algorithm.prompts_per_batch, job.algorithm.images_per_prompt) == (32, 16)
+    assert (job.sampler.steps, job.evaluation.steps, job.sampler.guidance, job.sampler.noise_level) == (10, 50, 4, 1.2)
+    assert (job.sampler.window.size, job.sampler.window.first, job.sampler.window.last) == (2, 0, 5)
+    assert (job.algorithm.learning_rate, job.algorithm.clip_range, job.algorithm.kl_beta) == (3e-4, 1e-5, 0)
+    assert (job.iterations, job.evaluation.every) == (300, 30)
+    trainer, rollout = job.resources.trainer, job.resources.rollout
+    assert (trainer.accelerators, rollout.accelerators, rollout.num_nodes) == ("H100:4", "H100:8", 1)
+    assert (job.infra, job.spot) == ("aws,gcp", "auto")
+    assert job.budget.max_total
+    assert job.budget.max_hourly
+
+
+def test_the_reference_recipe_evaluates_words_that_it_does_not_train():
+    from engine.prompts import file_prompts
+    from engine.rewards.ocr import target_text
+
+    job = load_job(Path(str(files("sky_yamls") / "qwen_image_ocr.yaml"))).job
+    path = Path(str(files("sky_yamls") / job.prompts))
+    prompts = file_prompts(path, job.seed, job.algorithm.prompts_per_batch, job.evaluation.prompts)
+    assert not {target_text(line) for line in prompts.trained} & {target_text(line) for line in prompts.evaluated}
+    assert len(prompts.evaluated) == job.evaluation.prompts
 
 
 def test_a_late_fault_is_told_with_the_line_of_its_field(write):

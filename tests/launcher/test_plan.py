@@ -1,10 +1,14 @@
 import json
+from dataclasses import replace
+from importlib.resources import files
+from pathlib import Path
 
 import pytest
 
 from engine.events import Market
-from launcher.job import Job
+from launcher.job import Job, load_job
 from launcher.market.offers import Offer, read_catalog
+from launcher.market.quality import Quality
 from launcher.placement.plan import PlacementError, plan_json, plan_local, slots_from
 
 
@@ -67,6 +71,16 @@ def test_on_demand_rollout_nodes_are_the_baseline():
     ]
 
 
+def test_spot_never_is_the_same_baseline():
+    never = Job(resources={"rollout": {"num_nodes": 1}}, spot="never")
+    assert [slot.name for slot in plan_local(never, EAST).slots] == ["trainer", "on-demand-0"]
+
+
+def test_a_price_that_is_not_believed_is_not_chosen():
+    tenth = replace(offer("d", 0.3), quality=Quality.TENTH_OF_ON_DEMAND)
+    assert plan_local(job(), [*EAST, tenth]) == plan_local(job(), EAST)
+
+
 def test_zero_spot_is_a_plan():
     assert [slot.name for slot in plan_local(job(rollout={"num_nodes": 0}), EAST).slots] == ["trainer"]
 
@@ -98,5 +112,21 @@ def test_a_plan_survives_the_ledger():
 
 def test_the_shipped_catalog_has_a_plan_for_the_default_job():
     plan = plan_local(job(), read_catalog())
-    assert plan.region == "us"
+    assert plan.region == "us-east-2"
     assert plan.expected_micro_usd_per_hour < plan.maximum_micro_usd_per_hour
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("quickstart", [("", 1.861), ("us-east-2-cheapest", 0.53), ("us-east-2-dearest", 0.55)]),
+        ("shapes", [("", 1.861), ("us-east-2-cheapest", 0.53), ("us-east-2-dearest", 0.55)]),
+        ("digits_ocr_shared", [("", 5.52), ("us-east5", 3.29), ("us-east5", 3.29)]),
+    ],
+)
+def test_shipped_local_jobs_go_on_being_priced_as_they_were(name, expected):
+    shipped = load_job(Path(str(files("sky_yamls") / f"{name}.yaml"))).job
+    assert [
+        ("" if "any zone" in zone else zone, usd / 1_000_000)
+        for _, zone, usd in prices(plan_local(shipped, read_catalog()))
+    ] == expected

@@ -1,0 +1,181 @@
+"""A plan for real clouds as a person reads it: what, where, for how much, how sure, and what else there is."""
+
+from collections.abc import Iterator, Sequence
+
+from launcher.job import Job
+from launcher.market.estimate import Estimate
+from launcher.market.offers import TOO_OLD, Age, age_of, age_text
+from launcher.money import dollars, duration, hourly
+from launcher.placement.cloud_plan import Alternative, CloudPlan, Factors, Span
+from launcher.placement.plan import Slot
+
+ALTERNATIVES_SHOWN = 12
+LEFT_OUT_SHOWN = 6
+"""A screen; `--json` has them all."""
+
+
+def cloud_plan_lines(job: Job, plan: CloudPlan, now_ms: int) -> Iterator[str]:
+    yield f"{job.name}: {plan.cloud} {plan.region}, policy {plan.policy}; nothing is bought"
+    yield ""
+    yield from _nodes(plan)
+    yield ""
+    yield from _prices(plan, now_ms)
+    yield ""
+    yield from _sums(job, plan)
+    yield from _exploration(job, plan)
+    yield from _factors(plan.factors)
+    yield ""
+    yield from _alternatives(plan)
+    yield from _never_run(job, plan)
+
+
+# --- nodes -------------------------------------------------------------------------------------------
+
+
+def _nodes(plan: CloudPlan) -> Iterator[str]:
+    """Slots of one pool on one line."""
+    name, zone = f"{'nodes':<15}{'market':<11}", f"{'zone':<26}{'instance':<17}{'GPUs':<9}"
+    yield f"  {name}{zone}{'each':>10}{'on demand':>12}{'useful hour':>13}"
+    useful = {(pool.zone, pool.instance_type, pool.market): pool for pool in plan.pools}
+    for slots in _grouped(plan.slots):
+        place = slots[0].placement
+        pool = useful.get((place.zone, place.instance_type, place.market)) if slots[0].role == "rollout" else None
+        name = slots[0].name if len(slots) == 1 else f"{len(slots)} x {slots[0].name.rpartition('-')[0]}"
+        yield (
+            f"  {name:<15}{place.market.value:<11}{place.zone:<26}{place.instance_type:<17}"
+            f"{f'{place.accelerator}:{place.gpus}':<9}{hourly(place.micro_usd_per_hour):>10}"
+            f"{hourly(slots[0].on_demand_micro_usd_per_hour):>12}"
+            f"{hourly(pool.micro_usd_per_useful_hour) if pool else '':>13}"
+        )
+    for pool in plan.pools:
+        if pool.reclaimed_in_first_hour is not None:
+            yield (
+                f"  {pool.zone}: taken back in the first hour {_share(pool.reclaimed_in_first_hour)}; comes when asked "
+                f"for {_share(pool.launch_odds)}; at work {pool.useful_share:.0%} of the time"
+            )
+
+
+def _grouped(slots: Sequence[Slot]) -> list[list[Slot]]:
+    groups: dict[tuple[object, ...], list[Slot]] = {}
+    for slot in slots:
+        groups.setdefault((slot.role, slot.placement), []).append(slot)
+    return list(groups.values())
+
+
+def _share(estimate: Estimate) -> str:
+    return f"{estimate.mean:.0%} ({estimate.low:.0%} to {estimate.high:.0%}, {estimate.basis.value})"
+
+
+# --- prices ------------------------------------------------------------------------------------------
+
+
+def _prices(plan: CloudPlan, now_ms: int) -> Iterator[str]:
+    """Where each price is from and how old it is; loudly, if nothing may be bought by it."""
+    places = [slots[0].placement for slots in _grouped(plan.slots)]
+    for place in places:
+        name = f"{place.instance_type} {place.market.value} in {place.zone}"
+        yield f"  price of {name}: {place.price_source}, {age_text(place.price_observed_at, now_ms)}"
+    ages = [age_of(place.price_observed_at, place.market, now_ms) for place in places]
+    if too_old := sum(age in TOO_OLD for age in ages):
+        yield f"  !! {too_old} of {len(ages)} prices are TOO OLD TO BUY BY, or nobody knows their date: refresh them"
+        yield "  !! before you believe a sum of this plan (spotrl catalog refresh)"
+    elif old := ages.count(Age.OLD):
+        yield f"  {old} of {len(ages)} prices are getting old (spotrl catalog refresh)"
+
+
+# --- sums --------------------------------------------------------------------------------------------
+
+
+def _sums(job: Job, plan: CloudPlan) -> Iterator[str]:
+    yield (
+        f"  an hour: {hourly(plan.listed_micro_usd_per_hour)} with every node running, "
+        f"{hourly(plan.expected_micro_usd_per_hour)} expected; at most {hourly(plan.maximum_micro_usd_per_hour)}, were "
+        "every node bought on demand"
+    )
+    goal = f"{job.target.metric} {job.target.value:g}" if job.target else "the end"
+    yield (
+        f"  to {goal}: {_money(plan.cost)}, {_time(plan.time)}; {_count(plan.iterations)} iterations of "
+        f"{plan.seconds_per_iteration:.0f} s"
+    )
+    yield f"  basis: {plan.basis}"
+    yield f"  {_largest(plan)}"
+
+
+def _money(span: Span) -> str:
+    return f"{dollars(span.expected)} ({dollars(span.low)} to {dollars(span.high)})"
+
+
+def _time(span: Span) -> str:
+    return f"{duration(span.expected)} ({duration(span.low)} to {duration(span.high)})"
+
+
+def _count(span: Span) -> str:
+    return f"{span.expected} ({span.low} to {span.high})"
+
+
+def _largest(plan: CloudPlan) -> str:
+    largest = plan.largest_micro_usd
+    if largest is None:
+        return "nothing limits what could be spent: a real cloud asks for budget.max_total (--max-total)"
+    if largest == plan.max_total_micro_usd:
+        return f"at most {dollars(largest)} could be spent: budget.max_total, what ending the run takes held in reserve"
+    return f"at most {dollars(largest)} could be spent: everything on demand until the deadline"
+
+
+# --- exploration and factors -------------------------------------------------------------------------
+
+
+def _exploration(job: Job, plan: CloudPlan) -> Iterator[str]:
+    adds = plan.exploration
+    if job.exploration.mode == "none":
+        yield "  exploration none: spot nodes are idle while the trainer trains"
+    elif not adds.candidates_per_prompt:
+        yield f"  exploration {job.exploration.mode} adds nothing: no more fit beside training than are trained"
+    else:
+        share = adds.iterations_share
+        yield (
+            f"  exploration {job.exploration.mode}: {adds.candidates_per_prompt} candidates a prompt fit beside "
+            f"training; the {adds.kept} that are trained should differ x{adds.variance_gain:.1f} as much "
+            f"(rho {adds.rho:g}, assumed), which leaves {share.mean:.0%} of the iterations "
+            f"({share.low:.0%} to {share.high:.0%}, {share.basis.value})"
+        )
+    if plan.spot_pays is not None:
+        yield f"  spot: {plan.spot_pays.statement()}"
+
+
+def _factors(factors: Sequence[Factors]) -> Iterator[str]:
+    for one in factors:
+        yield (
+            f"  against {one.against} ({dollars(one.their_micro_usd)}, {duration(one.their_ms)}): iterations "
+            f"x{one.iterations:.2f} * hours of one x{one.hours_per_iteration:.2f} * dollars an hour "
+            f"x{one.micro_usd_per_hour:.2f} = dollars x{one.micro_usd:.2f}"
+        )
+
+
+# --- what else, and what is not known ----------------------------------------------------------------
+
+
+def _alternatives(plan: CloudPlan) -> Iterator[str]:
+    yield "  what else there is, and why not:"
+    for other in plan.alternatives[:ALTERNATIVES_SHOWN]:
+        yield f"    {other.what}{_figures(other)}: {other.why_not}"
+    for left in plan.left_out[:LEFT_OUT_SHOWN]:
+        yield f"    {left.what}: {left.why}"
+    hidden = len(plan.alternatives[ALTERNATIVES_SHOWN:]) + len(plan.left_out[LEFT_OUT_SHOWN:])
+    if hidden:
+        yield f"    and {hidden} more (--json)"
+
+
+def _figures(other: Alternative) -> str:
+    if other.micro_usd is None or other.ms is None:
+        return ""
+    return f" ({'at least ' if other.is_at_least else ''}{dollars(other.micro_usd)}, {duration(other.ms)})"
+
+
+def _never_run(job: Job, plan: CloudPlan) -> Iterator[str]:
+    yield "  what of this is not known, and was never run:"
+    for note in plan.notes:
+        yield f"    {note}"
+    if job.model.path is not None:
+        yield f"    {job.model.path} was not looked for: on a cloud, weights come from a store in the run's region"
+    yield "    reward, prompts and model were not tried: that needs the engine (spotrl launch --infra local does)"

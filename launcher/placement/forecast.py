@@ -1,0 +1,212 @@
+"""What a choice of nodes is expected to take: hours and dollars to the target, and between which ends. Pure.
+
+C = K [ T (P_T + sum over zones of n_z b_z) + e G m ]      (research notes cost 4.2)
+
+n_z slots in zone z, each at work for a share u_z of the time and costing b_z an hour by the clock
+(`launcher/placement/value.py`); T and K from the GPUs that are then there (`launcher/placement/iteration_time.py`).
+This is the objective of every plan: two choices are compared by it and by nothing else.
+"""
+
+from dataclasses import dataclass, replace
+from math import ceil
+from typing import Literal
+
+from engine.events import Market
+from launcher.money import HOUR_MS
+from launcher.placement.ask import CloudAsk, PricedPool, Site
+from launcher.placement.iteration_time import (
+    Recipe,
+    candidates_per_prompt,
+    gain_of,
+    iteration_seconds,
+    iterations_share,
+)
+from launcher.placement.value import copies_micro_usd, gpu_variance, value_of
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """What to keep running at a site."""
+
+    site: Site
+    spot: tuple[int, ...]
+    """Nodes in each of `site.zones`."""
+    on_demand: int = 0
+
+    @property
+    def nodes(self) -> int:
+        """Rollout nodes."""
+        return sum(self.spot) + self.on_demand
+
+    @property
+    def pools(self) -> tuple[tuple[PricedPool, int], ...]:
+        """Where nodes are, and how many."""
+        spot = tuple((pool, count) for pool, count in zip(self.site.zones, self.spot, strict=True) if count)
+        if not self.on_demand or self.site.on_demand is None:
+            return spot
+        return (*spot, (self.site.on_demand, self.on_demand))
+
+    @property
+    def listed_micro_usd_per_hour(self) -> int:
+        """Everything running, at the price it was offered at."""
+        rollout = sum(count * pool.offer.micro_usd_per_hour for pool, count in self.pools)
+        return self.site.trainer.micro_usd_per_hour + rollout
+
+    @property
+    def maximum_micro_usd_per_hour(self) -> int:
+        """Everything running, at its on-demand price: spot never costs more than that."""
+        rollout = sum(count * pool.on_demand_micro_usd_per_hour for pool, count in self.pools)
+        return self.site.trainer.micro_usd_per_hour + rollout
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outlook:
+    """What is expected of a choice."""
+
+    useful_gpus: float
+    """Rollout GPUs that are at work on average."""
+    seconds_per_iteration: float
+    iterations: float
+    iterations_share: float
+    """Of those without exploration."""
+    candidates_per_prompt: int
+    variance_gain: float
+    micro_usd_per_hour: int
+    """Everything that is billed over the hours, traffic too."""
+    micro_usd: int
+    ms: int
+
+
+def sums(choice: Choice) -> tuple[float, float, float, int]:
+    """Of a choice: GPUs at work, their variance, micro-dollars an hour of the rollout nodes, copies of new weights."""
+    zones, counts = choice.site.zones, choice.spot
+    gpus = rate = 0.0
+    copies = 0
+    for pool, count in zip(zones, counts, strict=True):
+        gpus += count * pool.offer.gpus * pool.value.useful_share
+        rate += count * pool.value.micro_usd_per_hour
+        copies += count > 0
+    steady = choice.site.on_demand
+    if choice.on_demand and steady is not None:
+        gpus += choice.on_demand * steady.offer.gpus * steady.value.useful_share
+        rate += choice.on_demand * steady.value.micro_usd_per_hour
+        copies += 1
+    return gpus, gpu_variance(counts, [pool.gpu_spread for pool in zones]), rate, copies
+
+
+def cost(
+    recipe: Recipe,
+    trainer_micro_usd_per_hour: int,
+    gpus: float,
+    variance: float,
+    nodes_micro_usd_per_hour: float,
+    copies: int,
+    iterations: float | None = None,
+    exponent: float | None = None,
+) -> tuple[int, int]:
+    """C in micro-dollars and K T in milliseconds, both rounded up. `iterations`, `exponent`: the recipe's unless said.
+
+    The rate rises with the nodes' price and C with the rate; C and the hours fall with `gpus` and rise with `variance`.
+    The search relies on that.
+    """
+    exponent = recipe.gain_exponent.mean if exponent is None else exponent
+    share = iterations_share(recipe, candidates_per_prompt(recipe, gpus), exponent)
+    number = (recipe.iterations.mean if iterations is None else iterations) * share
+    hours = number * iteration_seconds(recipe.cost, gpus, variance) / 3600
+    paid = hours * (trainer_micro_usd_per_hour + nodes_micro_usd_per_hour)
+    return ceil(paid + number * copies_micro_usd(recipe.copy_bytes, copies)), ceil(hours * HOUR_MS)
+
+
+def outlook(ask: CloudAsk, choice: Choice) -> Outlook:
+    """What is expected."""
+    recipe = ask.recipe.on(choice.site.trainer.gpus)
+    gpus, variance, rate, copies = sums(choice)
+    micro_usd, ms = cost(recipe, choice.site.trainer.micro_usd_per_hour, gpus, variance, rate, copies)
+    return _outlook(recipe, gpus, variance, micro_usd, ms)
+
+
+def on_demand_outlook(ask: CloudAsk, choice: Choice) -> Outlook:
+    """The same nodes bought on demand: nobody takes them back, and each is there at once, which favours them."""
+    recipe = ask.recipe.on(choice.site.trainer.gpus)
+    gpus = sum(count * pool.offer.gpus for pool, count in choice.pools)
+    rate = sum(count * pool.on_demand_micro_usd_per_hour for pool, count in choice.pools)
+    micro_usd, ms = cost(recipe, choice.site.trainer.micro_usd_per_hour, gpus, 0.0, rate, sums(choice)[3])
+    return _outlook(recipe, gpus, 0.0, micro_usd, ms)
+
+
+def _outlook(recipe: Recipe, gpus: float, variance: float, micro_usd: int, ms: int) -> Outlook:
+    candidates = candidates_per_prompt(recipe, gpus)
+    share = iterations_share(recipe, candidates, recipe.gain_exponent.mean)
+    return Outlook(
+        useful_gpus=gpus,
+        seconds_per_iteration=iteration_seconds(recipe.cost, gpus, variance),
+        iterations=recipe.iterations.mean * share,
+        iterations_share=share,
+        candidates_per_prompt=candidates,
+        variance_gain=gain_of(recipe.cost.images_per_prompt, candidates, recipe.rho),
+        micro_usd_per_hour=round(micro_usd * HOUR_MS / ms),
+        micro_usd=micro_usd,
+        ms=ms,
+    )
+
+
+End = Literal["good", "bad"]
+
+
+def at_the_end(ask: CloudAsk, choice: Choice, end: End) -> tuple[int, int]:
+    """Micro-dollars and milliseconds with everything that is uncertain at its good or its bad end at once.
+
+    Iterations, what exploration saves, hazards, launches, cold starts: wider than a 90 % interval of them together.
+    """
+    site, recipe = choice.site, ask.recipe.on(choice.site.trainer.gpus)
+    steady = site.on_demand
+    moved = replace(
+        choice,
+        site=replace(
+            site,
+            zones=tuple(_moved(pool, end) for pool in site.zones),
+            on_demand=None if steady is None else _moved(steady, end),
+        ),
+    )
+    is_good = end == "good"
+    iterations = recipe.iterations.low if is_good else recipe.iterations.high
+    exponent = recipe.gain_exponent.high if is_good else recipe.gain_exponent.low
+    return cost(recipe, site.trainer.micro_usd_per_hour, *sums(moved), iterations=iterations, exponent=exponent)
+
+
+def _moved(pool: PricedPool, end: End) -> PricedPool:
+    is_good, survival = end == "good", pool.survival
+    hazards = pool.terms.hazards if survival is None else survival.low if is_good else survival.high
+    terms = replace(
+        pool.terms,
+        hazards=hazards,
+        launch_odds=pool.odds.high if is_good else pool.odds.low,
+        cold_start_hours=(pool.cold_start.low if is_good else pool.cold_start.high) / HOUR_MS,
+    )
+    value = value_of(terms)
+    is_spot = pool.offer.market is Market.SPOT
+    return replace(pool, terms=terms, value=value, gpu_spread=pool.offer.gpus * value.spread if is_spot else 0.0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Caps:
+    """What a plan must keep: the listed rate, the expected dollars and the expected time. None: no limit."""
+
+    max_hourly_micro_usd: int | None = None
+    max_total_micro_usd: int | None = None
+    deadline_ms: int | None = None
+
+    @classmethod
+    def of(cls, ask: CloudAsk) -> "Caps":
+        return cls(
+            max_hourly_micro_usd=ask.max_hourly_micro_usd,
+            max_total_micro_usd=ask.max_total_micro_usd,
+            deadline_ms=ask.deadline_ms,
+        )
+
+    def keep(self, listed_micro_usd_per_hour: float, micro_usd: int, ms: int) -> bool:
+        return (
+            (self.max_hourly_micro_usd is None or listed_micro_usd_per_hour <= self.max_hourly_micro_usd)
+            and (self.max_total_micro_usd is None or micro_usd <= self.max_total_micro_usd)
+            and (self.deadline_ms is None or ms <= self.deadline_ms)
+        )

@@ -1,0 +1,170 @@
+"""Policies: which nodes to keep running, given what is offered and what happened. Pure; one protocol.
+
+all-on-demand, cheapest-failover, skypilot-like, spothedge: what others do, to compare with
+ours: the choice of least expected cost (launcher/placement/search.py)
+
+A plan asks a policy before anything runs; the live cluster and a replay over traces can ask the same one again with
+what has happened since. The baselines take as many nodes as the job allows and the caps bear; ours decides how many.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from launcher.market.hazard import Pool
+from launcher.placement.ask import CloudAsk, Site, Spot, pool_of_offer
+from launcher.placement.forecast import Caps, Choice, cost, sums
+from launcher.placement.search import Found, cheapest_choice
+from launcher.placement.value import on_demand_fallback
+
+POLICIES = ("all-on-demand", "cheapest-failover", "skypilot-like", "spothedge", "ours")
+
+SPOTHEDGE_EXTRA = 1
+"""Nodes above the target that SpotHedge keeps, where the job allows them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Situation:
+    """What a policy may know. Before a run there is only the ask and the sites."""
+
+    ask: CloudAsk
+    sites: tuple[Site, ...]
+    """By cloud, region and trainer."""
+    lost: tuple[Pool, ...] = ()
+    """Where spot nodes were taken back or refused lately, oldest first."""
+    missing: int = 0
+    """Spot nodes that are wanted and not there."""
+
+
+class Policy(Protocol):
+    """Decides what to keep running. The same situation gives the same answer."""
+
+    def choose(self, situation: Situation) -> Choice | None:
+        """What to keep running, within the ask's caps; None if nothing keeps them."""
+
+
+def build_policy(name: str) -> Policy:
+    """Raises ValueError for a name that is none of `POLICIES`."""
+    match name:
+        case "all-on-demand":
+            return AllOnDemand()
+        case "cheapest-failover":
+            return CheapestFailover()
+        case "skypilot-like":
+            return SkyPilotLike()
+        case "spothedge":
+            return SpotHedge()
+        case "ours":
+            return Ours()
+        case _:
+            raise ValueError(f"there is no policy {name!r}; use {', '.join(POLICIES)}")
+
+
+class AllOnDemand:
+    """Every node on demand, where that is cheapest: what all savings are measured against."""
+
+    def choose(self, situation: Situation) -> Choice | None:
+        def choices(nodes: int) -> Iterator[Choice]:
+            for site in situation.sites:
+                if site.on_demand is not None or not nodes:
+                    yield Choice(site=site, spot=(0,) * len(site.zones), on_demand=nodes)
+
+        return _most_that_fits(situation, choices)
+
+
+class CheapestFailover:
+    """All spot nodes in the zone with the lowest price; after a loss there, in the next one, anywhere."""
+
+    def choose(self, situation: Situation) -> Choice | None:
+        return _most_that_fits(situation, lambda nodes: _in_one_zone(situation.sites, nodes, set(situation.lost)))
+
+
+class SkyPilotLike:
+    """A managed job's eager next region: cheapest zone first; after a loss the whole cluster goes to another region."""
+
+    def choose(self, situation: Situation) -> Choice | None:
+        lost = {(pool.cloud, pool.region) for pool in situation.lost}
+        there = [site for site in situation.sites if (site.trainer.cloud, site.trainer.region) not in lost]
+        sites = tuple(there) or situation.sites
+        return _most_that_fits(situation, lambda nodes: _in_one_zone(sites, nodes, set()))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpotHedge:
+    """SkyServe's rule (arXiv 2411.01438): spread over zones that lost nothing lately, keep some extra, and bridge with
+    min(N, N + extra - ready) nodes on demand. N is the job's nodes less the extra."""
+
+    extra: int = SPOTHEDGE_EXTRA
+
+    def choose(self, situation: Situation) -> Choice | None:
+        def choices(nodes: int) -> Iterator[Choice]:
+            for site in situation.sites:
+                zones = [index for index, pool in enumerate(site.zones) if pool_of_offer(pool.offer) not in lost]
+                zones = zones or list(range(len(site.zones)))
+                if zones or not nodes:
+                    spot = [0] * len(site.zones)
+                    for node in range(nodes):
+                        spot[zones[node % len(zones)]] += 1
+                    bridge = min(max(0, nodes - self.extra), situation.missing) if site.on_demand else 0
+                    yield Choice(site=site, spot=tuple(spot), on_demand=bridge)
+
+        lost = set(situation.lost)
+        return _most_that_fits(situation, choices)
+
+
+class Ours:
+    """The least expected cost over every number of nodes in every zone; on demand where spot falls below the floor."""
+
+    def choose(self, situation: Situation) -> Choice | None:
+        ask, found = situation.ask, self.search(situation)
+        if found is None or not situation.missing or found.choice.site.on_demand is None or ask.spot is Spot.ONLY:
+            return None if found is None else found.choice
+        choice = found.choice
+        ready = max(0, choice.nodes - situation.missing)
+        bridge = on_demand_fallback(ready, ask.floor_nodes, situation.missing)
+        return replace(choice, on_demand=choice.on_demand + bridge)
+
+    def search(self, situation: Situation) -> Found | None:
+        """The best there is, were every node there, and what each site would cost at least."""
+        lost, sites = set(situation.lost), situation.sites
+        if lost:
+            sites = tuple(
+                replace(site, zones=tuple(pool for pool in site.zones if pool_of_offer(pool.offer) not in lost))
+                for site in sites
+            )
+        return cheapest_choice(situation.ask, sites, Caps.of(situation.ask))
+
+
+def _in_one_zone(sites: tuple[Site, ...], nodes: int, lost: set[Pool]) -> Iterator[Choice]:
+    """Every zone that could have all the nodes; those where something was lost only if there is no other."""
+    pairs = [(site, index) for site in sites for index in range(len(site.zones))]
+    good = [(site, index) for site, index in pairs if pool_of_offer(site.zones[index].offer) not in lost]
+    for site, index in good or pairs:
+        yield Choice(site=site, spot=tuple(nodes if zone == index else 0 for zone in range(len(site.zones))))
+    if not nodes:
+        yield from (Choice(site=site, spot=(0,) * len(site.zones)) for site in sites)
+
+
+def _most_that_fits(situation: Situation, choices: Callable[[int], Iterator[Choice]]) -> Choice | None:
+    """With as many nodes as the caps bear, the cheapest by the listed price: what policies without hazards go by."""
+    ask, caps = situation.ask, Caps.of(situation.ask)
+    recipes = {gpus: ask.recipe.on(gpus) for gpus in {site.trainer.gpus for site in situation.sites}}
+
+    def fits(choice: Choice) -> bool:
+        trainer = choice.site.trainer
+        return caps.keep(
+            choice.listed_micro_usd_per_hour, *cost(recipes[trainer.gpus], trainer.micro_usd_per_hour, *sums(choice))
+        )
+
+    for nodes in range(ask.max_rollout_nodes, -1, -1):
+        found = next(filter(fits, sorted(choices(nodes), key=_listed)), None)
+        if found is not None:
+            return found
+    return None
+
+
+def _listed(choice: Choice) -> tuple[int, str, tuple[int, ...]]:
+    """The name of the site, then the first zone, settle a tie."""
+    trainer = choice.site.trainer
+    site = f"{trainer.cloud} {trainer.region} {trainer.instance_type}"
+    return (choice.listed_micro_usd_per_hour, site, tuple(-count for count in choice.spot))

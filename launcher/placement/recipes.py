@@ -1,0 +1,72 @@
+"""Recipes whose iterations somebody has timed: what a plan knows of a job before it runs. Figures, no decisions."""
+
+from engine.exploration.value import ASSUMED_RHO, IterationCost
+from launcher.market.estimate import Basis, Estimate
+from launcher.placement.iteration_time import Recipe
+
+GAIN_EXPONENT = Estimate(
+    mean=0.5,
+    low=0.0,
+    high=1.0,
+    basis=Basis.ASSUMED,
+    source=(
+        "assumed: iterations fall with the standard deviation of the trained rewards; 0 is no use, 1 is with their "
+        "variance. Measured on digits-ocr: x1.38 fewer (x.83 to x2.29 over 5 seeds) where 8 of 20 are kept, which is "
+        "an exponent of .7 at rho .7 (tests/benchmarks/results/exploration.md)"
+    ),
+)
+
+QWEN_LORA_BYTES_PER_RANK = 380_000_000 // 64
+"""LoRA of rank 64 on Qwen-Image's attention projections: 189 M parameters (research notes engine 6)."""
+
+QWEN_BYTES = 40_900_000_000
+"""All of it in bfloat16: 20.43 billion parameters (research notes engine 6)."""
+
+
+def qwen_image_512(
+    iterations: int = 300,
+    prompts: int = 32,
+    images_per_prompt: int = 16,
+    explores: bool = True,
+    max_candidates: int | None = None,
+    lora_rank: int | None = 64,
+) -> Recipe:
+    """GRPO on Qwen-Image at 512 px with LoRA and a judge's reward (papers 4.2), 32 x 16 pictures unless said.
+
+    Timed by verl-omni on 4 H800: 107 s of generation for 512 pictures, 253 s of everything else (papers 6.2).
+    Training is taken to cost as much for each picture, whatever their number. `lora_rank` None: every weight is
+    trained and sent.
+    """
+    pictures = prompts * images_per_prompt
+    return Recipe(
+        cost=IterationCost(
+            prompts=prompts,
+            images_per_prompt=images_per_prompt,
+            reserved_gpus=4,
+            rollout_gpu_seconds=107 * 4 / 512,
+            candidate_gpu_seconds=107 * 4 / 512,
+            train_seconds=253 * pictures / 512,
+            max_candidates=max_candidates,
+        ),
+        iterations=Estimate(
+            mean=iterations,
+            low=iterations / 2,
+            high=iterations * 2,
+            basis=Basis.ASSUMED,
+            source=(
+                "the recipe's 300 steps (papers 4.2), or the job's own number; half and twice, because seeds of "
+                "digits-ocr needed 22 to 60 (research notes rl 4)"
+            ),
+        ),
+        explores=explores,
+        rho=ASSUMED_RHO,
+        gain_exponent=GAIN_EXPONENT,
+        copy_bytes=QWEN_BYTES if lora_rank is None else QWEN_LORA_BYTES_PER_RANK * lora_rank,
+        measured_on="4 H800",
+        source="verl-omni's documentation: 107 s of generation in a step of 360 s (research notes papers 4.2, 6.2)",
+        never_run=(
+            "spotrl has never trained Qwen-Image: its seconds are another framework's, on H800",
+            "how many iterations the target takes is assumed, and so is what exploration saves of them",
+            "no spot H100 was ever watched: how soon they are taken back is known from V100s of 2022",
+        ),
+    )

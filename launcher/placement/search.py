@@ -1,0 +1,246 @@
+"""The cheapest choice there is: every number of nodes in every zone of every site, by branch and bound. Pure.
+
+a part: so many spot nodes and so many on demand at one site, with a quick bound that none of its choices beats
+cheapest bound first: fill zone after zone, and turn back where the bound of what is left exceeds the best so far
+
+Exact: the answer is the one that trying everything would find (a test does), ties broken by time, then by fewer nodes
+and by name. So more money or time, which only add choices, never make it worse, and what a zone sells us in
+node-hours never rises with its price while the rate is not what limits (`forecast.cost` is linear in each price).
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from math import ceil
+
+from launcher.money import HOUR_MS
+from launcher.placement.ask import CloudAsk, Site, Spot
+from launcher.placement.forecast import Caps, Choice, cost, sums
+from launcher.placement.value import gpu_variance, most_in_one_zone
+
+SLACK = 1 + 1e-9
+"""A bound is a float, summed in another order than what it bounds."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Found:
+    choice: Choice
+    micro_usd: int
+    at_least_micro_usd: tuple[int | None, ...]
+    """Of every site, as they were given: nothing there costs less. None: nothing there keeps the caps."""
+
+
+def cheapest_choice(ask: CloudAsk, sites: Sequence[Site], caps: Caps, just_nodes: int | None = None) -> Found | None:
+    """The choice of least expected cost that keeps the caps and the floor; None if there is none.
+
+    `just_nodes`: with so many rollout nodes, no fewer and no more.
+    """
+    search = _Search(ask, sites, caps)
+    parts = sorted(search.parts(just_nodes))
+    for part in parts:
+        if search.best is not None and part[0] > search.best[0]:
+            break
+        search.fill(part)
+    if search.best is None:
+        return None
+    micro_usd = search.best[0]
+    least: dict[int, int] = {}
+    for bound, number, _, _ in parts:
+        least.setdefault(number, max(bound, micro_usd))
+    return Found(choice=search.choice, micro_usd=micro_usd, at_least_micro_usd=tuple(map(least.get, range(len(sites)))))
+
+
+def is_spread(choice: Choice) -> bool:
+    """At most half of the spot nodes, rounded up, in one zone, where the site has two."""
+    return max(choice.spot, default=0) <= most_in_one_zone(sum(choice.spot), len(choice.site.zones))
+
+
+def is_above_floor(ask: CloudAsk, choice: Choice) -> bool:
+    """sum of n_z u_z, and one for each node on demand, is at least `floor_nodes`."""
+    there = sum(count * pool.value.useful_share for pool, count in zip(choice.site.zones, choice.spot, strict=True))
+    return there + choice.on_demand >= ask.floor_nodes
+
+
+Part = tuple[int, int, int, int]
+"""Bound in micro-dollars, number of the site, spot nodes, nodes on demand."""
+
+
+class _Search:
+    def __init__(self, ask: CloudAsk, sites: Sequence[Site], caps: Caps) -> None:
+        self.ask, self.caps = ask, caps
+        self.sites = [_Columns(ask, site) for site in sites]
+        self.best: tuple[int, int, int, int, tuple[int, ...]] | None = None
+        self.choice: Choice
+        self._least_ms: dict[tuple[int, float], list[int]] = {}
+
+    def parts(self, just_nodes: int | None) -> Iterator[Part]:
+        """Every part that may keep the caps. Its bound: the hours as if all its nodes were as useful as the best."""
+        most, spot_kinds = self.ask.max_rollout_nodes, self.ask.spot
+        for number, here in enumerate(self.sites):
+            steady = here.site.on_demand if spot_kinds is not Spot.ONLY else None
+            more_paid, more_listed, steady_share = (
+                (steady.value.micro_usd_per_hour, steady.offer.micro_usd_per_hour, steady.value.useful_share)
+                if steady
+                else (0.0, 0, 0.0)
+            )
+            trainer = here.site.trainer.micro_usd_per_hour
+            on_spot = self._fastest_ms(here, here.best_share)
+            with_steady = self._fastest_ms(here, max(here.best_share, steady_share))
+            for spot in range(most + 1 if here.zones and spot_kinds is not Spot.NEVER else 1):
+                paid = (trainer + here.rates.least(0, spot, here.cap(spot))) / SLACK
+                listed = (trainer + here.prices.least(0, spot, here.cap(spot))) / SLACK
+                for on_demand in range(most - spot + 1 if steady else 1):
+                    ms = with_steady[spot + on_demand] if on_demand else on_spot[spot]
+                    bound = int((paid + on_demand * more_paid) * ms / HOUR_MS)
+                    if just_nodes in (None, spot + on_demand) and self.caps.keep(
+                        listed + on_demand * more_listed, bound, ms
+                    ):
+                        yield bound, number, spot, on_demand
+
+    def fill(self, part: Part) -> None:
+        """Every way to have so many spot nodes in the zones of the site."""
+        _, number, spot, on_demand = part
+        here, steady = self.sites[number], self.sites[number].site.on_demand
+        begun = _Begun(0.0, float(here.site.trainer.micro_usd_per_hour), 0.0, 0.0, 0)
+        if on_demand and steady is not None:
+            begun = _Begun(
+                rate=on_demand * steady.value.micro_usd_per_hour,
+                listed=begun.listed + on_demand * steady.offer.micro_usd_per_hour,
+                there=float(on_demand),
+                gpus=on_demand * steady.offer.gpus * steady.value.useful_share,
+                copies=1,
+            )
+        self._fill(part, begun, [], spot)
+
+    def _fill(self, part: Part, begun: "_Begun", counts: list[int], left: int) -> None:
+        """Put `left` nodes into the zones after the first `len(counts)`, cheapest hour first."""
+        _, number, spot, on_demand = part
+        here, zone, cap = self.sites[number], len(counts), self.sites[number].cap(spot)
+        bound = self._bound(here, spot, begun, zone, left)
+        if bound is None or (self.best is not None and bound > self.best[0]):
+            return
+        if left == 0:
+            self._consider(number, counts, on_demand)
+            return
+        most = min(left, cap)
+        if here.is_like_before[zone]:
+            most = min(most, counts[-1])  # of two zones that are alike the first has as many or more
+        for count in range(most, max(0, left - cap * (here.zones - zone - 1)) - 1, -1):
+            counts.append(count)
+            self._fill(part, here.more(begun, zone, count), counts, left - count)
+            counts.pop()
+
+    def _consider(self, number: int, counts: Sequence[int], on_demand: int) -> None:
+        here = self.sites[number]
+        choice = Choice(site=here.site, spot=(*counts, *(0,) * (here.zones - len(counts))), on_demand=on_demand)
+        if not is_above_floor(self.ask, choice):
+            return
+        micro_usd, ms = cost(here.recipe, here.site.trainer.micro_usd_per_hour, *sums(choice))
+        if not self.caps.keep(choice.listed_micro_usd_per_hour, micro_usd, ms):
+            return
+        key = (micro_usd, ms, choice.nodes, number, tuple(-count for count in choice.spot))
+        if self.best is None or key < self.best:
+            self.best, self.choice = key, choice
+
+    def _bound(self, here: "_Columns", spot: int, begun: "_Begun", zone: int, left: int) -> int | None:
+        """Micro-dollars that no choice beats which begins so; None if none of them is allowed.
+
+        What is left is taken to be as cheap as the cheapest zones from `zone` on and as useful as the most useful ones,
+        and all spot nodes to be as steady as the steadiest zone, spread evenly.
+        """
+        cap = here.cap(spot)
+        useful = -here.useless.least(zone, left, cap)
+        if (begun.there + useful) * SLACK < self.ask.floor_nodes:
+            return None
+        micro_usd, ms = cost(
+            here.recipe,
+            here.site.trainer.micro_usd_per_hour,
+            (begun.gpus + useful * self.ask.rollout.gpus) * SLACK,
+            here.least_variance[spot] / SLACK,
+            (begun.rate + here.rates.least(zone, left, cap)) / SLACK,
+            begun.copies + (ceil(left / cap) if left else 0),
+        )
+        listed = (begun.listed + here.prices.least(zone, left, cap)) / SLACK
+        return micro_usd if self.caps.keep(listed, micro_usd - 1, ms - 1) else None
+
+    def _fastest_ms(self, here: "_Columns", share: float) -> list[int]:
+        """The least time by the number of rollout nodes, each at work for this share; the same at many sites."""
+        key = (here.site.trainer.gpus, share)
+        if key not in self._least_ms:
+            self._least_ms[key] = [
+                cost(here.recipe, 0, nodes * self.ask.rollout.gpus * share * SLACK, 0.0, 0.0, 0)[1] - 1
+                for nodes in range(self.ask.max_rollout_nodes + 1)
+            ]
+        return self._least_ms[key]
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """What the nodes that were put somewhere add up to."""
+
+    rate: float
+    listed: float
+    """With the trainer."""
+    there: float
+    """Nodes that are at work on average; one on demand counts whole, as for the floor."""
+    gpus: float
+    copies: int
+
+
+class _Columns:
+    """The spot zones of a site, figure by figure, in the site's order."""
+
+    def __init__(self, ask: CloudAsk, site: Site) -> None:
+        pools = site.zones
+        self.site, self.zones = site, len(pools)
+        self.recipe = ask.recipe.on(site.trainer.gpus)
+        self.rates = _Column([pool.value.micro_usd_per_hour for pool in pools])
+        self.prices = _Column([float(pool.offer.micro_usd_per_hour) for pool in pools])
+        self.useless = _Column([-pool.value.useful_share for pool in pools])
+        self.best_share = max((pool.value.useful_share for pool in pools), default=0.0)
+        limits = [pool.on_demand_micro_usd_per_hour for pool in pools]
+        same = list(zip(self.rates.each, self.prices.each, self.useless.each, limits, strict=True))
+        self.is_like_before = [zone > 0 and same[zone] == same[zone - 1] for zone in range(self.zones)]
+        self._most_nodes = ask.max_rollout_nodes
+
+    def cap(self, spot: int) -> int:
+        return most_in_one_zone(spot, self.zones)
+
+    def more(self, begun: _Begun, zone: int, count: int) -> _Begun:
+        """With so many nodes in a zone."""
+        if not count:
+            return begun
+        there = -count * self.useless.each[zone]
+        return _Begun(
+            begun.rate + count * self.rates.each[zone],
+            begun.listed + count * self.prices.each[zone],
+            begun.there + there,
+            begun.gpus + there * self.site.zones[zone].offer.gpus,
+            begun.copies + 1,
+        )
+
+    @cached_property
+    def least_variance(self) -> list[float]:
+        """By the number of nodes."""
+        if not self.zones:
+            return [0.0]
+        steadiest = [min(pool.gpu_spread for pool in self.site.zones)] * self.zones
+        return [gpu_variance([nodes / self.zones] * self.zones, steadiest) for nodes in range(self._most_nodes + 1)]
+
+
+class _Column:
+    """One figure of each zone, and what the least of the later ones add up to."""
+
+    def __init__(self, each: Sequence[float]) -> None:
+        self.each = each
+        self._least = [sorted(each[begun:]) for begun in range(len(each) + 1)]
+        self._sums = [list(accumulate(least, initial=0.0)) for least in self._least]
+
+    def least(self, zone: int, left: int, cap: int) -> float:
+        """The least that `left` nodes in the zones from `zone` on, at most `cap` in each, add up to."""
+        if not left:
+            return 0.0
+        full, rest = divmod(left, cap)
+        total = self._sums[zone][full] * cap
+        return total + rest * self._least[zone][full] if rest else total

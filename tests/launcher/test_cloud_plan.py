@@ -1,0 +1,671 @@
+"""Plans for a cloud: they keep every cap, are the best there is, and follow what happened in the ledger."""
+
+import random
+import time
+from collections import Counter
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from engine.events import Market
+from launcher.exit_codes import BudgetError
+from launcher.ledger.exposure import pool_histories
+from launcher.ledger.models import NodeEvent
+from launcher.market.estimate import Basis, Estimate
+from launcher.market.hazard import POOLED, Exposure, LaunchOdds, Life, Pool, PoolHistory, learn
+from launcher.market.offers import Offer
+from launcher.market.quality import Quality
+from launcher.money import HOUR_MS
+from launcher.placement.ask import CloudAsk, MarketView, NodeAsk, Spot, market_view, pool_of_offer, sites_of
+from launcher.placement.cloud_plan import CloudPlan, cloud_plan_json, plan_cloud
+from launcher.placement.forecast import Caps, Choice, cost, outlook, sums
+from launcher.placement.plan import PlacementError, plan_json, slots_from
+from launcher.placement.policy import POLICIES, Situation, build_policy
+from launcher.placement.recipes import qwen_image_512
+from launcher.placement.search import cheapest_choice, is_above_floor, is_spread
+from launcher.placement.value import square_root_rule
+from tests.launcher.made_ledger import MINUTE_MS, START_MS, a_run, a_session
+
+USD = 1_000_000
+
+
+def offer(
+    zone: str, usd: float, *, region: str = "east", cloud: str = "gcp", kind: str = "h100", gpus: int = 1, **more: Any
+) -> Offer:
+    """Spot in a zone, on demand without one."""
+    return Offer(
+        cloud=cloud,
+        region=region,
+        zone=zone,
+        instance_type=f"{kind}-{gpus}",
+        accelerator="H100",
+        gpus=gpus,
+        market=Market.SPOT if zone else Market.ON_DEMAND,
+        micro_usd_per_hour=round(usd * USD),
+        source="a list",
+        observed_at="2026-01-01",
+        **more,
+    )
+
+
+TRAINER = offer("", 28, gpus=4)
+ON_DEMAND = offer("", 7)
+EAST = (TRAINER, ON_DEMAND, offer("a", 2.0), offer("b", 2.2), offer("c", 2.4))
+
+
+def an_ask(**more: Any) -> CloudAsk:
+    return replace(
+        CloudAsk(
+            recipe=qwen_image_512(),
+            trainer=NodeAsk(accelerator="H100", gpus=4),
+            rollout=NodeAsk(accelerator="H100", gpus=1),
+            max_rollout_nodes=8,
+        ),
+        **more,
+    )
+
+
+ROLLING = replace(qwen_image_512(), cost=replace(qwen_image_512().cost, train_seconds=20.0))
+"""Pictures take 107 of 127 seconds here, so that a single spot node pays by rolling out."""
+
+
+def view(*offers: Offer, **more: Any) -> MarketView:
+    return replace(MarketView(offers=offers), **more)
+
+
+def steady(*offers: Offer) -> MarketView:
+    """A market where nodes come at once and stay."""
+    never = learn(replace(POOLED, curve=POOLED.curve.scaled(1e-9)), Exposure())
+    at_once = Estimate(mean=0, low=0, high=0, basis=Basis.ASSUMED, source="assumed")
+    pools = [pool_of_offer(each) for each in offers]
+    return view(
+        *offers,
+        survival=dict.fromkeys(pools, never),
+        odds=dict.fromkeys(pools, LaunchOdds(prior=1.0, successes=1)),
+        cold_start=dict.fromkeys(pools, at_once),
+    )
+
+
+def where(plan: CloudPlan) -> Counter[str]:
+    """Rollout nodes by zone."""
+    return Counter(slot.placement.zone for slot in plan.slots if slot.role == "rollout")
+
+
+# --- what a plan holds --------------------------------------------------------------------------------
+
+
+def test_a_plan_is_in_one_region_and_spreads_its_spot_nodes():
+    west = tuple(replace(each, region="west", micro_usd_per_hour=each.micro_usd_per_hour * 2) for each in EAST)
+    plan = plan_cloud(an_ask(), view(*EAST, *west))
+    assert {slot.placement.region for slot in plan.slots} == {"east"} == {plan.region}
+    nodes = where(plan)
+    assert sum(nodes.values()) > 1
+    assert max(nodes.values()) <= -(-sum(nodes.values()) // 2)
+    assert plan.slots[0].name == "trainer"
+    assert plan.slots[0].placement.market is Market.ON_DEMAND
+    assert {slot.placement.market for slot in plan.slots[1:]} == {Market.SPOT}
+    assert plan.listed_micro_usd_per_hour == sum(slot.placement.micro_usd_per_hour for slot in plan.slots)
+    assert plan.maximum_micro_usd_per_hour == 28 * USD + 7 * USD * sum(nodes.values())
+
+
+def test_every_figure_says_where_it_comes_from():
+    plan = plan_cloud(an_ask(), view(*EAST))
+    assert all(slot.placement.price_source and slot.placement.price_observed_at for slot in plan.slots)
+    assert "assumed" in plan.basis
+    assert plan.cost.low < plan.cost.expected < plan.cost.high
+    assert plan.time.low < plan.time.expected < plan.time.high
+    for pool in plan.pools:
+        assert pool.reclaimed_in_first_hour is not None
+        assert pool.reclaimed_in_first_hour.basis is Basis.PRIOR
+        assert pool.launch_odds.source
+        assert pool.cold_start_ms.source
+    assert any("never trained Qwen-Image" in note for note in plan.notes)
+
+
+def test_the_reference_recipe_pays_more_per_iteration_for_spot_and_says_what_that_must_save():
+    plan = plan_cloud(an_ask(), view(*EAST))
+    pays = plan.spot_pays
+    assert pays is not None
+    assert pays.costs_more
+    assert pays.pays
+    assert "pays only if exploration saves more than" in pays.statement()
+    alone = next(factors for factors in plan.factors if factors.against == "the trainer alone")
+    assert alone.hours_per_iteration * alone.micro_usd_per_hour == pytest.approx(pays.cost_ratio)
+    assert alone.iterations == pytest.approx(pays.iterations_share)
+
+
+def test_without_hazards_the_plan_prices_an_iteration_as_the_notes_do():
+    """Papers 6.2: 8 spot GPUs at 69 % off beside 4 make an iteration cost x1.30."""
+    market = steady(TRAINER, offer("a", 7 * 0.31), offer("b", 7 * 0.31))
+    ask = an_ask(recipe=replace(qwen_image_512(), copy_bytes=0), policy="spothedge")
+    plan = plan_cloud(ask, market)
+    assert sum(where(plan).values()) == 8
+    assert plan.spot_pays is not None
+    assert plan.spot_pays.cost_ratio == pytest.approx(1.30, rel=0.01)
+    assert plan.exploration.candidates_per_prompt == 75
+    on_demand = next(factors for factors in plan.factors if "on demand" in factors.against)
+    assert on_demand.micro_usd == pytest.approx(0.54, rel=0.01)
+    assert (on_demand.iterations, on_demand.hours_per_iteration) == pytest.approx((1, 1))
+
+
+def test_the_three_factors_multiply_to_the_dollars():
+    plan = plan_cloud(an_ask(), view(*EAST))
+    for factors in plan.factors:
+        assert factors.micro_usd == pytest.approx(plan.cost.expected / factors.their_micro_usd)
+
+
+def test_where_exploration_is_no_use_the_trainer_stays_alone_and_the_plan_says_why():
+    plan = plan_cloud(an_ask(recipe=qwen_image_512(explores=False)), view(*EAST))
+    assert [slot.name for slot in plan.slots] == ["trainer"]
+    assert plan.spot_pays is not None
+    assert not plan.spot_pays.pays
+    more = next(other for other in plan.alternatives if other.what.startswith("one node more"))
+    assert more.micro_usd is not None
+    assert more.micro_usd > plan.cost.expected
+    assert "the last one saves" in more.why_not
+
+
+def test_a_plan_without_exploration_buys_what_the_square_root_rule_says():
+    """Steady nodes at $2 in one zone, $7 for a trainer's GPU, 20 s of training beside 428 GPU-seconds of rollouts."""
+    plan = plan_cloud(
+        an_ask(recipe=replace(ROLLING, explores=False, copy_bytes=0), max_rollout_nodes=30),
+        steady(TRAINER, ON_DEMAND, offer("a", 2.0)),
+    )
+    by_rule = square_root_rule(428 / 3600, 20 / 3600, 28 * USD, 2 * USD, assist_nodes=4)  # 10.6
+    assert plan.exploration.nodes_without == pytest.approx(by_rule)
+    assert abs(where(plan)["a"] - by_rule) < 1
+
+
+def test_alternatives_are_never_better_and_say_why_not():
+    west = tuple(replace(each, region="west", micro_usd_per_hour=each.micro_usd_per_hour + USD) for each in EAST)
+    plan = plan_cloud(an_ask(), view(*EAST, *west, offer("d", 2.0, region="far")))
+    names = [other.what for other in plan.alternatives]
+    assert any(name.startswith("gcp west") for name in names)
+    assert sum(name.startswith("policy ") for name in names) == len(POLICIES) - 1
+    assert all(other.why_not for other in plan.alternatives)
+    for other in plan.alternatives:
+        cheaper = other.micro_usd is not None and other.micro_usd < plan.cost.expected
+        assert not cheaper or "more than half of its nodes in one zone" in other.why_not
+    assert any(each.what == "gcp far" and "no trainer" in each.why for each in plan.left_out)
+
+
+def test_prices_that_are_not_believed_are_left_out_by_name():
+    bad = offer("bad", 0.7, quality=Quality.TENTH_OF_ON_DEMAND)
+    dear = offer("dear", 7.0)
+    plan = plan_cloud(an_ask(), view(*EAST, bad, dear))
+    assert not {"bad", "dear"} & set(where(plan))
+    reasons = {each.what: each.why for each in plan.left_out}
+    assert "tenth-of-on-demand" in reasons["h100-1 in bad"]
+    assert "no cheaper than on demand" in reasons["h100-1 in dear"]
+
+
+def test_a_zone_without_capacity_is_left_alone_for_a_while():
+    pool = pool_of_offer(EAST[2])
+    history = PoolHistory(pool=pool, stock_outs_ms=(START_MS,))
+    at_once = market_view(EAST, [history], now_ms=START_MS + MINUTE_MS)
+    later = market_view(EAST, [history], now_ms=START_MS + 11 * MINUTE_MS)
+    ask = an_ask(max_rollout_nodes=1, recipe=ROLLING)
+    assert where(plan_cloud(ask, at_once)) == {"b": 1}
+    assert where(plan_cloud(ask, later))  # the refusal still counts against its odds
+    assert pool not in later.cooling
+
+
+def test_a_sole_zone_takes_all_nodes_and_the_plan_warns():
+    plan = plan_cloud(an_ask(), view(TRAINER, ON_DEMAND, offer("only", 1.0)))
+    assert where(plan)["only"] > 1
+    assert any("may take all of them" in note for note in plan.notes)
+
+
+def test_an_instance_that_is_not_sold_on_demand_is_bounded_by_its_share_of_a_larger_one():
+    plan = plan_cloud(an_ask(), view(TRAINER, offer("a", 2.0), offer("b", 2.0)))  # 4 GPUs for $28
+    assert {slot.on_demand_micro_usd_per_hour for slot in plan.slots[1:]} == {7 * USD}
+
+
+def test_a_larger_trainer_is_taken_and_said_where_no_smaller_one_is_sold():
+    plan = plan_cloud(an_ask(), view(offer("", 55, gpus=8), ON_DEMAND, *EAST[2:]))
+    assert plan.slots[0].placement.gpus == 8
+    assert any("divide evenly" in note for note in plan.notes)
+
+
+@pytest.mark.parametrize("infra", ["gcp/east/b", "gcp/*/b"])
+def test_infra_narrows_the_zones(infra):
+    plan = plan_cloud(an_ask(rollout=NodeAsk(accelerator="h100", gpus=1, infra=infra)), view(*EAST))
+    assert set(where(plan)) == {"b"}
+
+
+def test_spot_never_only_and_auto():
+    ask = an_ask(floor_nodes=2)
+    never = plan_cloud(replace(ask, spot=Spot.NEVER), view(*EAST))
+    assert {slot.placement.market for slot in never.slots} == {Market.ON_DEMAND}
+    assert [slot.name for slot in never.slots[1:]] == ["on-demand-0", "on-demand-1"]
+    only = plan_cloud(replace(ask, spot=Spot.ONLY), view(*EAST))
+    assert {slot.placement.market for slot in only.slots[1:]} == {Market.SPOT}
+
+
+def test_below_the_floor_on_demand_nodes_fill_up():
+    """Zones that have something one time in fifty do not keep four nodes there."""
+    scarce = {pool_of_offer(each): LaunchOdds(failures=98) for each in EAST}
+    plan = plan_cloud(an_ask(floor_nodes=4, max_rollout_nodes=4), view(*EAST, odds=scarce))
+    assert where(plan) == {"east, any zone": 4}
+
+
+def test_a_deadline_buys_what_money_alone_would_not():
+    ask = an_ask(recipe=qwen_image_512(explores=False))
+    slow = plan_cloud(ask, view(*EAST))
+    fast = plan_cloud(replace(ask, deadline_ms=slow.time.expected * 9 // 10), view(*EAST))
+    assert where(fast)
+    assert fast.cost.expected > slow.cost.expected
+    assert fast.time.expected <= slow.time.expected * 9 // 10
+
+
+def test_the_largest_sum_is_the_budget_or_everything_on_demand_to_the_deadline():
+    plan = plan_cloud(an_ask(max_total_micro_usd=3_000 * USD), view(*EAST))
+    assert plan.largest_micro_usd == 3_000 * USD
+    until = plan_cloud(an_ask(deadline_ms=100 * HOUR_MS), view(*EAST))
+    assert until.largest_micro_usd == until.maximum_micro_usd_per_hour * 100
+    capped = plan_cloud(an_ask(deadline_ms=100 * HOUR_MS, max_hourly_micro_usd=40 * USD), view(*EAST))
+    assert capped.largest_micro_usd == min(capped.maximum_micro_usd_per_hour, 40 * USD) * 100
+    assert plan_cloud(an_ask(), view(*EAST)).largest_micro_usd is None
+
+
+def test_a_plan_is_kept_by_the_ledger_like_a_local_one():
+    plan = plan_cloud(an_ask(max_total_micro_usd=3_000 * USD), view(*EAST))
+    assert slots_from(plan_json(plan.as_plan())) == plan.slots
+
+
+def test_a_script_gets_integers_of_money_and_time():
+    def numbers(value: Any, name: str = "") -> list[tuple[str, Any]]:
+        if isinstance(value, dict):
+            return [found for key, each in value.items() for found in numbers(each, key)]
+        if isinstance(value, list | tuple):
+            return [found for each in value for found in numbers(each, name)]
+        return [(name, value)]
+
+    answer = cloud_plan_json(plan_cloud(an_ask(max_total_micro_usd=3_000 * USD), view(*EAST)))
+    for factors in answer["factors"]:
+        assert factors["micro_usd"] == pytest.approx(
+            factors["iterations"] * factors["hours_per_iteration"] * factors["micro_usd_per_hour"]
+        )
+    del answer["factors"]  # ratios
+    money = [(name, value) for name, value in numbers(answer) if "micro_usd" in name]
+    assert len(money) > 20
+    assert all(value is None or type(value) is int for _, value in money)
+    for part in ("cost", "time"):
+        assert all(type(value) is int for value in answer[part].values())
+
+
+# --- where there is no plan ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("limits", "words"),
+    [
+        ({"max_hourly_micro_usd": 27 * USD}, "above max_hourly $27.00/h; raise --max-hourly to "),
+        ({"max_total_micro_usd": 100 * USD}, "above max_total $100.00; raise --max-total to $"),
+        ({"deadline_ms": HOUR_MS}, "past the deadline of 1h"),
+    ],
+)
+def test_limits_that_nothing_keeps_are_refused_with_what_would_do(limits, words):
+    ask = an_ask(**limits)
+    if "max_hourly_micro_usd" in limits:
+        ask = replace(ask, recipe=qwen_image_512(explores=False))
+    with pytest.raises(BudgetError) as caught:
+        plan_cloud(ask, view(*EAST))
+    assert words in str(caught.value)
+
+
+def test_the_remedy_of_a_refusal_is_enough():
+    free = plan_cloud(an_ask(), view(*EAST))
+    with pytest.raises(BudgetError):
+        plan_cloud(an_ask(max_total_micro_usd=free.cost.expected - 1), view(*EAST))
+    assert plan_cloud(an_ask(max_total_micro_usd=free.cost.expected), view(*EAST)).cost == free.cost
+
+
+def test_a_gpu_that_nobody_sells_is_refused_with_where_was_looked():
+    with pytest.raises(PlacementError, match=r"4 x B200 or more on demand \(looked in gcp east\)"):
+        plan_cloud(an_ask(trainer=NodeAsk(accelerator="B200", gpus=4)), view(*EAST))
+    with pytest.raises(PlacementError, match="spotrl catalog refresh"):
+        plan_cloud(an_ask(clouds=("aws",)), view(*EAST))
+
+
+def test_a_policy_that_does_not_exist_is_refused_with_those_that_do():
+    with pytest.raises(ValueError, match="cheapest-failover"):
+        build_policy("magic")
+
+
+# --- policies -----------------------------------------------------------------------------------------
+
+
+def chosen(name: str, ask: CloudAsk, *offers: Offer, **more: Any) -> Counter[str]:
+    sites, _ = sites_of(ask, view(*offers))
+    choice = build_policy(name).choose(Situation(ask=ask, sites=sites, **more))
+    assert choice is not None
+    return Counter({f"{pool.offer.region} {pool.offer.zone}".strip(): count for pool, count in choice.pools})
+
+
+def test_each_policy_goes_where_it_would():
+    ask = an_ask(max_rollout_nodes=4)
+    assert chosen("all-on-demand", ask, *EAST) == {"east": 4}
+    assert chosen("cheapest-failover", ask, *EAST) == {"east a": 4}
+    assert chosen("skypilot-like", ask, *EAST) == {"east a": 4}
+    assert chosen("spothedge", ask, *EAST) == {"east a": 2, "east b": 1, "east c": 1}
+
+
+def test_after_a_loss_each_policy_goes_elsewhere():
+    ask = an_ask(max_rollout_nodes=4)
+    west = tuple(replace(each, region="west", micro_usd_per_hour=each.micro_usd_per_hour + 1) for each in EAST)
+    lost = (pool_of_offer(EAST[2]),)
+    both = (*EAST, *west)
+    assert chosen("cheapest-failover", ask, *both, lost=lost) == {"west a": 4}
+    assert chosen("skypilot-like", ask, *both, lost=lost) == {"west a": 4}
+    assert chosen("spothedge", ask, *EAST, lost=lost) == {"east b": 2, "east c": 2}
+    assert "east a" not in chosen("ours", ask, *EAST, lost=lost)
+
+
+def test_spothedge_bridges_on_demand_until_spot_is_there():
+    ask = an_ask(max_rollout_nodes=4)
+    assert chosen("spothedge", ask, *EAST, missing=4)["east"] == 3  # min(N, missing), N = 4 - 1
+    assert chosen("spothedge", ask, *EAST, missing=1)["east"] == 1
+    assert chosen("spothedge", ask, *EAST)["east"] == 0
+
+
+def test_ours_bridges_on_demand_only_below_the_floor():
+    ask = an_ask(max_rollout_nodes=6, floor_nodes=2)
+    nodes = sum(chosen("ours", ask, *EAST).values())
+    assert chosen("ours", ask, *EAST, missing=nodes - 1)["east"] == 1
+    assert chosen("ours", replace(ask, floor_nodes=0), *EAST, missing=nodes)["east"] == 0
+
+
+def test_every_policy_keeps_the_caps():
+    ask = an_ask(max_hourly_micro_usd=34 * USD)
+    for name in POLICIES:
+        plan = plan_cloud(replace(ask, policy=name), view(*EAST))
+        assert plan.listed_micro_usd_per_hour <= 34 * USD, name
+        assert plan.policy == name
+
+
+# --- from the ledger to the plan ----------------------------------------------------------------------
+
+
+def test_five_preemptions_change_the_estimate_and_the_plan_goes_to_another_zone():
+    """Five nodes in each of two zones ran for 12 minutes. Then it turns out that those of zone a were taken back."""
+    offers = (
+        replace(TRAINER, region="us-east-1"),
+        replace(ON_DEMAND, region="us-east-1", instance_type="g6.xlarge"),
+        replace(offer("us-east-1a", 2.00, region="us-east-1"), instance_type="g6.xlarge"),
+        replace(offer("us-east-1b", 2.02, region="us-east-1"), instance_type="g6.xlarge"),
+    )
+    ask = an_ask(max_rollout_nodes=1, recipe=ROLLING)
+    pool, now_ms = pool_of_offer(offers[2]), START_MS + 12 * HOUR_MS
+
+    with a_session() as session:
+        made = a_run(session)
+        made.run.infra = "gcp"
+        for generation, zone in product(range(1, 6), "ab"):
+            up, end = generation * HOUR_MS, generation * HOUR_MS + 12 * MINUTE_MS
+            node = made.node(f"spot-{zone}", generation, up=up, end=end, zone=f"us-east-1{zone}")
+            node.cloud = "gcp"
+            session.add(NodeEvent(node_id=node.id, at_ms=START_MS + end, kind="gone"))
+
+        def plan() -> CloudPlan:
+            session.flush()
+            return plan_cloud(ask, market_view(offers, pool_histories(session, now_ms).values(), now_ms=now_ms))
+
+        before = plan()
+        for name, node in made.nodes.items():
+            if "spot-a" in name:
+                made.preempted(node, node.generation * HOUR_MS + 12 * MINUTE_MS)
+        after = plan()
+        history = pool_histories(session, now_ms)[pool]
+
+    assert where(before) == {"us-east-1a": 1}
+    assert where(after) == {"us-east-1b": 1}
+    quiet, learnt = before.pools[0].reclaimed_in_first_hour, history.survival().taken_within(1.0)
+    assert quiet is not None
+    assert (quiet.events, quiet.exposure_ms) == (0, 60 * MINUTE_MS)
+    assert learnt.mean > quiet.mean + 0.1
+    assert (learnt.events, learnt.exposure_ms, learnt.basis) == (5, 60 * MINUTE_MS, Basis.MEASURED)
+
+
+# --- properties, against trying everything ------------------------------------------------------------
+
+prices = st.integers(40, 800).map(lambda cents: cents * USD // 100)
+
+
+@st.composite
+def markets(draw: st.DrawFn, regions: int = 2) -> MarketView:
+    """Up to two regions with up to four zones each, harsh and quiet, scarce and not."""
+    offers, survival, odds = [], {}, {}
+    for region in ["east", "west"][: draw(st.integers(1, regions))]:
+        cloud = draw(st.sampled_from(["aws", "gcp"]))
+        offers.append(replace(TRAINER, cloud=cloud, region=region, micro_usd_per_hour=draw(st.integers(20, 40)) * USD))
+        offers.append(replace(ON_DEMAND, cloud=cloud, region=region))
+        for zone in "abcd"[: draw(st.integers(1, 4))]:
+            spot = replace(offer(zone, 1, region=region, cloud=cloud), micro_usd_per_hour=draw(prices))
+            offers.append(spot)
+            lives = [
+                Life(ms=draw(st.integers(1, 300)) * MINUTE_MS, reclaimed=True) for _ in range(draw(st.integers(0, 4)))
+            ]
+            survival[pool_of_offer(spot)] = learn(POOLED, Exposure.of(lives))
+            odds[pool_of_offer(spot)] = LaunchOdds(successes=draw(st.integers(0, 9)), failures=draw(st.integers(0, 9)))
+    return MarketView(offers=tuple(offers), survival=survival, odds=odds)
+
+
+recipes = st.builds(
+    lambda explores, exponent, iterations: replace(
+        qwen_image_512(iterations=iterations, explores=explores),
+        gain_exponent=Estimate(mean=exponent, low=0, high=2, basis=Basis.ASSUMED, source="assumed"),
+    ),
+    st.sampled_from([True, True, True, False]),
+    st.sampled_from([1.0, 0.5, 2.0, 0.0]),
+    st.integers(20, 400),
+)
+asks = st.builds(
+    an_ask,
+    recipe=recipes,
+    spot=st.sampled_from(list(Spot)),
+    max_rollout_nodes=st.sampled_from([8, 8, 6, 5, 3, 1, 0]),
+    floor_nodes=st.sampled_from([0, 0, 0, 2]),
+    max_hourly_micro_usd=st.none() | st.integers(30, 80).map(lambda usd: usd * USD),
+    max_total_micro_usd=st.none() | st.integers(100, 2_000).map(lambda usd: usd * USD),
+    deadline_ms=st.none() | st.integers(5, 60).map(lambda hours: hours * HOUR_MS),
+)
+
+
+def plan_or_none(ask: CloudAsk, market: MarketView) -> CloudPlan | None:
+    try:
+        return plan_cloud(ask, market)
+    except BudgetError:
+        return None
+
+
+def everything(ask: CloudAsk, market: MarketView, caps: Caps) -> int | None:
+    """The least cost over every number of nodes in every zone of every site, one by one."""
+    best = None
+    for site in sites_of(ask, market)[0]:
+        recipe = ask.recipe.on(site.trainer.gpus)
+        most_spot = 0 if ask.spot is Spot.NEVER else ask.max_rollout_nodes
+        most_on_demand = 0 if ask.spot is Spot.ONLY or site.on_demand is None else ask.max_rollout_nodes
+        for spot in product(range(most_spot + 1), repeat=len(site.zones)):
+            if sum(spot) > ask.max_rollout_nodes:
+                continue
+            for on_demand in range(min(most_on_demand, ask.max_rollout_nodes - sum(spot)) + 1):
+                choice = Choice(site=site, spot=spot, on_demand=on_demand)
+                if not (is_spread(choice) and is_above_floor(ask, choice)):
+                    continue
+                micro_usd, ms = cost(recipe, site.trainer.micro_usd_per_hour, *sums(choice))
+                if caps.keep(choice.listed_micro_usd_per_hour, micro_usd, ms):
+                    best = micro_usd if best is None else min(best, micro_usd)
+    return best
+
+
+@settings(max_examples=60, deadline=None)
+@given(asks, markets(regions=1))
+def test_the_plan_is_the_best_of_all_that_keep_the_caps(ask, market):
+    plan = plan_or_none(ask, market)
+    assert (None if plan is None else plan.cost.expected) == everything(ask, market, Caps.of(ask))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_in_four_zones_with_eight_nodes_it_is_the_best_too(seed):
+    draw = random.Random(seed)
+    zones = [offer(zone, round(draw.uniform(1.0, 3.0), 2)) for zone in "abcd"]
+    lived = {each: [Life(ms=draw.randint(1, 300) * MINUTE_MS, reclaimed=True) for _ in range(4)] for each in zones}
+    market = view(
+        TRAINER,
+        ON_DEMAND,
+        *zones,
+        survival={pool_of_offer(each): learn(POOLED, Exposure.of(lives)) for each, lives in lived.items()},
+        odds={pool_of_offer(each): LaunchOdds(successes=draw.randint(0, 9), failures=4) for each in zones},
+    )
+    caps = Caps(
+        max_hourly_micro_usd=draw.choice([None, 45 * USD]),
+        max_total_micro_usd=draw.choice([None, 800 * USD]),
+        deadline_ms=draw.choice([None, 20 * HOUR_MS]),
+    )
+    ask = an_ask(
+        recipe=draw.choice([ROLLING, qwen_image_512()]),
+        max_hourly_micro_usd=caps.max_hourly_micro_usd,
+        max_total_micro_usd=caps.max_total_micro_usd,
+        deadline_ms=caps.deadline_ms,
+    )
+    plan = plan_or_none(ask, market)
+    assert (None if plan is None else plan.cost.expected) == everything(ask, market, caps)
+
+
+@settings(max_examples=150, deadline=None)
+@given(asks, markets())
+def test_no_plan_exceeds_a_cap(ask, market):
+    plan = plan_or_none(ask, market)
+    assume(plan is not None)
+    if ask.max_hourly_micro_usd is not None:
+        assert plan.listed_micro_usd_per_hour <= ask.max_hourly_micro_usd
+    if ask.max_total_micro_usd is not None:
+        assert plan.cost.expected <= ask.max_total_micro_usd
+        assert plan.largest_micro_usd <= ask.max_total_micro_usd
+    if ask.deadline_ms is not None:
+        assert plan.time.expected <= ask.deadline_ms
+    nodes = where(plan)
+    assert sum(nodes.values()) <= ask.max_rollout_nodes
+    assert plan.listed_micro_usd_per_hour <= plan.maximum_micro_usd_per_hour
+    assert len({(slot.placement.cloud, slot.placement.region) for slot in plan.slots}) == 1
+    markets_bought = {slot.placement.market for slot in plan.slots[1:]}
+    assert ask.spot is not Spot.NEVER or Market.SPOT not in markets_bought
+    assert ask.spot is not Spot.ONLY or Market.ON_DEMAND not in markets_bought
+
+
+@settings(max_examples=100, deadline=None)
+@given(asks, markets(), st.integers(0, 2_000), st.integers(0, 40), st.integers(0, 60))
+def test_more_money_or_time_never_makes_a_plan_worse(ask, market, dollars, an_hour, hours):
+    def raised(limit: int | None, by: int) -> int | None:
+        return None if limit is None else limit + by
+
+    richer = replace(
+        ask,
+        max_total_micro_usd=raised(ask.max_total_micro_usd, dollars * USD),
+        max_hourly_micro_usd=raised(ask.max_hourly_micro_usd, an_hour * USD),
+        deadline_ms=raised(ask.deadline_ms, hours * HOUR_MS),
+    )
+    poor, rich = plan_or_none(ask, market), plan_or_none(richer, market)
+    assume(poor is not None)
+    assert rich is not None
+    assert rich.cost.expected <= poor.cost.expected
+
+
+@settings(max_examples=150, deadline=None)
+@given(asks, markets(), st.data())
+def test_a_zone_that_gets_dearer_is_never_bought_more(ask, market, data):
+    """In node-hours, which is what a price is of. Not where the hourly limit binds: it buys fewer nodes for longer."""
+    ask = replace(ask, max_hourly_micro_usd=None)
+    spot = [number for number, each in enumerate(market.offers) if each.market is Market.SPOT]
+    number = data.draw(st.sampled_from(spot))
+    old = market.offers[number]
+    new = replace(old, micro_usd_per_hour=old.micro_usd_per_hour + data.draw(st.integers(1, 500)) * USD // 100)
+    dearer = replace(market, offers=(*market.offers[:number], new, *market.offers[number + 1 :]))
+
+    def node_hours(plan: CloudPlan | None) -> float:
+        if plan is None or plan.region != old.region:
+            return 0.0
+        return where(plan)[old.zone] * plan.time.expected / HOUR_MS
+
+    before, after = plan_or_none(ask, market), plan_or_none(ask, dearer)
+    assert node_hours(after) <= node_hours(before) + 0.001
+
+
+@settings(max_examples=60, deadline=None)
+@given(asks, markets(), st.randoms())
+def test_a_plan_is_a_pure_function_of_what_is_asked_and_offered(ask, market, shuffled):
+    more = (  # two that are not believed, two zones and two instance types at one price, a second trainer
+        offer("y", 0.7, quality=Quality.TENTH_OF_ON_DEMAND),
+        offer("z", 7.0, quality=Quality.SAME_AS_ON_DEMAND),
+        *(offer(zone, 3.0, kind=kind) for zone in "ef" for kind in ("h100", "other")),
+        offer("", 7, kind="other"),
+        offer("", 50, gpus=8),
+    )
+    offers = [*market.offers, *(replace(each, cloud=market.offers[0].cloud) for each in more)]
+    market = replace(market, offers=tuple(offers))
+    shuffled.shuffle(offers)
+    mixed = replace(
+        market,
+        offers=tuple(offers),
+        survival=dict(reversed(market.survival.items())),
+        odds=dict(reversed(market.odds.items())),
+    )
+    assert plan_or_none(ask, market) == plan_or_none(ask, mixed)
+
+
+def test_of_two_prices_for_the_same_thing_the_dearer_one_counts():
+    twice = (*EAST, replace(EAST[2], micro_usd_per_hour=6 * USD))
+    assert plan_cloud(an_ask(), view(*twice)) == plan_cloud(an_ask(), view(*reversed(twice)))
+    assert where(plan_cloud(an_ask(max_rollout_nodes=1, recipe=ROLLING), view(*twice))) == {"b": 1}
+
+
+def two_clouds(seed: int = 1) -> MarketView:
+    """200 offers: 2 clouds x 20 regions, each with a trainer, a node on demand and three zones."""
+    draw = random.Random(seed)
+    offers = []
+    for cloud, number in product(("aws", "gcp"), range(20)):
+        region = f"region-{number}"
+        offers += [replace(TRAINER, cloud=cloud, region=region), replace(ON_DEMAND, cloud=cloud, region=region)]
+        offers += [offer(zone, draw.uniform(1.9, 4.0), cloud=cloud, region=region) for zone in "abc"]
+    return MarketView(offers=tuple(offers))
+
+
+def test_two_clouds_200_offers_and_16_nodes_are_planned_in_a_moment():
+    market, ask = two_clouds(), an_ask(max_rollout_nodes=15)
+    assert len(market.offers) == 200
+
+    def seconds() -> float:
+        begin = time.perf_counter()
+        plan_cloud(ask, market)
+        return time.perf_counter() - begin
+
+    assert min(seconds() for _ in range(5)) < 0.1  # the benchmark holds 0.05; this is a shared machine
+
+
+def test_a_search_says_what_other_sites_would_cost_at_least():
+    ask, market = an_ask(), two_clouds(seed=2)
+    sites, _ = sites_of(ask, market)
+    found = cheapest_choice(ask, sites, Caps())
+    assert found is not None
+    exact = []
+    for site, at_least in zip(sites, found.at_least_micro_usd, strict=True):
+        alone = cheapest_choice(ask, (site,), Caps())
+        assert alone is not None
+        assert at_least is not None
+        assert found.micro_usd <= at_least <= alone.micro_usd
+        exact.append(alone.micro_usd)
+    assert min(exact) == found.micro_usd == outlook(ask, found.choice).micro_usd
+
+
+def test_an_empty_history_leaves_the_prior():
+    pool = Pool(cloud="gcp", region="east", zone="a", instance_type="h100-1")
+    seen = market_view(EAST, [PoolHistory(pool=pool)], now_ms=START_MS)
+    assert seen.survival[pool].basis is Basis.PRIOR
+    assert seen.cooling == frozenset()
+    plan = plan_cloud(an_ask(), seen)
+    assert where(plan) == where(plan_cloud(an_ask(), view(*EAST)))

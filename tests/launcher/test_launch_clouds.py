@@ -1,0 +1,227 @@
+"""`spotrl launch` on clouds: the plan is printed, from the tables alone, and nothing is bought."""
+
+import json
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+
+from launcher.cli.main import run
+from launcher.exit_codes import ExitCode
+from launcher.market.advice import STALE_MS, what_clouds_say
+from launcher.market.hazard import POOLED, Pool
+from launcher.market.offers import read_catalog
+from launcher.market.prices import AdviceKind, CapacityAdvice
+from launcher.market.refresh_catalog import iso, replace_tables
+from launcher.money import HOUR_MS
+from tests.fakes.market import FakeMarket, Product, Tick
+
+ROOT = Path(__file__).parents[2]
+JOB = "qwen_image_ocr.yaml"
+NOW_MS = 1_795_348_800_000
+
+
+@pytest.fixture
+def launch(tmp_path, monkeypatch, capsys):
+    """Calls `spotrl launch` on a copy of the reference recipe, in a home of the test's."""
+    monkeypatch.setenv("SPOTRL_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("SPOTRL_CONFIG", str(tmp_path / "config.yaml"))
+    for name in (JOB, "qwen_image_ocr_prompts.txt"):
+        shutil.copy(str(files("sky_yamls") / name), tmp_path / name)
+
+    def launch(*arguments: str) -> tuple[int, str, str]:
+        code = run(["launch", str(tmp_path / JOB), *arguments])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    launch.folder = tmp_path
+    return launch
+
+
+def test_a_dry_run_shows_the_whole_plan_from_the_shipped_tables(launch):
+    code, text, _ = launch("--dry-run")
+    assert code == ExitCode.OK
+    assert "trainer        on_demand" in text
+    assert "spot-0         spot" in text
+    assert "skypilot-org/skypilot-catalog" in text
+    assert "TOO OLD TO BUY BY" in text
+    assert "at most" in text
+    assert "to similarity 0.9: $" in text
+    assert "basis: " in text
+    assert "exploration stale: " in text
+    assert "makes an iteration cost x" in text
+    assert "it pays only if exploration saves more than" in text
+    assert "against the same nodes, all on demand" in text
+    assert "iterations x" in text
+    assert "at most $4,000.00 could be spent: budget.max_total" in text
+    assert "what else there is, and why not:" in text
+    assert "spotrl has never trained Qwen-Image" in text
+    assert "qwen-image was not looked for" in text
+    assert text.endswith("Dry run: nothing was started.\n")
+
+
+def test_a_script_gets_the_plan_and_its_sums_add_up(launch):
+    _, text, _ = launch("--dry-run", "--json")
+    answer = json.loads(text)
+    plan = answer["plan"]
+    assert answer["started"] is False
+    rates = [slot["placement"]["micro_usd_per_hour"] for slot in plan["slots"]]
+    assert sum(rates) == plan["listed_micro_usd_per_hour"] <= 150_000_000
+    assert plan["cost"]["expected"] <= plan["max_total_micro_usd"] == plan["largest_micro_usd"]
+    assert all(slot["placement"]["price_source"] for slot in plan["slots"])
+    assert {slot["placement"]["cloud"] for slot in plan["slots"]} == {plan["cloud"]}
+    assert 1 <= len(rates) - 1 <= 12
+
+
+def test_every_zone_of_the_plan_is_one_that_a_cloud_knows(launch):
+    _, text, _ = launch("--dry-run", "--json")
+    zones = {slot["placement"]["zone"] for slot in json.loads(text)["plan"]["slots"]}
+    assert not [zone for zone in zones if "cheapest" in zone or "dearest" in zone or "-zone-" in zone]
+
+
+def test_without_dry_run_it_says_that_buying_is_not_built_and_that_nothing_was_bought(launch):
+    code, text, error = launch("-y")
+    assert code == ExitCode.FAILURE
+    assert "trainer        on_demand" in text, "the plan is shown all the same"
+    assert "buying on a real cloud (infra aws,gcp) is not built yet, and nothing was bought" in error
+    assert "--dry-run" in error
+    assert "--infra local" in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (("--max-hourly", "10"), ExitCode.REFUSED_BY_BUDGET, "raise --max-hourly to"),
+        (("--max-total", "10"), ExitCode.REFUSED_BY_BUDGET, "max_total $10.00"),
+        (("--deadline", "1h"), ExitCode.REFUSED_BY_BUDGET, "the deadline of 1h"),
+        (("--infra", "azure"), ExitCode.INVALID_JOB, "use local"),
+        (("--set", "resources.trainer.accelerators=H300:4"), ExitCode.INVALID_JOB, "offers a trainer with 4 x H300"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_with_a_remedy(launch, arguments, code, words):
+    found, _, error = launch("--dry-run", *arguments)
+    assert found == code
+    assert words in error
+    assert "Traceback" not in error
+
+
+def test_a_job_whose_iterations_nobody_timed_is_not_guessed_at(launch, capsys):
+    (launch.folder / "digits.yaml").write_text("infra: aws\n")
+    assert run(["launch", str(launch.folder / "digits.yaml"), "--dry-run"]) == ExitCode.INVALID_JOB
+    assert "model.name is digits-ocr, and nobody has timed its iterations on cloud GPUs" in capsys.readouterr().err
+
+
+def test_one_cloud_is_planned_on_that_cloud(launch):
+    _, text, _ = launch("--dry-run", "--json", "--infra", "gcp")
+    assert json.loads(text)["plan"]["cloud"] == "gcp"
+
+
+def test_spot_never_buys_no_spot(launch):
+    _, text, _ = launch("--dry-run", "--json", "--spot", "never", "--max-hourly", "400", "--max-total", "40000")
+    assert {slot["placement"]["market"] for slot in json.loads(text)["plan"]["slots"]} == {"on_demand"}
+
+
+def test_what_you_pay_is_said_on_the_lines_that_it_changes(launch):
+    (launch.folder / "config.yaml").write_text("discounts: [{cloud: aws, percent: 10}, {cloud: gcp, percent: 10}]\n")
+    _, text, _ = launch("--dry-run")
+    lines = [line for line in text.splitlines() if line.startswith("  price of ")]
+    assert ["less 10 % (discounts[" in line for line in lines] == ["on_demand" in line for line in lines]
+    assert any("on_demand" in line for line in lines)
+
+
+def test_refreshed_prices_come_before_shipped_ones(launch):
+    _, before, _ = launch("--dry-run", "--json")
+    region = json.loads(before)["plan"]["region"]
+    now_ms = time.time_ns() // 1_000_000
+    dated = [replace(offer, observed_at=iso(now_ms), source="asked today") for offer in read_catalog()]
+    replace_tables(launch.folder / "home" / "catalogs", dated, {}, source="test", now_ms=now_ms)
+    _, text, _ = launch("--dry-run")
+    assert region in text.splitlines()[0], "the same prices, dated today"
+    assert "asked today" in text
+    assert "TOO OLD" not in text
+
+
+def test_what_the_cloud_said_of_prices_is_what_the_plan_is_made_from(launch, monkeypatch):
+    """From the fake market through EC2's client and the ledger to the plan."""
+    now_ms = time.time_ns() // 1_000_000
+    tick = Tick(
+        at_ms=now_ms - HOUR_MS,
+        cloud="aws",
+        region="us-west-2",
+        zone="us-west-2a",
+        instance_type="p5.48xlarge",
+        usd="11.11",
+    )
+    sold = [Product(region="us-west-2", instance_type="p5.48xlarge", usd="55.04")]
+    with FakeMarket(ticks=[tick], products=sold, now_ms=now_ms) as market:
+        for name, value in market.environ.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.delenv("AWS_PROFILE", raising=False)
+        assert run(["prices", "refresh", "--cloud", "aws", "--gpu", "H100"]) == ExitCode.OK
+    _, text, _ = launch("--dry-run", "--infra", "aws")
+    assert "price of p5.48xlarge spot in us-west-2a: aws ec2 DescribeSpotPriceHistory, " in text
+    assert "$11.11/h" in text
+    assert "TOO OLD" not in text
+
+
+def test_the_dry_run_takes_less_than_two_seconds_and_loads_no_sdk(launch):
+    """The whole command in a fresh process, in seconds of a core: a busy machine makes others wait."""
+    code = (
+        "import sys\nfrom launcher.cli.main import run\n"
+        f"assert run(['launch', {str(launch.folder / JOB)!r}, '--infra', 'aws,gcp', '--dry-run']) == 0\n"
+        "print({'boto3', 'google', 'requests', 'torch'} & {name.partition('.')[0] for name in sys.modules})"
+    )
+
+    def seconds() -> float:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=ROOT)
+        assert done.stdout.splitlines()[-1] == "set()"
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+    assert min(seconds() for _ in range(3)) < 2
+
+
+# --- what clouds say of their capacity ---------------------------------------------------------------
+
+
+def advice(value: float, kind: AdviceKind = AdviceKind.UPTIME_HOURS, age_ms: int = 0) -> CapacityAdvice:
+    return CapacityAdvice(
+        cloud="gcp",
+        region="us-east4",
+        zone="us-east4-a",
+        instance_type="a3-highgpu-8g",
+        kind=kind,
+        value=value,
+        from_ms=NOW_MS - age_ms,
+        until_ms=NOW_MS - age_ms,
+        observed_ms=NOW_MS - age_ms,
+        source="gcp AdviceClient",
+    )
+
+
+POOL = Pool(cloud="gcp", region="us-east4", zone="us-east4-a", instance_type="a3-highgpu-8g")
+
+
+def test_an_estimated_uptime_is_the_median_life_that_is_believed():
+    said = what_clouds_say([advice(10)], NOW_MS)
+    assert said.priors[POOL].curve.survives(10) == pytest.approx(0.5)
+    assert said.priors[POOL].source == "gcp AdviceClient"
+    assert said.odds == {}
+
+
+def test_obtainability_is_the_odds_of_a_launch():
+    assert what_clouds_say([advice(0.3, AdviceKind.OBTAINABILITY)], NOW_MS).odds[POOL].mean == pytest.approx(0.3)
+
+
+def test_the_newest_estimate_counts_and_an_old_one_does_not():
+    said = what_clouds_say([advice(10, age_ms=1), advice(99, age_ms=2)], NOW_MS)
+    assert said.priors[POOL].curve.survives(10) == pytest.approx(0.5)
+    assert what_clouds_say([advice(10, age_ms=STALE_MS + 1)], NOW_MS).priors == {}
+    assert POOLED.curve.survives(10) != pytest.approx(0.5)

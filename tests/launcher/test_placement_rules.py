@@ -1,0 +1,340 @@
+"""The rules that placement decides by, each with a number checked by hand, and the closed forms of papers 6.2."""
+
+from dataclasses import replace
+from math import exp, inf
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.events import Market
+from engine.exploration import value as closed_form
+from launcher.job import Job
+from launcher.market.estimate import Basis, Estimate
+from launcher.market.hazard import STEADY, HazardCurve
+from launcher.money import HOUR_MS
+from launcher.placement.from_job import cloud_ask, recipe_of
+from launcher.placement.iteration_time import (
+    WhenSpotPays,
+    candidates_per_prompt,
+    iteration_seconds,
+    iterations_share,
+)
+from launcher.placement.plan import PlacementError
+from launcher.placement.recipes import QWEN_BYTES, qwen_image_512
+from launcher.placement.value import (
+    COOL_MOST_MS,
+    NodeTerms,
+    billed_hours,
+    cools_until_ms,
+    copies_micro_usd,
+    cycle_hours,
+    gpu_variance,
+    is_first_hour_free,
+    marginal_node,
+    micro_usd_per_life,
+    micro_usd_per_slot_hour,
+    micro_usd_per_useful_hour,
+    most_in_one_zone,
+    on_demand_fallback,
+    square_root_rule,
+    useful_hours,
+    useful_share,
+    value_of,
+)
+
+USD = 1_000_000
+MINUTE_MS = 60_000
+ONE_AN_HOUR = HazardCurve(per_hour=(1.0,) * 8)
+
+QUIET = NodeTerms(
+    micro_usd_per_hour=3 * USD,
+    hazards=STEADY,
+    launch_odds=0.75,
+    cold_start_hours=0.5,
+    horizon_hours=2.0,
+    lost_work_hours=0.0,
+    first_hour_free=False,
+)
+"""$3 an hour, never taken back, half an hour until it works, wanted for two."""
+
+HARSH = replace(QUIET, hazards=ONE_AN_HOUR)
+
+
+# --- one node -----------------------------------------------------------------------------------------
+
+
+def test_useful_hours_begin_after_the_cold_start():
+    assert useful_hours(QUIET) == 1.5
+    assert useful_hours(HARSH) == pytest.approx(exp(-0.5) - exp(-2))  # .471
+    assert useful_hours(replace(QUIET, cold_start_hours=5.0)) == 0
+
+
+def test_every_hour_is_billed_but_those_of_a_life_that_aws_ends_in_its_first():
+    assert billed_hours(HARSH) == pytest.approx(1 - exp(-2))  # .865
+    free = replace(HARSH, first_hour_free=True)
+    assert billed_hours(free) == pytest.approx((1 - exp(-2)) - (1 - 2 * exp(-1)))  # .865 - .264 = .600
+    assert billed_hours(replace(QUIET, first_hour_free=True)) == 2.0  # we ended it, so all of it is billed
+
+
+def test_of_a_node_that_is_wanted_for_less_than_an_hour_only_the_full_life_is_billed():
+    short = replace(HARSH, horizon_hours=0.5, first_hour_free=True)
+    assert billed_hours(short) == pytest.approx(0.5 * exp(-0.5))
+
+
+def test_the_first_hour_is_free_on_aws_spot_only():
+    assert is_first_hour_free("aws", Market.SPOT)
+    assert not is_first_hour_free("aws", Market.ON_DEMAND)
+    assert not is_first_hour_free("gcp", Market.SPOT)
+
+
+def test_a_useful_hour_costs_what_a_life_costs_over_what_it_gives():
+    assert micro_usd_per_life(QUIET) == 6 * USD
+    assert micro_usd_per_useful_hour(QUIET) == pytest.approx(6 * USD / (0.75 * 1.5))  # $5.33
+    assert micro_usd_per_useful_hour(replace(QUIET, cold_start_hours=2.0)) == inf
+
+
+def test_work_that_a_reclaim_loses_is_paid_for_again():
+    lossy = replace(HARSH, lost_work_hours=0.2)
+    extra = micro_usd_per_life(lossy) - micro_usd_per_life(HARSH)
+    assert extra == pytest.approx(3 * USD * 0.2 * (1 - exp(-2)))  # w P(L < H)
+    assert micro_usd_per_life(replace(QUIET, lost_work_hours=0.2)) == 6 * USD
+
+
+def test_a_slot_waits_for_launches_that_fail():
+    """q = 3/4: a third of an attempt fails before each success, 12.5 minutes each."""
+    assert cycle_hours(QUIET) == pytest.approx(2 + 12.5 / 60 / 3)
+    assert useful_share(QUIET) == pytest.approx(1.5 / (2 + 12.5 / 180))
+    assert micro_usd_per_slot_hour(QUIET) == pytest.approx(6 * USD / (2 + 12.5 / 180))
+
+
+@given(st.floats(0, 10), st.floats(0.05, 1), st.floats(0, 1), st.booleans())
+def test_a_slot_is_never_useful_for_longer_than_there_is(hazard, odds, cold, free):
+    terms = replace(
+        QUIET,
+        hazards=HazardCurve(per_hour=(hazard,) * 8),
+        launch_odds=odds,
+        cold_start_hours=cold,
+        first_hour_free=free,
+    )
+    value = value_of(terms)
+    assert 0 <= value.useful_share <= 1
+    assert 0 <= value.micro_usd_per_hour <= terms.micro_usd_per_hour * (1 + 1e-9)
+    assert 0 <= value.spread <= 0.5
+
+
+@given(st.floats(0.1, 5), st.floats(0.1, 5))
+def test_where_nodes_die_sooner_a_useful_hour_is_dearer(one, other):
+    """Without a free first hour: there, dying early costs time, not money."""
+    low, high = (replace(QUIET, hazards=HazardCurve(per_hour=(each,) * 8)) for each in sorted((one, other)))
+    assert micro_usd_per_useful_hour(low) <= micro_usd_per_useful_hour(high) * (1 + 1e-9)
+
+
+# --- how many -----------------------------------------------------------------------------------------
+
+
+def test_the_square_root_rule_is_that_of_the_notes():
+    assert square_root_rule(6.0, 1.0, 3.5 * USD, 1.0 * USD) == pytest.approx(4.58, abs=0.01)
+
+
+@given(st.floats(0.5, 50), st.floats(0.1, 5), st.floats(1, 50), st.floats(0.2, 10))
+def test_the_square_root_rule_finds_the_cheapest_iteration(a, b, trainer, node):
+    def cost(n: float) -> float:
+        return (a / n + b) * (trainer + n * node)
+
+    best = square_root_rule(a, b, trainer, node)
+    assert cost(best) <= min(cost(best * 0.99), cost(best * 1.01))
+
+
+def test_in_the_reference_recipe_rolling_out_alone_pays_for_no_spot_node():
+    """GPUs as nodes: 428 GPU-seconds, 253 s of training, 4 trainer GPUs at $7, spot at 69 % off."""
+    spot = 7 * USD * 0.31
+    assert square_root_rule(428 / 3600, 253 / 3600, 28 * USD, spot, assist_nodes=4) == 0
+    assert square_root_rule(428 / 3600, 25 / 3600, 28 * USD, spot, assist_nodes=4) == pytest.approx(8.3, abs=0.1)
+    assert square_root_rule(6.0, 1.0, 3 * USD, 1 * USD, assist_nodes=4) == 0  # the trainer alone is worth four nodes
+
+
+@given(st.floats(0.5, 50), st.floats(0.1, 5), st.floats(1, 50), st.floats(0.2, 10), st.floats(0, 8))
+def test_with_the_trainers_help_it_still_finds_the_cheapest_iteration(a, b, trainer, node, assist):
+    def cost(n: float) -> float:
+        return (a / (n + assist) + b) * (trainer + n * node)
+
+    best = square_root_rule(a, b, trainer, node, assist) + (1e-9 if assist == 0 else 0)
+    assert cost(best) <= min(cost(best * 0.99 + 1e-9), cost(best * 1.01 + 0.01)) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("rate", "pays"), [(12.49, True), (12.51, False)])
+def test_a_node_pays_if_finishing_earlier_saves_more_than_it_costs(rate, pays):
+    marginal = marginal_node(100.0, 80.0, 10 * USD, rate * USD)
+    assert marginal.saved == 200 * USD
+    assert marginal.paid == pytest.approx((rate - 10) * 80 * USD)
+    assert marginal.pays is pays
+
+
+def test_on_demand_bridges_to_the_floor_and_no_further():
+    assert on_demand_fallback(ready=2, floor=4, most=5) == 2
+    assert on_demand_fallback(ready=2, floor=4, most=1) == 1
+    assert on_demand_fallback(ready=0, floor=0, most=5) == 0
+    assert on_demand_fallback(ready=6, floor=4, most=5) == 0
+
+
+# --- where --------------------------------------------------------------------------------------------
+
+
+def test_no_zone_has_more_than_half_where_there_is_a_choice():
+    assert [most_in_one_zone(nodes, 3) for nodes in (0, 1, 2, 5, 8)] == [0, 1, 1, 3, 4]
+    assert most_in_one_zone(5, 1) == 5
+
+
+def test_nodes_that_go_together_make_the_number_less_certain():
+    assert gpu_variance([2], [0.5]) == pytest.approx(0.5 + 2 * 0.59 * 0.25)  # .795
+    assert gpu_variance([1, 1], [0.5, 0.5]) == pytest.approx(0.5 + 2 * 0.42 * 0.25)  # .71
+    assert gpu_variance([4], [0.0]) == 0
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=4), st.integers(0, 3))
+def test_one_more_node_never_makes_the_number_more_certain(nodes, zone):
+    more = [count + (index == zone % len(nodes)) for index, count in enumerate(nodes)]
+    spreads = [0.3] * len(nodes)
+    assert gpu_variance(more, spreads) >= gpu_variance(nodes, spreads)
+
+
+def test_a_zone_cools_down_longer_after_each_refusal():
+    noon = 12 * HOUR_MS
+    assert cools_until_ms([]) is None
+    assert cools_until_ms([noon]) == noon + 10 * MINUTE_MS
+    assert cools_until_ms([noon - 9, noon - 5, noon]) == noon + 40 * MINUTE_MS
+    assert cools_until_ms([noon], jitter=1.0) == noon + 15 * MINUTE_MS
+    assert cools_until_ms([noon] * 50) == noon + COOL_MOST_MS
+    assert cools_until_ms([noon - 5], since_ms=noon) is None  # it had capacity since
+
+
+def test_what_copies_of_weights_cost():
+    assert copies_micro_usd(40 * 10**9, 1, 100_000) == 4 * USD
+    assert copies_micro_usd(380_000_000, 2) == pytest.approx(0.0152 * USD)
+
+
+# --- how long an iteration takes ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("spot", "seconds", "idle", "explorable", "per_prompt", "at_69", "at_77", "on_demand_69", "on_demand_77"),
+    [
+        (4, 306, 0.83, 1_211, 38, 1.12, 1.05, 0.66, 0.61),
+        (8, 289, 0.88, 2_421, 76, 1.30, 1.17, 0.54, 0.49),
+        (12, 280, 0.90, 3_632, 113, 1.50, 1.31, 0.48, 0.42),
+    ],
+)
+def test_the_closed_forms_agree_with_the_table_of_the_notes(
+    spot, seconds, idle, explorable, per_prompt, at_69, at_77, on_demand_69, on_demand_77
+):
+    """Papers 6.2; half a unit of its last printed digit, or 1 %, whichever is more."""
+    recipe = qwen_image_512()
+    cost = recipe.cost
+    found = iteration_seconds(cost, spot)
+    assert found == pytest.approx(seconds, rel=0.01)
+    assert cost.train_seconds / found == pytest.approx(idle, rel=0.01)
+    assert spot * cost.train_seconds / cost.candidate_gpu_seconds == pytest.approx(explorable, rel=0.01)
+    assert candidates_per_prompt(recipe, spot) == pytest.approx(per_prompt, rel=0.01, abs=1)  # the table rounds up
+    for discount, ratio, to_on_demand in ((0.69, at_69, on_demand_69), (0.77, at_77, on_demand_77)):
+        c = found * (4 + spot * (1 - discount)) / (iteration_seconds(cost, 0) * 4)
+        assert c == pytest.approx(ratio, rel=0.01)
+        assert (4 + spot * (1 - discount)) / (4 + spot) == pytest.approx(to_on_demand, rel=0.01)
+
+
+@given(st.integers(0, 64))
+def test_with_every_spot_gpu_there_it_is_the_engines_own_formula(spot):
+    recipe = qwen_image_512()
+    assert iteration_seconds(recipe.cost, spot) == pytest.approx(closed_form.iteration_seconds(recipe.cost, spot))
+    each = closed_form.expected_exploration(recipe.cost, spot, 0.7).candidates_per_prompt
+    assert candidates_per_prompt(recipe, spot) == each
+
+
+def test_gpus_that_vanish_together_slow_an_iteration_down():
+    cost = replace(qwen_image_512().cost, train_seconds=0.0)
+    assert iteration_seconds(cost, 4) == pytest.approx(53.5)
+    assert iteration_seconds(cost, 4, variance=4.0) == pytest.approx(56.8, abs=0.1)
+
+
+def test_new_weights_are_waited_for_only_with_spot():
+    cost = replace(qwen_image_512().cost, sync_seconds=5.0)
+    assert iteration_seconds(cost, 0) == pytest.approx(360)
+    assert iteration_seconds(cost, 4) == pytest.approx(53.5 + 253 + 5)
+
+
+def test_another_trainer_takes_its_share_of_the_training():
+    recipe = qwen_image_512().on(8)
+    assert iteration_seconds(recipe.cost, 0) == pytest.approx(180)
+    assert qwen_image_512().on(4) == qwen_image_512()
+
+
+def test_what_exploration_leaves_of_the_iterations():
+    """With 8 spot GPUs 75 candidates a prompt, of which 16 are kept: gain 1 + .49 (V - 1)."""
+    recipe = qwen_image_512()
+    gain = closed_form.variance_gain(0.7, closed_form.selection_gain(16 / 75))
+    assert iterations_share(recipe, 75, 0.5) == pytest.approx(gain**-0.5)
+    assert iterations_share(recipe, 75, 0.0) == 1
+    assert iterations_share(recipe, 16, 0.5) == 1  # nothing to choose
+    assert candidates_per_prompt(replace(recipe, explores=False), 8) == 0
+
+
+def test_the_statement_says_what_spot_must_save():
+    dear = WhenSpotPays(gpus=8, market="spot", cost_ratio=1.30, iterations_share=0.70)
+    assert (dear.costs_more, dear.pays) == (True, True)
+    assert dear.pays_below == pytest.approx(0.769, abs=0.001)
+    assert dear.statement() == (
+        "adding 8 spot GPUs (there on average) makes an iteration cost x1.30 of the trainer alone; it pays only if "
+        "exploration saves more than 23% of the iterations (expected: 30%)"
+    )
+    assert "not expected: 10%" in replace(dear, iterations_share=0.9).statement()
+    cheap = replace(dear, cost_ratio=0.8)
+    assert not cheap.costs_more
+    assert "pays by itself" in cheap.statement()
+
+
+# --- from the job file --------------------------------------------------------------------------------
+
+QWEN = {
+    "infra": "aws,gcp",
+    "iterations": 200,
+    "model": {"name": "qwen-image", "path": "there", "weights": "lora", "lora_rank": 32},
+    "algorithm": {"prompts_per_batch": 16, "images_per_prompt": 8},
+    "resources": {
+        "trainer": {"accelerators": "H100:4", "infra": "aws/us-east-2"},
+        "rollout": {"accelerators": "H100:1", "use_spot": True, "num_nodes": 12},
+    },
+    "budget": {"max_total": "$4,000", "max_hourly": "$150", "deadline": "3d"},
+}
+
+
+def test_a_job_file_says_what_is_asked_of_a_cloud():
+    ask = cloud_ask(Job(**QWEN))
+    assert (ask.trainer.gpus, ask.trainer.infra, ask.rollout.gpus, ask.max_rollout_nodes) == (4, "aws/us-east-2", 1, 12)
+    assert (ask.max_total_micro_usd, ask.max_hourly_micro_usd) == (4_000 * USD, 150 * USD)
+    assert ask.deadline_ms == 72 * HOUR_MS
+    assert ask.clouds == ("aws", "gcp")
+    assert cloud_ask(Job(**QWEN | {"spot": "never"})).spot.value == "never"
+
+
+def test_a_recipe_is_scaled_to_the_jobs_batch():
+    recipe = recipe_of(Job(**QWEN))
+    assert recipe.iterations.mean == 200
+    assert recipe.cost.train_seconds == pytest.approx(253 / 4)  # 128 of 512 pictures
+    assert recipe.copy_bytes == pytest.approx(190_000_000, rel=0.001)
+    assert recipe.never_run
+    full = Job(**QWEN | {"model": {"name": "qwen-image", "path": "there"}})
+    assert recipe_of(full).copy_bytes == QWEN_BYTES
+
+
+def test_a_job_that_nobody_timed_has_no_plan():
+    with pytest.raises(PlacementError, match="nobody has timed"):
+        recipe_of(Job(**QWEN | {"model": {"name": "digits-ocr"}}))
+
+
+def test_every_assumption_of_a_recipe_names_itself():
+    recipe = qwen_image_512()
+    for estimate in (recipe.iterations, recipe.gain_exponent):
+        assert isinstance(estimate, Estimate)
+        assert estimate.basis is Basis.ASSUMED
+        assert "assumed" in estimate.source or "half and twice" in estimate.source
+        assert estimate.low <= estimate.mean <= estimate.high
