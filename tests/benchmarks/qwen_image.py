@@ -11,6 +11,7 @@ from engine.config import ExplorationConfig
 from engine.events import Market
 from engine.exploration.value import IterationCost, candidates_that_fit, iteration_seconds
 from launcher.market.offers import Offer, read_catalog
+from launcher.market.quality import USABLE
 from tests.benchmarks.arms import Settings
 
 ON_DEMAND_GPUS = 4
@@ -197,7 +198,8 @@ def discounted() -> tuple[Price, ...]:
 
 
 def offered() -> tuple[Price, ...]:
-    """Every spot H100 of the catalog beside its region's on-demand price, smallest discount first."""
+    """Every spot machine of eight H100 in the catalog that is believed, beside its region's on-demand price, smallest
+    discount first."""
     on_demand = _on_demand()
     prices = [
         Price(
@@ -207,7 +209,7 @@ def offered() -> tuple[Price, ...]:
             source=_source(offer),
         )
         for offer in read_catalog()
-        if offer.accelerator == "H100" and offer.market is Market.SPOT
+        if (offer.accelerator, offer.gpus, offer.market) == ("H100", 8, Market.SPOT) and offer.quality in USABLE
     ]
     return tuple(sorted(prices, key=lambda price: price.discount))
 
