@@ -23,6 +23,7 @@ from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import Session, sessionmaker
 
 from engine.events import EngineStarted, Progress
+from launcher.exit_codes import Failure
 from launcher.ledger.models import Node, NodeEvent, ProgressRow, Run, RunStatus
 
 REVISION = "0002"
@@ -185,6 +186,7 @@ def _only_one(lock: Path) -> Iterator[None]:
 def _migrate(engine: Engine) -> None:
     from alembic import command  # slow to import, and needed once in a ledger's life
     from alembic.config import Config
+    from alembic.util import CommandError
 
     raw = engine.raw_connection()
     try:
@@ -195,4 +197,10 @@ def _migrate(engine: Engine) -> None:
     config.set_main_option("script_location", "launcher.ledger:migrations")
     with engine.begin() as connection:
         config.attributes["connection"] = connection
-        command.upgrade(config, "head")
+        try:
+            command.upgrade(config, "head")
+        except CommandError:
+            raise Failure(
+                f"{engine.url.database} was written by a newer spotrl (its tables are {_revision(engine)}, this one "
+                f"knows {REVISION} at most); use that version, or another folder (SPOTRL_HOME)"
+            ) from None

@@ -10,9 +10,11 @@ from alembic.autogenerate import compare_metadata
 from alembic.config import Config
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
+from sqlalchemy import text
 from sqlalchemy.exc import IntegrityError
 
 from engine.events import EngineStarted, Evaluated, IterationDone, NodeSeen, Progress
+from launcher.exit_codes import Failure
 from launcher.ledger.models import Base, Node, Run
 from launcher.ledger.store import (
     REVISION,
@@ -105,6 +107,13 @@ def test_the_newest_migration_is_the_one_that_opening_looks_for():
     config = Config()
     config.set_main_option("script_location", "launcher.ledger:migrations")
     assert ScriptDirectory.from_config(config).get_current_head() == REVISION
+
+
+def test_a_ledger_of_a_newer_version_is_left_alone_and_says_so(sessions, tmp_path):
+    with writing(sessions) as session:
+        session.execute(text("UPDATE alembic_version SET version_num = '9999'"))
+    with pytest.raises(Failure, match=r"written by a newer spotrl \(its tables are 9999.*SPOTRL_HOME"):
+        open_ledger(tmp_path / "state" / "ledger.sqlite")
 
 
 def test_every_migration_can_be_undone(sessions, tmp_path):
