@@ -46,6 +46,7 @@ from launcher.market.advice import STALE_MS, what_clouds_say
 from launcher.market.offers import Offer, current_catalog, read_catalog
 from launcher.market.on_offer import on_offer
 from launcher.market.own_prices import as_you_pay
+from launcher.market.recorded import recorded_priors
 from launcher.money import dollars, hourly
 from launcher.placement.ask import market_view
 from launcher.placement.cloud_plan import cloud_plan_json, plan_cloud
@@ -177,7 +178,8 @@ def _plan_on_clouds(
         advice = what_clouds_say(capacity_advice(session, since_ms=now_ms - STALE_MS), now_ms)
     listed = on_offer(current_catalog(home() / "catalogs").all_offers(), said, now_ms)
     offers = _own_prices(checked.job, listed)
-    market = market_view(offers, histories.values(), now_ms=now_ms, priors=advice.priors, believed_odds=advice.odds)
+    priors = recorded_priors(offers) | dict(advice.priors)
+    market = market_view(offers, histories.values(), now_ms=now_ms, priors=priors, believed_odds=advice.odds)
     plan = plan_cloud(cloud_ask(checked.job), market)
     for line in cloud_plan_lines(checked.job, plan, now_ms):
         out.print(line, highlight=False, markup=False, soft_wrap=True)

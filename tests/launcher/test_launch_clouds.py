@@ -170,6 +170,16 @@ def test_what_the_cloud_said_of_prices_is_what_the_plan_is_made_from(launch, mon
     assert "TOO OLD" not in text
 
 
+def test_a_pool_of_what_a_recorded_trace_is_of_is_judged_by_the_trace(launch):
+    v100 = [f"resources.{role}.accelerators=V100:1" for role in ("trainer", "rollout")]
+    _, text, _ = launch("--dry-run", "--json", "--infra", "aws", *(word for one in v100 for word in ("--set", one)))
+    pools = [pool for pool in json.loads(text)["plan"]["pools"] if pool["market"] == "spot"]
+    assert pools
+    for pool in pools:
+        assert pool["reclaimed_in_first_hour"]["basis"] == "replayed"
+        assert "Bamboo p3 trace" in pool["reclaimed_in_first_hour"]["source"]
+
+
 def test_the_dry_run_takes_less_than_two_seconds_and_loads_no_sdk(launch):
     """The whole command in a fresh process, in seconds of a core: a busy machine makes others wait."""
     code = (
