@@ -21,6 +21,7 @@ from engine.config import EngineConfig, Strict
 from engine.events import Market
 from launcher.exit_codes import ExitCode, Failure
 from launcher.job_problem import explain
+from launcher.market.offers import CLOUDS
 from launcher.money import dollars, exact_dollars, exact_duration, parse_duration, parse_hourly, parse_money
 from launcher.yaml_file import Field as Place
 from launcher.yaml_file import YamlFile, YamlFileError, parse_value, read_yaml
@@ -38,9 +39,6 @@ METRICS = dict.fromkeys(REWARDS, ("exact_match", "similarity", "reward")) | {
 
 BOUNDED_METRICS = ("exact_match", "similarity")
 """Shares: they cannot pass 1."""
-
-CLOUDS = ("aws", "gcp")
-"""Clouds that can be planned on."""
 
 SHORT_FORMS = {
     "model": "name",

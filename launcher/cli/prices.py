@@ -18,8 +18,9 @@ from launcher.cli.status import print_table
 from launcher.exit_codes import ExitCode, Failure
 from launcher.ledger.prices import latest_prices, places, price_history
 from launcher.market.machines import machine_of, machines
-from launcher.market.prices import PricePoint
-from launcher.market.refresh import CLOUDS, Answer, Refreshed, build_sources
+from launcher.market.offers import CLOUDS
+from launcher.market.prices import PricePoint, iso
+from launcher.market.refresh import Answer, Refreshed, build_sources
 from launcher.market.refresh import refresh as refresh_prices
 from launcher.money import dollars, duration, exact_dollars, hourly, parse_duration
 
@@ -148,7 +149,10 @@ def history(
 
         title = f"Prices in {place}, last {duration(last_ms)}"
         html = price_page(title, points, since_ms=since_ms, until_ms=until_ms, until=_minute(until_ms))
-        page.write_text(html, encoding="utf-8")
+        try:
+            page.write_text(html, encoding="utf-8")
+        except OSError as error:
+            raise Failure(f"{page} cannot be written ({error.strerror}); name another file") from None
         click.echo(f"The chart is in {page}.", err=as_json)
     if as_json:
         click.echo(json.dumps({"place": place, "prices": [price_json(point, until_ms) for point in points]}))
@@ -333,10 +337,6 @@ def refreshed_json(refreshed: Refreshed) -> dict[str, Any]:
             for answer in refreshed.answers
         ],
     }
-
-
-def iso(at_ms: int) -> str:
-    return datetime.fromtimestamp(at_ms / 1000, UTC).isoformat(timespec="seconds")
 
 
 # --- for people --------------------------------------------------------------------------------------

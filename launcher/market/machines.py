@@ -1,4 +1,4 @@
-"""Machines that we know how to price and to fill: one row a machine, the GPU families of issue 6 on both clouds.
+"""Machines that we know how to price and to fill: one row a machine, V100 to B200 on both clouds.
 
 A row says what the machine is, never what it costs. Prices are asked for by these names, and a GCP price is
 assembled by these counts (cores, memory, GPUs, local SSD).

@@ -11,7 +11,6 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
-from datetime import UTC, datetime
 from decimal import Decimal, InvalidOperation
 from enum import StrEnum
 from functools import cache
@@ -22,6 +21,7 @@ from typing import Any
 
 from engine.events import Market
 from launcher.exit_codes import ExitCode, Failure
+from launcher.market.prices import CURRENCY, time_ms
 from launcher.market.quality import Quality
 from launcher.money import HOUR_MS, MICRO, duration, hourly
 
@@ -31,7 +31,6 @@ TABLES = tuple(f"{cloud}_{market.value}" for cloud in CLOUDS for market in (Mark
 
 MANIFEST = "manifest.json"
 SCHEMA = 1
-CURRENCY = "USD"
 
 COLUMNS = (
     *("cloud", "region", "zone", "zone_id", "instance_type", "accelerator", "gpus", "gpu_mem_gib", "market"),
@@ -317,18 +316,9 @@ class Age(StrEnum):
 TOO_OLD = frozenset({Age.EXPIRED, Age.UNKNOWN})
 
 
-def seen_ms(observed_at: str) -> int | None:
-    """UTC milliseconds; a date alone is its first moment, which makes the price rather too old than too young."""
-    try:
-        seen = datetime.fromisoformat(observed_at)
-    except ValueError:
-        return None
-    return round((seen if seen.tzinfo else seen.replace(tzinfo=UTC)).timestamp() * 1000)
-
-
 def age_of(observed_at: str, market: Market, now_ms: int) -> Age:
     """A spot price warns after 6 h and expires after 24 h, an on-demand price after 7 and 30 days."""
-    at_ms = seen_ms(observed_at)
+    at_ms = time_ms(observed_at)
     if at_ms is None or at_ms > now_ms + SKEW_MS:
         return Age.UNKNOWN
     if now_ms - at_ms > REFUSE_MS[market]:
@@ -338,7 +328,7 @@ def age_of(observed_at: str, market: Market, now_ms: int) -> Age:
 
 def age_text(observed_at: str, now_ms: int) -> str:
     """`3h 20m old`, or what is known instead of a date."""
-    at_ms = seen_ms(observed_at)
+    at_ms = time_ms(observed_at)
     if at_ms is None:
         return f"date unknown ({observed_at})"
     if at_ms > now_ms + SKEW_MS:

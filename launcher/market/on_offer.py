@@ -9,8 +9,8 @@ by that name, so what we learnt of a zone meets its prices. A zone without a kno
 from collections.abc import Iterable
 from dataclasses import replace
 
-from launcher.market.offers import Offer, buyable, key, seen_ms, without_expired
-from launcher.market.prices import PricePoint
+from launcher.market.offers import Offer, buyable, key, without_expired
+from launcher.market.prices import PricePoint, time_ms
 from launcher.market.refresh_catalog import merged, offers_from
 
 
@@ -18,9 +18,9 @@ def on_offer(tables: Iterable[Offer], said: Iterable[PricePoint], now_ms: int) -
     """Offers that a cloud would understand, judged together. `said`: the latest price of each pool."""
     said = sorted(said, key=lambda point: point.observed_ms)
     listed = buyable(tables)
-    seen = {key(offer): seen_ms(offer.observed_at) or 0 for offer in listed}
+    seen = {key(offer): time_ms(offer.observed_at) or 0 for offer in listed}
     newer = [
-        offer for offer in offers_from(said).offers if (seen_ms(offer.observed_at) or 0) >= seen.get(key(offer), 0)
+        offer for offer in offers_from(said).offers if (time_ms(offer.observed_at) or 0) >= seen.get(key(offer), 0)
     ]
     names = {(point.region, point.zone_id): point.zone for point in said if point.zone_id and point.zone}
     return without_expired(

@@ -288,12 +288,17 @@ def _effective_ms(text: str, now_ms: int) -> int:
 
 
 def time_ms(text: str) -> int | None:
-    """Milliseconds UTC of an ISO 8601 time; None if it is none."""
+    """Milliseconds UTC of an ISO 8601 time; None if it is none. A date alone is its first moment."""
     try:
         at = datetime.fromisoformat(text.strip())
     except ValueError:
         return None
     return round((at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp() * 1000)
+
+
+def iso(at_ms: int) -> str:
+    """Milliseconds UTC as ISO 8601, to the second."""
+    return datetime.fromtimestamp(at_ms / 1000, UTC).isoformat(timespec="seconds")
 
 
 def _short(text: str) -> str:

@@ -12,6 +12,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from engine.events import Market
+from launcher.market.prices import Product
 from launcher.money import MICRO
 
 if TYPE_CHECKING:
@@ -47,9 +48,6 @@ OUTLIER_PERCENT = 40
 
 REGIONS_FOR_A_MEDIAN = 3
 """Of two regions that disagree nobody can say which is wrong."""
-
-Product = tuple[str, str, str]
-"""Cloud, region, instance type."""
 
 
 def judge(offers: Iterable["Offer"]) -> tuple["Offer", ...]:

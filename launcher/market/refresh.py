@@ -16,6 +16,7 @@ from launcher.exit_codes import ExitCode, Failure
 from launcher.ledger.prices import latest_prices, record_advice, record_prices
 from launcher.ledger.store import writing
 from launcher.market.machines import machines
+from launcher.market.offers import CLOUDS
 from launcher.market.prices import (
     CapacityAdvice,
     Fetched,
@@ -27,8 +28,6 @@ from launcher.market.prices import (
     on_demand_prices,
 )
 from launcher.market.sources.asking import Patience
-
-CLOUDS = ("aws", "gcp")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

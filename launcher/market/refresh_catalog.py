@@ -10,7 +10,6 @@ import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
 
@@ -21,7 +20,6 @@ from launcher.exit_codes import ExitCode, Failure
 from launcher.market.machines import Machine, machine_of
 from launcher.market.offers import (
     COLUMNS,
-    CURRENCY,
     DAY_MS,
     MANIFEST,
     SCHEMA,
@@ -34,7 +32,7 @@ from launcher.market.offers import (
     key,
     sha256,
 )
-from launcher.market.prices import PricePoint
+from launcher.market.prices import CURRENCY, PricePoint, iso
 from launcher.market.quality import Quality, judge
 
 # --- points -> offers --------------------------------------------------------------------------------
@@ -82,10 +80,6 @@ def _offer(point: PricePoint, machine: Machine, quality: Quality) -> Offer:
         observed_at=iso(point.observed_ms),
         quality=quality,
     )
-
-
-def iso(at_ms: int) -> str:
-    return datetime.fromtimestamp(at_ms / 1000, UTC).isoformat(timespec="seconds")
 
 
 # --- offers -> tables --------------------------------------------------------------------------------

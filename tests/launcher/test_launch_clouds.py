@@ -17,8 +17,8 @@ from launcher.exit_codes import ExitCode
 from launcher.market.advice import STALE_MS, what_clouds_say
 from launcher.market.hazard import POOLED, Pool
 from launcher.market.offers import read_catalog
-from launcher.market.prices import AdviceKind, CapacityAdvice
-from launcher.market.refresh_catalog import iso, replace_tables
+from launcher.market.prices import AdviceKind, CapacityAdvice, iso
+from launcher.market.refresh_catalog import replace_tables
 from launcher.money import HOUR_MS
 from tests.fakes.market import FakeMarket, Product, Tick
 

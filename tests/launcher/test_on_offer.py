@@ -3,12 +3,12 @@
 from dataclasses import replace
 
 from engine.events import Market
-from launcher.market.offers import Offer, seen_ms
+from launcher.market.offers import Offer
 from launcher.market.on_offer import on_offer
-from launcher.market.prices import PricePoint
+from launcher.market.prices import PricePoint, time_ms
 from launcher.money import HOUR_MS
 
-NOW_MS = seen_ms("2026-11-22T12:00:00+00:00") or 0
+NOW_MS = time_ms("2026-11-22T12:00:00+00:00") or 0
 
 LISTED = Offer(
     cloud="aws",

@@ -537,6 +537,12 @@ def test_the_history_of_a_zone_is_shown_and_drawn(market, cli, capsys, tmp_path)
     assert "<script" not in html
 
 
+def test_a_chart_that_cannot_be_written_says_so(market, cli, capsys, tmp_path):
+    cli("refresh", "--gpu", "H100", "--cloud", "aws")
+    assert cli("history", "us-east-1a", "--html", str(tmp_path / "none" / "chart.html")) == ExitCode.FAILURE
+    assert "chart.html cannot be written (No such file or directory)" in capsys.readouterr().err
+
+
 def test_a_place_without_prices_names_those_that_have_some(market, cli, capsys):
     assert cli("history", "us-east-1a") == ExitCode.FAILURE
     assert "no price is known yet" in capsys.readouterr().err
