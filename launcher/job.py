@@ -7,6 +7,7 @@ The promise: a job that loads can be planned and sent to every node as it is. A 
 """
 
 import hashlib
+import ipaddress
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, ValidationError, field_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    PlainSerializer,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 from pydantic import model_validator as model_check
 
 from engine.config import EngineConfig, Strict
@@ -64,7 +73,17 @@ FLAGS = {
 """Fields with a flag of their own on `spotrl launch`; `--set FIELD=VALUE` reaches every field."""
 
 ENVIRONMENT_PREFIX = "SPOTRL_"
-NOT_A_FIELD = ("SPOTRL_HOME", "SPOTRL_CONFIG", "SPOTRL_GCP_BILLING_ENDPOINT", "SPOTRL_GCP_COMPUTE_ENDPOINT")
+NOT_A_FIELD = (
+    "SPOTRL_HOME",
+    "SPOTRL_CONFIG",
+    "SPOTRL_GCP_BILLING_ENDPOINT",
+    "SPOTRL_GCP_COMPUTE_ENDPOINT",
+    "SPOTRL_GCP_IAM_ENDPOINT",
+    "SPOTRL_GCP_RESOURCE_MANAGER_ENDPOINT",
+    "SPOTRL_CHECK_IP_URL",
+    "SPOTRL_IMDS_URL",
+    "SPOTRL_SHUTDOWN",
+)
 """Variables of `launcher/settings.py`, and where Google's prices are asked for (launcher/market/sources/gcp.py); every
 other `SPOTRL_*` names a field: SPOTRL_BUDGET__MAX_TOTAL."""
 
@@ -130,6 +149,9 @@ class NodeResources(Strict):
     instance_type: str | None = None
     use_spot: bool = False
     num_nodes: Annotated[int, Field(ge=0, le=64)] = 1
+    min_nodes: Annotated[int, Field(ge=0, le=64)] | None = None
+    """Rollout nodes that are bought at least, whether a plan says that they pay or not. None: what pays; and all of
+    `num_nodes` where nobody has timed the model."""
 
     @field_validator("accelerators", mode="before")
     @classmethod
@@ -147,6 +169,12 @@ class NodeResources(Strict):
         if value is not None and not re.fullmatch(r"(aws|gcp)(/[a-z0-9*-]+){0,2}", value):
             raise ValueError(f"infra is {value!r}; write cloud/region/zone, like aws, aws/us-east-2 or gcp/*")
         return value
+
+    @model_check(mode="after")
+    def _no_more_than_there_are(self) -> Self:
+        if self.min_nodes is not None and self.min_nodes > self.num_nodes:
+            raise ValueError(f"min_nodes is {self.min_nodes}, and num_nodes {self.num_nodes}; use at most as many")
+        return self
 
     @property
     def accelerator(self) -> str:
@@ -180,6 +208,23 @@ class Resources(Strict):
         if value.num_nodes != 1:
             raise ValueError(f"trainer.num_nodes is {value.num_nodes}; use 1, more trainer nodes are not built yet")
         return value
+
+
+class Recovery(Strict):
+    """How a run on real clouds comes back."""
+
+    trainer_wait: DurationMs = Field(default=600_000, validate_default=False)
+    """How long a trainer is looked for in the zones of its region before the run moves to another region or cloud."""
+    launches_per_minute: Annotated[int, Field(ge=1, le=600)] = 10
+    """Of the whole run: a fault that loses nodes as fast as they come must not buy as fast."""
+
+
+class AllRuns(Strict):
+    """Limits on the sum of all runs of this ledger; for the user's own config file."""
+
+    max_total: MicroUsd | None = None
+    """Ever spent and held, by all runs together."""
+    max_hourly: MicroUsdPerHour | None = None
 
 
 class Budget(Strict):
@@ -231,7 +276,7 @@ class Job(EngineConfig):
     """Of the run; in the name of everything that is bought for it."""
     infra: str = "local"
     """`local`: nodes are process groups of this machine, priced from the catalog. `aws`, `gcp` or `aws,gcp`: the clouds
-    that may be bought from. They can be planned on (`--dry-run`); buying comes next."""
+    that may be bought from."""
     clock_factor: Annotated[float, Field(gt=0.0, le=3600.0)] = 60.0
     """Local infra: how many simulated seconds pass in a second, so that hours of a spot market take minutes."""
     resources: Resources = Resources()
@@ -242,6 +287,16 @@ class Job(EngineConfig):
     price_overrides: tuple[PriceOverride, ...] = ()
     discounts: tuple[Discount, ...] = ()
     """What you really pay; best kept in your own config file. A plan says it on every line that it changes."""
+    all_runs: AllRuns = AllRuns()
+    store: dict[str, str] = Field(default_factory=dict)
+    """Where checkpoints and logs are kept on real clouds: a bucket for each cloud that may be bought from, like
+    `{aws: s3://bucket/folder, gcp: gs://bucket/folder}`; each run makes a folder in it."""
+    ssh_from: str | None = None
+    """What may reach nodes by SSH, like `203.0.113.7/32`. None: this machine's own address, which is asked for."""
+    image: dict[str, str] = Field(default_factory=dict)
+    """Machine images that nodes start from, by cloud, with the environment in them. None: SkyPilot's own images, and
+    every node installs what it needs."""
+    recovery: Recovery = Recovery()
     secrets: tuple[str, ...] = ()
     """Names of environment variables that nodes get. Their values are stored nowhere."""
     reclaims: ReclaimConfig = ReclaimConfig()
@@ -271,6 +326,47 @@ class Job(EngineConfig):
                 f"{','.join(CLOUDS)}"
             )
         return ",".join(names)
+
+    @field_validator("store", mode="before")
+    @classmethod
+    def _one_bucket_or_one_a_cloud(cls, value: Any) -> Any:
+        schemes = dict(zip(CLOUDS, ("s3://", "gs://"), strict=True))
+        if isinstance(value, str):
+            value = {next((cloud for cloud, scheme in schemes.items() if value.startswith(scheme)), "aws"): value}
+        if isinstance(value, dict):
+            for cloud, url in value.items():
+                scheme = schemes.get(cloud)
+                if scheme is None:
+                    continue
+                if not isinstance(url, str) or not re.fullmatch(
+                    re.escape(scheme) + r"[a-z0-9][a-z0-9._-]+(/[^\s/]+)*/?", url
+                ):
+                    raise ValueError(
+                        f"store of {cloud} is {url!r}; use a bucket of that cloud, like {scheme}my-bucket/spotrl"
+                    )
+            value = {cloud: str(url).rstrip("/") for cloud, url in value.items()}
+        return value
+
+    @field_validator("store", "image")
+    @classmethod
+    def _of_clouds(cls, value: dict[str, str], info: ValidationInfo) -> dict[str, str]:
+        for cloud in value:
+            if cloud not in CLOUDS:
+                raise ValueError(f"{info.field_name} has an entry of {cloud}; use {' and '.join(CLOUDS)}")
+        return value
+
+    @field_validator("ssh_from")
+    @classmethod
+    def _addresses(cls, value: str | None) -> str | None:
+        if value is None:
+            return None
+        try:
+            network = ipaddress.ip_network(value)
+        except ValueError:
+            raise ValueError(f"ssh_from is {value!r}; write addresses as CIDR, like 203.0.113.7/32") from None
+        if network.prefixlen == 0:
+            raise ValueError(f"ssh_from is {value!r}, the whole internet; name your own addresses, like 203.0.113.7/32")
+        return str(network)
 
     @field_validator("secrets")
     @classmethod
@@ -329,6 +425,16 @@ class Job(EngineConfig):
                     f"resources.{role}.infra is {infra}, but infra is {self.infra}; add {cloud} to infra, or leave "
                     f"resources.{role}.infra out"
                 )
+        return self
+
+    @model_check(mode="after")
+    def _store_is_where_infra_is(self) -> Self:
+        strange = sorted(set(self.store) - set(self.clouds)) if self.clouds else []
+        if strange:
+            raise ValueError(
+                f"store is a bucket of {', '.join(strange)}, which infra does not name ({self.infra}); add it to "
+                "infra, or leave it out"
+            )
         return self
 
     @model_check(mode="after")

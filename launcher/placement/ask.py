@@ -86,6 +86,8 @@ class CloudAsk:
     deadline_ms: int | None = None
     floor_nodes: int = 0
     """Rollout nodes that are expected to be there; what spot lacks is bought on demand."""
+    min_rollout_nodes: int = 0
+    """Rollout nodes that are bought at least, whether they pay or not."""
     horizon_ms: int = HORIZON_MS
     lost_work_ms: int = LOST_WORK_MS
     policy: str = "ours"

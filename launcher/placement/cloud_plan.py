@@ -19,7 +19,8 @@ from launcher.money import HOUR_MS, dollars, duration, hourly
 from launcher.placement.ask import CloudAsk, LeftOut, MarketView, PricedPool, Site, Spot, sites_of
 from launcher.placement.forecast import Caps, Choice, Outlook, at_the_end, on_demand_outlook, outlook
 from launcher.placement.iteration_time import WhenSpotPays, iterations_share
-from launcher.placement.plan import PlacementError, Plan, Slot, slot_of, zone_text
+from launcher.placement.moves import Option, SiteOptions
+from launcher.placement.plan import PlacementError, Plan, Slot, placement_of, slot_of, zone_text
 from launcher.placement.policy import POLICIES, Ours, Situation, build_policy
 from launcher.placement.search import Found, cheapest_choice, is_above_floor, is_spread
 from launcher.placement.value import marginal_node, square_root_rule
@@ -128,6 +129,8 @@ class CloudPlan:
     max_total_micro_usd: int | None
     max_hourly_micro_usd: int | None
     deadline_ms: int | None
+    sites: tuple[SiteOptions, ...] = ()
+    """Where the run may be, and move to: its own region, then those of its cloud, then the others; cheapest first."""
 
     @property
     def largest_micro_usd(self) -> int | None:
@@ -150,6 +153,8 @@ class CloudPlan:
             slots=self.slots,
             max_total_micro_usd=self.max_total_micro_usd,
             max_hourly_micro_usd=self.max_hourly_micro_usd,
+            money_basis="metered",
+            sites=self.sites,
         )
 
 
@@ -212,6 +217,7 @@ def plan_cloud(ask: CloudAsk, market: MarketView) -> CloudPlan:
         max_total_micro_usd=ask.max_total_micro_usd,
         max_hourly_micro_usd=ask.max_hourly_micro_usd,
         deadline_ms=ask.deadline_ms,
+        sites=_site_options(ask, sites, choice),
     )
 
 
@@ -332,6 +338,46 @@ def _slots(choice: Choice) -> tuple[Slot, ...]:
             numbers[market] += 1
             slots.append(slot_of(name, "rollout", pool.offer, pool.on_demand_micro_usd_per_hour))
     return tuple(slots)
+
+
+def _site_options(ask: CloudAsk, sites: Sequence[Site], choice: Choice) -> tuple[SiteOptions, ...]:
+    """Every region with a trainer that the rate bears. Other clouds come last: a checkpoint must be copied there."""
+    limit = ask.max_hourly_micro_usd
+    by_region: dict[tuple[str, str], list[Site]] = {}
+    for site in sites:
+        if limit is None or site.trainer.micro_usd_per_hour <= limit:
+            by_region.setdefault((site.trainer.cloud, site.trainer.region), []).append(site)
+    home = choice.site.trainer
+
+    def preference(options: SiteOptions) -> tuple[bool, bool, int, tuple[str, str]]:
+        cheapest = [min(o.placement.micro_usd_per_hour for o in options.trainer)]
+        cheapest += sorted(o.placement.micro_usd_per_hour for o in options.rollout)[:1] * choice.nodes
+        is_home = options.place == (home.cloud, home.region)
+        return not is_home, options.cloud != home.cloud, sum(cheapest), options.place
+
+    every = (_options_in(place, there, choice) for place, there in by_region.items())
+    return tuple(sorted(every, key=preference))
+
+
+def _options_in(place: tuple[str, str], there: Sequence[Site], choice: Choice) -> SiteOptions:
+    """What is bought first comes first: the planned trainer at home, else the cheapest."""
+    trainers = sorted(
+        (site.trainer for site in there),
+        key=lambda offer: (offer != choice.site.trainer, offer.micro_usd_per_hour, offer.instance_type),
+    )
+    pools = [*there[0].zones, *([there[0].on_demand] if there[0].on_demand is not None else [])]
+    return SiteOptions(
+        cloud=place[0],
+        region=place[1],
+        trainer=tuple(
+            Option(placement=placement_of(offer), on_demand_micro_usd_per_hour=offer.micro_usd_per_hour)
+            for offer in trainers
+        ),
+        rollout=tuple(
+            Option(placement=placement_of(pool.offer), on_demand_micro_usd_per_hour=pool.on_demand_micro_usd_per_hour)
+            for pool in pools
+        ),
+    )
 
 
 def _basis(ask: CloudAsk, choice: Choice) -> str:

@@ -1,5 +1,6 @@
 """A placement: what we decided to buy. Placement decides, the cluster room carries it out."""
 
+import re
 from dataclasses import dataclass
 
 from engine.events import Market
@@ -19,3 +20,12 @@ class Placement:
     micro_usd_per_hour: int
     price_source: str
     price_observed_at: str
+
+    @property
+    def zone_name(self) -> str:
+        """The zone, as clouds name it; empty where any zone of the region will do.
+
+        An AWS zone id (use1-az4) is no name: names differ between accounts, and nobody told us ours yet.
+        """
+        is_region = self.zone == self.region or self.zone.startswith(f"{self.region}, ")
+        return "" if is_region or re.fullmatch(r"[a-z]+\d+-az\d+", self.zone) else self.zone

@@ -16,6 +16,7 @@ from launcher.job import Job, NodeResources
 from launcher.market.offers import Offer
 from launcher.market.quality import USABLE
 from launcher.money import HOUR_MS
+from launcher.placement.moves import Option, SiteOptions
 from launcher.placement.placement import Placement
 
 
@@ -35,6 +36,11 @@ class Slot:
     on_demand_micro_usd_per_hour: int
     """The same instance bought on demand: what the price effect is measured against."""
 
+    @property
+    def option(self) -> Option:
+        """What the plan would fill it with."""
+        return Option(placement=self.placement, on_demand_micro_usd_per_hour=self.on_demand_micro_usd_per_hour)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
@@ -45,6 +51,8 @@ class Plan:
     max_total_micro_usd: int | None
     max_hourly_micro_usd: int | None
     money_basis: str = "assumed"
+    sites: tuple[SiteOptions, ...] = ()
+    """Everywhere the run may be, in order of preference. Empty on the local infra, which has one place."""
 
     @property
     def expected_micro_usd_per_hour(self) -> int:
@@ -65,16 +73,34 @@ class Plan:
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
-    """The plan as the ledger keeps it; `slots_from` reads it back."""
+    """The plan as the ledger keeps it; `slots_from` and `sites_from` read it back."""
     return asdict(plan)
 
 
 def slots_from(raw: Mapping[str, Any]) -> tuple[Slot, ...]:
     """The slots of a plan that the ledger kept."""
+    return tuple(Slot(**slot | {"placement": _placement_from(slot["placement"])}) for slot in raw["slots"])
+
+
+def sites_from(raw: Mapping[str, Any]) -> tuple[SiteOptions, ...]:
+    """The sites of a plan that the ledger kept; none of one that was made before there were any."""
     return tuple(
-        Slot(**slot | {"placement": Placement(**slot["placement"] | {"market": Market(slot["placement"]["market"])})})
-        for slot in raw["slots"]
+        SiteOptions(
+            cloud=site["cloud"],
+            region=site["region"],
+            trainer=tuple(_option_from(option) for option in site["trainer"]),
+            rollout=tuple(_option_from(option) for option in site["rollout"]),
+        )
+        for site in raw.get("sites", ())
     )
+
+
+def _option_from(raw: Mapping[str, Any]) -> Option:
+    return Option(**dict(raw) | {"placement": _placement_from(raw["placement"])})
+
+
+def _placement_from(raw: Mapping[str, Any]) -> Placement:
+    return Placement(**dict(raw) | {"market": Market(raw["market"])})
 
 
 def plan_local(job: Job, offers: Sequence[Offer]) -> Plan:
@@ -159,19 +185,23 @@ def slot_of(name: str, role: Literal["trainer", "rollout"], offer: Offer, on_dem
     return Slot(
         name=name,
         role=role,
-        placement=Placement(
-            cloud=offer.cloud,
-            region=offer.region,
-            zone=zone_text(offer),
-            instance_type=offer.instance_type,
-            gpus=offer.gpus,
-            accelerator=offer.accelerator,
-            market=offer.market,
-            micro_usd_per_hour=offer.micro_usd_per_hour,
-            price_source=offer.source,
-            price_observed_at=offer.observed_at,
-        ),
+        placement=placement_of(offer),
         on_demand_micro_usd_per_hour=on_demand_micro_usd_per_hour,
+    )
+
+
+def placement_of(offer: Offer) -> Placement:
+    return Placement(
+        cloud=offer.cloud,
+        region=offer.region,
+        zone=zone_text(offer),
+        instance_type=offer.instance_type,
+        gpus=offer.gpus,
+        accelerator=offer.accelerator,
+        market=offer.market,
+        micro_usd_per_hour=offer.micro_usd_per_hour,
+        price_source=offer.source,
+        price_observed_at=offer.observed_at,
     )
 
 

@@ -70,3 +70,44 @@ def qwen_image_512(
             "no spot H100 was ever watched: how soon they are taken back is known from V100s of 2022",
         ),
     )
+
+
+UNTIMED_SECONDS = 60.0
+"""Of an iteration on one GPU of which nothing is known. A guess, and said so wherever it is used."""
+
+
+def untimed(
+    *, model: str, iterations: int, prompts: int, images_per_prompt: int, explores: bool, max_candidates: int | None
+) -> Recipe:
+    """A job that nobody has timed on cloud GPUs: a minute an iteration, half of it generation. A guess throughout."""
+    picture_seconds = UNTIMED_SECONDS / 2 / (prompts * images_per_prompt)
+    return Recipe(
+        cost=IterationCost(
+            prompts=prompts,
+            images_per_prompt=images_per_prompt,
+            reserved_gpus=1,
+            rollout_gpu_seconds=picture_seconds,
+            candidate_gpu_seconds=picture_seconds,
+            train_seconds=UNTIMED_SECONDS / 2,
+            max_candidates=max_candidates,
+        ),
+        iterations=Estimate(
+            mean=iterations,
+            low=iterations / 2,
+            high=iterations,
+            basis=Basis.ASSUMED,
+            source="the job's own number, at most",
+        ),
+        explores=explores,
+        rho=ASSUMED_RHO,
+        gain_exponent=GAIN_EXPONENT,
+        copy_bytes=0,
+        measured_on="nothing: a guess",
+        source=f"a guess: {UNTIMED_SECONDS:.0f} s an iteration on one GPU",
+        never_run=(
+            f"nobody has timed {model} on cloud GPUs: cost and time are a guess of {UNTIMED_SECONDS:.0f} s an "
+            "iteration, and the budget is what holds",
+            "as many rollout nodes are bought as the job names, because nobody knows how many pay",
+            "copies of the weights are not counted",
+        ),
+    )

@@ -93,9 +93,9 @@ class _Search:
                 for on_demand in range(most - spot + 1 if steady else 1):
                     ms = with_steady[spot + on_demand] if on_demand else on_spot[spot]
                     bound = int((paid + on_demand * more_paid) * ms / HOUR_MS)
-                    if just_nodes in (None, spot + on_demand) and self.caps.keep(
-                        listed + on_demand * more_listed, bound, ms
-                    ):
+                    nodes = spot + on_demand
+                    wanted = nodes >= self.ask.min_rollout_nodes if just_nodes is None else nodes == just_nodes
+                    if wanted and self.caps.keep(listed + on_demand * more_listed, bound, ms):
                         yield bound, number, spot, on_demand
 
     def fill(self, part: Part) -> None:

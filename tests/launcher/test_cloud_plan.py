@@ -1,5 +1,6 @@
 """Plans for a cloud: they keep every cap, are the best there is, and follow what happened in the ledger."""
 
+import json
 import random
 import time
 from collections import Counter
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from pydantic import TypeAdapter
 
 from engine.events import Market
 from launcher.exit_codes import BudgetError
@@ -23,7 +25,7 @@ from launcher.money import HOUR_MS
 from launcher.placement.ask import CloudAsk, MarketView, NodeAsk, Spot, market_view, pool_of_offer, sites_of
 from launcher.placement.cloud_plan import CloudPlan, cloud_plan_json, plan_cloud
 from launcher.placement.forecast import Caps, Choice, cost, outlook, sums
-from launcher.placement.plan import PlacementError, plan_json, slots_from
+from launcher.placement.plan import PlacementError, Plan, plan_json, sites_from, slots_from
 from launcher.placement.policy import POLICIES, Situation, build_policy
 from launcher.placement.recipes import qwen_image_512
 from launcher.placement.search import cheapest_choice, is_above_floor, is_spread
@@ -274,7 +276,34 @@ def test_the_largest_sum_is_the_budget_or_everything_on_demand_to_the_deadline()
 
 def test_a_plan_is_kept_by_the_ledger_like_a_local_one():
     plan = plan_cloud(an_ask(max_total_micro_usd=3_000 * USD), view(*EAST))
-    assert slots_from(plan_json(plan.as_plan())) == plan.slots
+    kept = json.loads(json.dumps(plan_json(plan.as_plan())))
+    assert slots_from(kept) == plan.slots
+    assert sites_from(kept) == plan.sites
+    assert TypeAdapter(Plan).validate_python(kept) == plan.as_plan()
+    assert sites_from({"slots": []}) == ()
+
+
+def test_a_plan_says_where_the_run_may_move_its_own_cloud_first_then_cheapest_first():
+    def elsewhere(cloud: str, region: str, factor: float) -> tuple[Offer, ...]:
+        return tuple(
+            replace(each, cloud=cloud, region=region, micro_usd_per_hour=round(each.micro_usd_per_hour * factor))
+            for each in EAST
+        )
+
+    here, other = TRAINER.cloud, "gcp" if TRAINER.cloud == "aws" else "aws"
+    offers = (*elsewhere(other, "x", 1.1), *elsewhere(here, "dear", 1.6), *EAST, *elsewhere(here, "fair", 1.3))
+    plan = plan_cloud(an_ask(), view(*offers))
+    assert [site.place for site in plan.sites] == [
+        (here, TRAINER.region),
+        (here, "fair"),
+        (here, "dear"),
+        (other, "x"),
+    ]
+    home = plan.sites[0]
+    assert home.trainer[0].placement == plan.slots[0].placement
+    assert {slot.option for slot in plan.slots[1:]} <= set(home.rollout)
+    too_dear = plan_cloud(an_ask(max_hourly_micro_usd=round(TRAINER.micro_usd_per_hour * 1.5)), view(*offers))
+    assert (here, "dear") not in [site.place for site in too_dear.sites]
 
 
 def test_a_script_gets_integers_of_money_and_time():
@@ -470,6 +499,7 @@ asks = st.builds(
     spot=st.sampled_from(list(Spot)),
     max_rollout_nodes=st.sampled_from([8, 8, 6, 5, 3, 1, 0]),
     floor_nodes=st.sampled_from([0, 0, 0, 2]),
+    min_rollout_nodes=st.sampled_from([0, 0, 0, 1]),
     max_hourly_micro_usd=st.none() | st.integers(30, 80).map(lambda usd: usd * USD),
     max_total_micro_usd=st.none() | st.integers(100, 2_000).map(lambda usd: usd * USD),
     deadline_ms=st.none() | st.integers(5, 60).map(lambda hours: hours * HOUR_MS),
@@ -495,7 +525,7 @@ def everything(ask: CloudAsk, market: MarketView, caps: Caps) -> int | None:
                 continue
             for on_demand in range(min(most_on_demand, ask.max_rollout_nodes - sum(spot)) + 1):
                 choice = Choice(site=site, spot=spot, on_demand=on_demand)
-                if not (is_spread(choice) and is_above_floor(ask, choice)):
+                if choice.nodes < ask.min_rollout_nodes or not (is_spread(choice) and is_above_floor(ask, choice)):
                     continue
                 micro_usd, ms = cost(recipe, site.trainer.micro_usd_per_hour, *sums(choice))
                 if caps.keep(choice.listed_micro_usd_per_hour, micro_usd, ms):

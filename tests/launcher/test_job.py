@@ -114,6 +114,14 @@ def test_a_job_is_named_by_its_file(tmp_path):
         ("spot: only\nresources: {rollout: {use_spot: false}}", 1, "spot", "use spot: never"),
         ("price_overrides: [{cloud: aws, instance_type: i, price: 0}]", 1, "price_overrides.0.price", "more than $0/h"),
         ("discounts: [{cloud: aws, percent: 100}]", 1, "discounts.0.percent", "use less than 100"),
+        ("infra: aws\nstore: gs://bucket", 2, "store", "infra does not name"),
+        ("store:\n  aws: gs://bucket", 1, "store", "use a bucket of that cloud, like s3://my-bucket"),
+        ("store: {azure: blob}", 1, "store", "store has an entry of azure; use aws and gcp"),
+        ("image: {azure: blob}", 1, "image", "image has an entry of azure"),
+        ("ssh_from: 0.0.0.0/0", 1, "ssh_from", "the whole internet"),
+        ("ssh_from: home", 1, "ssh_from", "as CIDR"),
+        ("recovery: {trainer_wait: 0s}", 1, "recovery.trainer_wait", "no time at all"),
+        ("resources: {rollout: {num_nodes: 2, min_nodes: 3}}", 1, "resources.rollout.min_nodes", "min_nodes is 3"),
         ("clock_factor: 0", 1, "clock_factor", "use more than"),
         ("resources: {trainer: {use_spot: true}}", 1, "resources.trainer.use_spot", "use false"),
         ("resources: {trainer: {num_nodes: 2}}", 1, "resources.trainer.num_nodes", "use 1"),
@@ -245,6 +253,13 @@ def test_whether_rollout_nodes_are_spot_is_said_twice_and_never_wins(write):
     assert load_job(write("")).job.rolls_out_on_spot
     assert not load_job(write("spot: never")).job.rolls_out_on_spot
     assert not load_job(write("resources: {rollout: {use_spot: false}}")).job.rolls_out_on_spot
+
+
+def test_a_bucket_is_its_clouds(write):
+    assert load_job(write("infra: gcp\nstore: gs://bucket/folder/")).job.store == {"gcp": "gs://bucket/folder"}
+    both = load_job(write("infra: aws,gcp\nstore: {aws: s3://one, gcp: gs://two}")).job
+    assert both.store == {"aws": "s3://one", "gcp": "gs://two"}
+    assert Job.model_validate(both.model_dump(mode="json")) == both
 
 
 def test_what_you_pay_survives_the_ledger(write):

@@ -20,7 +20,6 @@ from launcher.placement.iteration_time import (
     iteration_seconds,
     iterations_share,
 )
-from launcher.placement.plan import PlacementError
 from launcher.placement.recipes import QWEN_BYTES, qwen_image_512
 from launcher.placement.value import (
     COOL_MOST_MS,
@@ -326,9 +325,17 @@ def test_a_recipe_is_scaled_to_the_jobs_batch():
     assert recipe_of(full).copy_bytes == QWEN_BYTES
 
 
-def test_a_job_that_nobody_timed_has_no_plan():
-    with pytest.raises(PlacementError, match="nobody has timed"):
-        recipe_of(Job(**QWEN | {"model": {"name": "digits-ocr"}}))
+def test_a_job_that_nobody_timed_is_planned_as_it_says_and_called_a_guess():
+    job = Job(**QWEN | {"model": {"name": "digits-ocr"}})
+    assert any("nobody has timed digits-ocr" in sentence for sentence in recipe_of(job).never_run)
+    assert recipe_of(job).iterations.high == job.iterations
+    assert cloud_ask(job).min_rollout_nodes == 12
+    assert cloud_ask(Job(**QWEN)).min_rollout_nodes == 0
+
+
+def test_a_job_may_insist_on_rollout_nodes():
+    rollout = QWEN["resources"]["rollout"] | {"min_nodes": 3}
+    assert cloud_ask(Job(**QWEN | {"resources": QWEN["resources"] | {"rollout": rollout}})).min_rollout_nodes == 3
 
 
 def test_every_assumption_of_a_recipe_names_itself():

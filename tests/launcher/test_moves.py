@@ -1,0 +1,369 @@
+"""Where the next node is bought: every rule by a small case, and what must hold whatever the clouds answer."""
+
+import random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.events import Market
+from launcher.placement.moves import (
+    AGAIN_MS,
+    Attempt,
+    LaunchRate,
+    MoveRules,
+    NothingLeft,
+    Option,
+    Outcome,
+    Price,
+    PriceNow,
+    SiteOptions,
+    Tried,
+    Wait,
+    gap_ms,
+    home_of,
+    is_home_given_up,
+    next_rollout,
+    next_trainer,
+    repriced,
+    site_of_run,
+)
+from launcher.placement.placement import Placement
+
+NOW = 10_000_000
+MINUTE = 60_000
+RULES = MoveRules()
+
+
+def option(cloud="gcp", region="r1", zone="a", market=Market.SPOT, price=300_000, kind="g2") -> Option:
+    return Option(
+        placement=Placement(
+            cloud=cloud,
+            region=region,
+            zone=f"{region}{zone}" if zone else f"{region}, any zone",
+            instance_type=kind,
+            gpus=1,
+            accelerator="L4",
+            market=market,
+            micro_usd_per_hour=price,
+            price_source="catalogs/gcp.csv",
+            price_observed_at="2026-01-01",
+        ),
+        on_demand_micro_usd_per_hour=1_000_000,
+    )
+
+
+def site(cloud="gcp", region="r1", zones="ab", trainers=("t",)) -> SiteOptions:
+    steady = {"market": Market.ON_DEMAND, "price": 1_000_000, "zone": ""}
+    spot = [option(cloud, region, zone, price=300_000 + number) for number, zone in enumerate(zones)]
+    return SiteOptions(
+        cloud=cloud,
+        region=region,
+        trainer=tuple(option(cloud, region, kind=kind, **steady) for kind in trainers),
+        rollout=(*spot, option(cloud, region, **steady)),
+    )
+
+
+R1, R2, AWS = site(), site(region="r2"), site("aws", "e1")
+SITES = (R1, R2, AWS)
+
+
+class Told:
+    """Attempts, told one after another; each is asked for when the one before it ended."""
+
+    def __init__(self) -> None:
+        self.attempts: list[Attempt] = []
+
+    def trainer(self, where: Option, outcome: Outcome, at: int, ended: int | None = None, was_up=False, evidence=""):
+        return self._add("trainer", where, outcome, at, ended, was_up, evidence)
+
+    def spot(self, where: Option, outcome: Outcome, at: int, ended: int | None = None, was_up=False, evidence=""):
+        return self._add("rollout", where, outcome, at, ended, was_up, evidence)
+
+    def _add(self, role, where, outcome, at, ended, was_up, evidence):
+        self.attempts.append(
+            Attempt(
+                name=f"{role}-g{len(self.attempts)}",
+                role=role,
+                option=where,
+                requested_ms=at,
+                outcome=outcome,
+                ended_ms=None if outcome is Outcome.LIVE else (at if ended is None else ended),
+                was_up=was_up,
+                evidence=evidence,
+            )
+        )
+        return self
+
+
+def with_trainer(where: Option = R1.trainer[0]) -> Told:
+    return Told().trainer(where, Outcome.LIVE, at=0, was_up=True)
+
+
+def rollout(told: Told, now_ms=NOW, preferred=R1.rollout[0], nodes=2, sites=SITES, rules=RULES):
+    return next_rollout(preferred, nodes, Tried(told.attempts), sites, rules, now_ms)
+
+
+# --- the trainer --------------------------------------------------------------------------------------
+
+
+def test_a_run_begins_where_its_plan_begins():
+    assert next_trainer(Tried(), SITES, RULES, NOW) == R1.trainer[0]
+    assert site_of_run(Tried(), SITES) == R1
+
+
+def test_a_refused_trainer_is_asked_for_again_at_home_with_growing_gaps():
+    told = Told().trainer(R1.trainer[0], Outcome.REFUSED, at=NOW)
+    assert isinstance(next_trainer(Tried(told.attempts), SITES, RULES, NOW), Wait)
+    wait = next_trainer(Tried(told.attempts), SITES, RULES, NOW)
+    assert NOW + AGAIN_MS <= wait.until_ms <= NOW + AGAIN_MS * 3 // 2
+    assert next_trainer(Tried(told.attempts), SITES, RULES, wait.until_ms) == R1.trainer[0]
+    told.trainer(R1.trainer[0], Outcome.REFUSED, at=wait.until_ms)
+    again = next_trainer(Tried(told.attempts), SITES, RULES, wait.until_ms)
+    assert again.until_ms >= wait.until_ms + 2 * AGAIN_MS
+
+
+def test_another_type_of_the_region_is_tried_before_the_first_is_tried_again():
+    two = site(trainers=("t", "u"))
+    told = Told().trainer(two.trainer[0], Outcome.REFUSED, at=NOW)
+    assert next_trainer(Tried(told.attempts), (two, R2), RULES, NOW) == two.trainer[1]
+
+
+def test_a_region_that_is_out_for_the_trainers_wait_loses_the_run_to_the_next_of_its_cloud_then_to_the_other():
+    told = Told().trainer(R1.trainer[0], Outcome.REFUSED, at=NOW)
+    late = NOW + RULES.trainer_wait_ms
+    assert not is_home_given_up(Tried(told.attempts), RULES, late - 1)
+    assert is_home_given_up(Tried(told.attempts), RULES, late)
+    assert next_trainer(Tried(told.attempts), SITES, RULES, late) == R2.trainer[0]
+    told.trainer(R2.trainer[0], Outcome.REFUSED, at=late)
+    assert next_trainer(Tried(told.attempts), SITES, RULES, late) == AWS.trainer[0]
+    told.trainer(AWS.trainer[0], Outcome.LIVE, at=late)
+    assert site_of_run(Tried(told.attempts), SITES) == AWS
+    assert home_of(Tried(told.attempts), SITES) == R1  # until it comes up
+    assert home_of(Tried(Told().trainer(AWS.trainer[0], Outcome.LIVE, at=late, was_up=True).attempts), SITES) == AWS
+
+
+def test_everywhere_out_waits_and_asks_the_least_refused_first():
+    told = Told()
+    for where in SITES:
+        told.trainer(where.trainer[0], Outcome.REFUSED, at=NOW)
+    told.trainer(R1.trainer[0], Outcome.REFUSED, at=NOW)
+    late = NOW + RULES.trainer_wait_ms
+    assert isinstance(next_trainer(Tried(told.attempts), SITES, RULES, late), Wait)
+    later = NOW + 20 * MINUTE
+    assert next_trainer(Tried(told.attempts), SITES, RULES, later) == R2.trainer[0]
+
+
+def test_a_quota_moves_the_run_at_once_and_the_last_one_ends_it_by_name():
+    told = Told().trainer(R1.trainer[0], Outcome.DENIED, at=NOW, evidence="quota NVIDIA_L4_GPUS is 0 in r1")
+    assert next_trainer(Tried(told.attempts), SITES, RULES, NOW) == R2.trainer[0]
+    told.trainer(R2.trainer[0], Outcome.DENIED, at=NOW, evidence="quota NVIDIA_L4_GPUS is 0 in r2")
+    told.trainer(AWS.trainer[0], Outcome.DENIED, at=NOW, evidence="quota L-DB2E81BA is 0")
+    end = next_trainer(Tried(told.attempts), SITES, RULES, NOW)
+    assert isinstance(end, NothingLeft)
+    assert "NVIDIA_L4_GPUS is 0 in r1" in end.why
+    assert "L-DB2E81BA" in end.why
+    assert next_trainer(Tried(told.attempts, NOW + 1), SITES, RULES, NOW) == R1.trainer[0]  # a resumed run asks again
+
+
+def test_a_trainer_that_was_lost_is_looked_for_where_it_was():
+    told = Told().trainer(R2.trainer[0], Outcome.ENDED, at=0, ended=NOW, was_up=True)
+    assert next_trainer(Tried(told.attempts), SITES, RULES, NOW) == R2.trainer[0]
+
+
+# --- rollout nodes ------------------------------------------------------------------------------------
+
+
+def test_rollout_nodes_are_bought_where_the_trainer_is():
+    assert rollout(with_trainer()) == R1.rollout[0]
+    assert rollout(with_trainer(AWS.trainer[0])) == AWS.rollout[0]
+    assert isinstance(rollout(Told()), Wait)
+
+
+def test_no_rollout_node_is_bought_while_a_trainer_is_looked_for():
+    told = Told().trainer(R1.trainer[0], Outcome.REFUSED, at=NOW).trainer(R2.trainer[0], Outcome.LIVE, at=NOW + 1)
+    assert isinstance(rollout(told), Wait)
+    first = Told().trainer(R1.trainer[0], Outcome.LIVE, at=NOW)
+    assert rollout(first) == R1.rollout[0]  # both at once, at the start
+
+
+def test_a_zone_that_refused_cools_down_and_the_next_is_asked_whatever_slot_asked():
+    told = with_trainer().spot(R1.rollout[0], Outcome.REFUSED, at=NOW)
+    assert rollout(told) == R1.rollout[1]
+    assert rollout(told, now_ms=NOW + 9 * MINUTE) == R1.rollout[1]
+    assert rollout(told, now_ms=NOW + 15 * MINUTE) == R1.rollout[0]
+
+
+def test_a_zone_that_took_a_node_back_is_left_alone_only_if_there_is_another():
+    told = with_trainer().spot(R1.rollout[0], Outcome.RECLAIMED, at=NOW, was_up=True)
+    assert rollout(told) == R1.rollout[1]
+    only = site(zones="a")
+    told = with_trainer(only.trainer[0]).spot(only.rollout[0], Outcome.RECLAIMED, at=NOW, was_up=True)
+    assert rollout(told, sites=(only,), preferred=only.rollout[0]) == only.rollout[0]
+
+
+def test_at_most_half_of_the_nodes_are_in_one_zone():
+    told = with_trainer().spot(R1.rollout[0], Outcome.LIVE, at=1).spot(R1.rollout[0], Outcome.LIVE, at=2)
+    assert rollout(told, nodes=4) == R1.rollout[1]
+    assert rollout(told, nodes=5) == R1.rollout[0]
+
+
+def test_a_dearer_type_is_not_preferred_to_a_cheaper_zone_that_was_never_tried():
+    dear = option(zone="a", kind="g2-dear", price=900_000)
+    here = SiteOptions(cloud="gcp", region="r1", trainer=R1.trainer, rollout=(dear, *R1.rollout))
+    told = with_trainer().spot(R1.rollout[0], Outcome.REFUSED, at=NOW)
+    assert rollout(told, sites=(here,)) == R1.rollout[1]
+
+
+def test_no_spot_anywhere_for_long_is_bought_on_demand_if_the_job_allows_it():
+    told = with_trainer()
+    for zone in R1.rollout[:2]:
+        told.spot(zone, Outcome.REFUSED, at=NOW)
+    for zone in R1.rollout[:2]:
+        told.spot(zone, Outcome.REFUSED, at=NOW + 15 * MINUTE)
+    assert isinstance(rollout(told, now_ms=NOW + 16 * MINUTE), Wait)
+    assert rollout(told, now_ms=NOW + 30 * MINUTE) == R1.rollout[2]
+    only_spot = MoveRules(on_demand=False)
+    assert isinstance(rollout(told, now_ms=NOW + 30 * MINUTE, rules=only_spot), Wait)
+
+
+def test_denied_spot_is_bought_on_demand_at_once_or_not_at_all():
+    told = with_trainer().spot(R1.rollout[0], Outcome.DENIED, at=NOW, evidence="quota PREEMPTIBLE_NVIDIA_L4_GPUS is 0")
+    assert rollout(told) == R1.rollout[2]  # the quota is the region's, so zone b is out too
+    refused = rollout(told, rules=MoveRules(on_demand=False))
+    assert isinstance(refused, NothingLeft)
+    assert "PREEMPTIBLE_NVIDIA_L4_GPUS" in refused.why
+
+
+# --- prices, gaps, rates --------------------------------------------------------------------------------
+
+
+def test_the_cheapest_zone_by_the_prices_of_now_comes_first():
+    newer = Price(micro_usd_per_hour=900_000, source="aws spot", observed_at="2026-02-01T00:00:00+00:00")
+    now = repriced(R1, PriceNow({R1.rollout[0].place: newer}))
+    assert now.rollout[0].placement.micro_usd_per_hour == 900_000
+    told = with_trainer()
+    assert rollout(told, sites=(now,), preferred=option(zone="z")).place == R1.rollout[1].place
+    old = Price(micro_usd_per_hour=1, source="", observed_at="2025-01-01")
+    assert repriced(R1, PriceNow({R1.rollout[0].place: old})) == R1
+
+
+def test_gaps_double_and_never_agree_between_names():
+    gaps = [gap_ms(n, 600_000, 7_200_000, "a") for n in range(8)]
+    assert gaps[0] == 0
+    assert 600_000 <= gaps[1] < 900_000
+    assert gaps[2] == 2 * gaps[1]
+    assert gaps[7] == 7_200_000
+    assert gap_ms(1, 600_000, 7_200_000, "b") != gaps[1]
+
+
+def test_ten_launches_a_minute_five_at_once():
+    rate = LaunchRate(per_minute=10, burst=5)
+    assert rate.next_ms([]) == 0
+    assert rate.next_ms([NOW] * 4) <= NOW
+    assert rate.next_ms([NOW] * 5) == NOW + 6000
+    assert rate.next_ms([NOW - 60_000] * 5) <= NOW
+
+
+# --- whatever the clouds answer -------------------------------------------------------------------------
+
+
+class World:
+    """Clouds that answer at random, and a run that does what moves say; every second launch is asked by the trainer."""
+
+    def __init__(self, seed: int, sites=SITES, spots: int = 3) -> None:
+        self.random, self.sites, self.told, self.now_ms = random.Random(seed), sites, Told(), NOW
+        self.spots, self.asked = spots, set()
+
+    def live(self, role: str) -> list[Attempt]:
+        return [a for a in self.told.attempts if a.role == role and a.outcome is Outcome.LIVE]
+
+    def step(self, kinds) -> None:
+        self.now_ms += self.random.choice([1000, 30_000, 300_000, 900_000])
+        self._answer(kinds)
+        move = next_trainer(Tried(self.told.attempts), self.sites, RULES, self.now_ms)
+        if isinstance(move, Option):
+            self._ask("trainer", move)
+        trainer = Tried(self.told.attempts).trainer
+        for _ in range(self.spots - len(self.live("rollout"))):
+            move = next_rollout(R1.rollout[0], self.spots, Tried(self.told.attempts), self.sites, RULES, self.now_ms)
+            if isinstance(move, Option):
+                assert trainer is not None
+                assert (move.placement.cloud, move.placement.region) == trainer.site
+                self._ask("rollout", move)
+        assert len(self.live("trainer")) <= 1
+
+    def _ask(self, role: str, where: Option) -> None:
+        self.asked.add((role, where.place))
+        (self.told.trainer if role == "trainer" else self.told.spot)(where, Outcome.LIVE, at=self.now_ms)
+
+    def _answer(self, kinds) -> None:
+        for number, attempt in enumerate(self.told.attempts):
+            if attempt.outcome is not Outcome.LIVE:
+                continue
+            kind = self.random.choice(kinds)
+            if kind == "late":
+                continue
+            up = attempt.was_up or kind == "up"
+            outcome = {"up": Outcome.LIVE}.get(kind) or Outcome(kind)
+            if outcome in (Outcome.REFUSED, Outcome.DENIED) and attempt.was_up:
+                outcome = Outcome.RECLAIMED
+            self.told.attempts[number] = Attempt(
+                name=attempt.name,
+                role=attempt.role,
+                option=attempt.option,
+                requested_ms=attempt.requested_ms,
+                outcome=outcome,
+                ended_ms=None if outcome is Outcome.LIVE else self.now_ms,
+                was_up=up,
+                evidence=str(outcome),
+            )
+
+
+KINDS = st.lists(st.sampled_from(["late", "up", "refused", "reclaimed", "ended", "denied"]), min_size=1, max_size=6)
+
+
+@given(seed=st.integers(0, 10**6), kinds=KINDS)
+@settings(max_examples=60, deadline=None)
+def test_never_two_trainers_and_no_rollout_node_where_its_trainer_is_not(seed, kinds):
+    world = World(seed)
+    for _ in range(25):
+        world.step(kinds)
+
+
+@given(seed=st.integers(0, 10**6), kinds=KINDS)
+@settings(max_examples=40, deadline=None)
+def test_the_order_of_what_was_tried_does_not_matter(seed, kinds):
+    world = World(seed)
+    for _ in range(12):
+        world.step(kinds)
+    shuffled = world.told.attempts[:]
+    random.Random(seed).shuffle(shuffled)
+    for now_ms in (world.now_ms, world.now_ms + MINUTE, world.now_ms + 40 * MINUTE):
+        answers = [
+            (
+                next_trainer(tried, SITES, RULES, now_ms),
+                next_rollout(R1.rollout[0], 3, tried, SITES, RULES, now_ms),
+            )
+            for tried in (Tried(world.told.attempts), Tried(shuffled))
+        ]
+        assert answers[0] == answers[1]
+
+
+@given(regions=st.integers(1, 6), types=st.integers(1, 3))
+@settings(max_examples=20, deadline=None)
+def test_a_trainer_that_is_refused_everywhere_is_asked_for_everywhere_in_the_end(regions, types):
+    sites = tuple(site(region=f"r{n}", trainers=tuple(f"t{k}" for k in range(types))) for n in range(regions))
+    told, now_ms, asked = Told(), NOW, set()
+    for _ in range(200):
+        move = next_trainer(Tried(told.attempts), sites, RULES, now_ms)
+        assert not isinstance(move, NothingLeft)
+        if isinstance(move, Wait):
+            assert move.until_ms is not None
+            assert move.until_ms > now_ms  # no busy waiting, and no end of it
+            now_ms = move.until_ms
+            continue
+        asked.add(move.place)
+        told.trainer(move, Outcome.REFUSED, at=now_ms, ended=now_ms + 5000)
+        now_ms += 5000
+    assert asked == {where.place for here in sites for where in here.trainer}
+    assert now_ms > NOW + 3_600_000  # the gaps grew
