@@ -365,7 +365,8 @@ class NodeSpec(Strict):
 
     The agent takes a lock in `folder`, writes `agent.json` (pid, create_time), then `ready.json` once its
     workers called in; it watches for `notice.json` ({"deadline_ms": ...}), appends progress to
-    `progress/SOURCE.jsonl` (trainer only) and logs to `logs/`. It exits 0 when the engine is finished.
+    `progress/SOURCE.jsonl` (trainer only) and logs to `logs/`. It exits 0 when the engine is finished, and says how it
+    ended in `exit.json` ({"code", "at_ms", "text"}).
     """
 
     run: str
@@ -386,3 +387,10 @@ class NodeSpec(Strict):
     """Where the user's reward module and prompt file are found."""
     money_deadline_ms: int | None = None
     """The node ends itself at this moment (run's clock), whoever is left to ask it to."""
+    money_left_ms: int | None = None
+    """On a cloud's machine instead of `money_deadline_ms`: so long from when the node is told, on its own boot clock,
+    which no clock jump moves. `money.json` ({"left_ms": ..., "told": N}) says it anew."""
+    cloud: Literal["local", "aws", "gcp"] = "local"
+    """Whose machine the node is. On `local` it is a process session of a machine that others use too."""
+    digest: str = ""
+    """Of what was set up on the machine (launcher/cluster/bundle.py). An agent that finds another one refuses."""

@@ -104,7 +104,7 @@ class IterationDone:
 
     `manifest_digest` names the trained multiset. `phase_ms` is the trainer's own time by phase.
     `health` holds zero_variance_share, ratio_mean, ratio_max, clip_share, kl, gradient_norm,
-    dlogp_abs_mean, staleness, skipped_groups.
+    dlogp_abs_mean, staleness, skipped_groups. `made_by`: how many of its rollouts each node finished.
     """
 
     KIND: ClassVar[str] = "iteration_done"
@@ -117,6 +117,7 @@ class IterationDone:
     phase_ms: Mapping[str, int]
     wall_seconds: float
     health: Mapping[str, float]
+    made_by: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -205,6 +206,15 @@ class NodeSeen:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class NodeServed:
+    """A worker of this node finished its first request: from here on the node is worth its price."""
+
+    KIND: ClassVar[str] = "node_served"
+    node: str
+    worker: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class NodeMissed:
     """The engine gave a node's work away. `lost_steps`: denoising steps that must be done again."""
 
@@ -266,6 +276,7 @@ ProgressEvent = (
     | CheckpointSaved
     | NodeUsage
     | NodeSeen
+    | NodeServed
     | NodeMissed
     | Regrouped
     | TargetReached
@@ -283,6 +294,7 @@ _KINDS: dict[str, type[Any]] = {
         CheckpointSaved,
         NodeUsage,
         NodeSeen,
+        NodeServed,
         NodeMissed,
         Regrouped,
         TargetReached,

@@ -14,7 +14,7 @@ import itertools
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
@@ -162,7 +162,7 @@ class Loop:
 
     def _begin(self) -> None:
         """Go on from the newest checkpoint; a machine that lost what was published begins a new lineage."""
-        newest = self.place.store.newest()
+        newest = self._store(self.place.store.newest)
         if newest is not None:
             if newest.config_digest != self.config_digest:
                 text = "the job differs from the one that made the checkpoint; it goes on with the job as it is now"
@@ -236,7 +236,7 @@ class Loop:
         finite = rewards[torch.isfinite(rewards).all(dim=1)]
         self.std = self.std.after(finite) if len(finite) else self.std
         # Told before it is durable: killed in between, the batch is trained and told again, never forgotten.
-        self._tell(manifest, finite, len(candidates), health, time.perf_counter() - begun)
+        self._tell(manifest, finite, len(candidates), health, time.perf_counter() - begun, rollouts.made_by)
         saving = time.perf_counter()
         self.iteration += 1
         self.next_batch = self._manifest(order, candidates)
@@ -248,7 +248,15 @@ class Loop:
             self._withdraw_trained()
         self._untold_seconds = time.perf_counter() - saving
 
-    def _tell(self, manifest: Manifest, rewards: Tensor, explored: int, health: list[Health], seconds: float) -> None:
+    def _tell(
+        self,
+        manifest: Manifest,
+        rewards: Tensor,
+        explored: int,
+        health: list[Health],
+        seconds: float,
+        made_by: Mapping[str, int],
+    ) -> None:
         """Report a trained batch. rewards [P, K]: of the groups that are finite."""
         spent = dict(self.usage.total)
         phase_ms = {phase: round(ms - self._spent_before.get(phase, 0.0)) for phase, ms in spent.items()}
@@ -263,6 +271,7 @@ class Loop:
             phase_ms=phase_ms,
             wall_seconds=seconds,
             health={**_merge(health), "staleness": 0.0},
+            made_by=dict(made_by),
         )
         self.place.progress.write(self.lineage, done)
         self.place.metrics.iteration(done)

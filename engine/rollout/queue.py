@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import get_args
 
-from engine.events import Capacity, Market, NodeMissed, NodeSeen, NodeState, ProgressEvent, Warned
+from engine.events import Capacity, Market, NodeMissed, NodeSeen, NodeServed, NodeState, ProgressEvent, Warned
 from engine.parallel.forecast import Demand, Requests
 from engine.rollout.pace import STEPS_PER_LEASE, Pace, Rules, commit_interval
 from engine.rollout.request import (
@@ -189,6 +189,7 @@ class _Node:
     """The deadline that the launcher's newest snapshot names."""
     lost_ms: int | None = None
     called: bool = False
+    served: bool = False
 
     @property
     def deadline_ms(self) -> int | None:
@@ -343,6 +344,9 @@ class Queue:
             return Fenced(lease=number)
         lease = self._leases[number]
         lease.of.pace.learn((now_ms - lease.granted_ms) / max(1, lease.of.task.steps - lease.first_step))
+        if results and not self._nodes[node].served:
+            self._nodes[node].served = True
+            self.events.append(NodeServed(node=node, worker=worker))
         for result in results:
             if result.request in lease.requests:
                 self._done(result)

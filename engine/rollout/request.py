@@ -228,11 +228,15 @@ class Score:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finished:
-    """One finished request. `trajectory` names the blob (train only); exploration sends the score alone."""
+    """One finished request. `trajectory` names the blob (train only); exploration sends the score alone.
+
+    `node`: where it was made, as the coordinator keeps it.
+    """
 
     request: RequestId
     score: Score
     trajectory: str | None = None
+    node: str = ""
 
 
 def request_to_list(request: RequestId) -> list[Any]:

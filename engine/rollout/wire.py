@@ -95,13 +95,15 @@ def finished_to_dict(result: Finished) -> dict[str, Any]:
         "reward": _or_null(result.score.reward),
         "metrics": score,
         "trajectory": result.trajectory,
+        "node": result.node,
     }
 
 
 def finished_from_dict(raw: Mapping[str, Any]) -> Finished:
     metrics = {name: _or_nan(value) for name, value in raw["metrics"].items()}
     score = Score(reward=_or_nan(raw["reward"]), metrics=metrics)
-    return Finished(request=request_from_list(raw["request"]), score=score, trajectory=raw["trajectory"])
+    request, node = request_from_list(raw["request"]), raw.get("node", "")  # none in what an earlier version wrote
+    return Finished(request=request, score=score, trajectory=raw["trajectory"], node=node)
 
 
 def reply_to_dict(reply: Reply) -> dict[str, Any]:

@@ -5,6 +5,12 @@ before anyone else and raises drain locally, and owns the memory where the node 
 the on-demand node the processes are coordinator and trainer; on a spot node the workers. It holds a lock on its
 folder, so that one node is one agent however often it was asked for, and it ends the node at the money deadline even
 if nobody is left to ask for that.
+
+On a machine of a cloud (`NodeSpec.cloud`) the node is the whole machine. There the agent listens to the metadata
+service (notice.py), counts its money on the boot clock and ends the machine itself (money.py, self_end.py), sends its
+logs away (ship.py), and refuses a machine that was set up with something else than its controller means. It outlives
+the connection that started it. However an agent ends, it leaves no process behind but the guard of the money
+deadline, and says in `exit.json` why.
 """
 
 import contextlib
@@ -27,12 +33,18 @@ import httpx
 import psutil
 
 from engine.config import NodeSpec
+from engine.events import Market
 from engine.rollout.wire import pack
+from engine.runtime.bucket import settle_region
 from engine.runtime.child import CALM_SECONDS, MOST_DEATHS
 from engine.runtime.disk import log_to
+from engine.runtime.money import MARK, Guard, Money, boot_id
 from engine.runtime.node_store import forget_store, may_share
 from engine.runtime.node_weights import NodeMemory
+from engine.runtime.notice import watch_notice
 from engine.runtime.ray_environment import ray_environment
+from engine.runtime.self_end import end_machine
+from engine.runtime.ship import begin_shipping
 
 MALLOC = "glibc.malloc.hugetlb=1:glibc.malloc.trim_threshold=536870912:glibc.malloc.mmap_threshold=268435456"
 """For the node's processes: memory in huge pages, and kept when it is freed. A training step allocates and frees the
@@ -47,7 +59,10 @@ NOTICE_AGAIN_SECONDS = 0.5
 LAST_WORDS_SECONDS = 3.0
 """How long the coordinator answers after the trainer is done, so that workers hear that it is over."""
 
-EXIT_FINISHED, EXIT_BROKEN, EXIT_MONEY = 0, 1, 7
+ENDING_SECONDS = 2.0
+"""How long an agent that ends waits for what it killed."""
+
+EXIT_FINISHED, EXIT_BROKEN, EXIT_MONEY, EXIT_REFUSED = 0, 1, 7, 9
 
 
 @dataclass
@@ -110,12 +125,19 @@ class Agent:
         # Where Ray starts the workers, nothing here needs torch: the raylet keeps processes ready that have it.
         needs_torch = not self.ray or self.spec.role == "trainer"
         self.context.set_forkserver_preload(["engine.runtime.processes"] if needs_torch else [])
+        os.environ.setdefault(MARK, str(self.folder))
         self.drain = self.context.Event()
         self.memory = NodeMemory.make()
         self.noticed_ms: int | None = None
+        self.on_cloud = self.spec.cloud != "local"
+        self.money, self.guard = Money(self.folder), Guard(self.folder)
 
-    def run(self) -> int:
-        """Returns the exit code."""
+    def run(self) -> tuple[int, str]:
+        """Returns the exit code, and why in words."""
+        if (refusal := other_setup(self.spec)) is not None:
+            return EXIT_REFUSED, refusal
+        if self.spec.cloud != "local" and self.spec.market == Market.SPOT:
+            watch_notice(self.spec.cloud, self.folder, self.spec.clock.clock())
         ready = self._prepare()
         told_ready = False
         looked = time.monotonic()
@@ -124,29 +146,57 @@ class Agent:
                 # It was the agent that stood still, perhaps with the whole node: let the others show themselves.
                 time.sleep(1.0)
             looked = time.monotonic()
-            if not all(child.keep_alive() for child in self.children):
-                return EXIT_BROKEN
+            if self.on_cloud:
+                self.guard.keep_alive()
+            for child in self.children:
+                if not child.keep_alive():
+                    return EXIT_BROKEN, f"{child.name} died {MOST_DEATHS} times in short order; its log says why"
             if not told_ready and all(event.is_set() for event in ready):
                 with contextlib.suppress(OSError):  # a full disk: at the next look
-                    self.write("ready.json", {"at_ms": self.spec.clock.clock().now_ms()})
+                    self.write("ready.json", {"at_ms": self.spec.clock.clock().now_ms(), "pid": os.getpid()})
                     told_ready = True
             self._hear_notice()
             if self._is_finished():
                 if self.spec.role == "trainer":
                     time.sleep(LAST_WORDS_SECONDS)
-                return EXIT_FINISHED
-            deadline = self._money_deadline()
-            if deadline is not None and self.spec.clock.clock().now_ms() >= deadline:
+                return EXIT_FINISHED, "finished"
+            if self._is_money_spent():
                 print("the money deadline has come: this node ends itself", flush=True)
-                return EXIT_MONEY
+                return EXIT_MONEY, "the money deadline has come"
             running = [child.process for child in self.children if child.process is not None and not child.done]
             wait_for([process.sentinel for process in running], LOOK_SECONDS)
 
     def stop(self) -> None:
-        """End every process of the node that is ours."""
-        for child in self.children:
-            if child.process is not None and child.process.is_alive():
-                child.process.kill()
+        """End every process of the node that is ours, Ray's too, whatever session it moved to and whoever started it.
+
+        But not the guard, nor multiprocessing's resource tracker, which cleans up behind this process and ends then.
+        """
+        until = time.monotonic() + ENDING_SECONDS
+        while left := self._descendants():
+            for process in left:
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
+            psutil.wait_procs(left, timeout=0.2)
+            if time.monotonic() > until:
+                print(f"still there: {left}", flush=True)
+                return
+
+    def _descendants(self) -> list[psutil.Process]:
+        own = psutil.Process()
+        found = set(own.children(recursive=True))
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, OSError):
+                if process.environ().get(MARK) == str(self.folder):
+                    found.add(process)
+        return [process for process in found - {own, *own.parents()} if self._ends_with_us(process)]
+
+    def _ends_with_us(self, process: psutil.Process) -> bool:
+        try:
+            if process.status() == psutil.STATUS_ZOMBIE or process.pid == self.guard.pid:
+                return False
+            return not any("multiprocessing.resource_tracker" in word for word in process.cmdline())
+        except psutil.NoSuchProcess:
+            return False
 
     def _prepare(self) -> list[Any]:
         if self.ray and self.spec.role == "trainer":
@@ -179,11 +229,25 @@ class Agent:
             return self.children[-1].done
         return all(child.done for child in self.children if child.name != "run_store")
 
-    def _money_deadline(self) -> int | None:
-        """When the money is used up: what the node was told at its start, or by its controller since."""
+    def _is_money_spent(self) -> bool:
+        """By what the node was told at its start, or by its controller since."""
+        if self.on_cloud:
+            left_ms = self.money.left_ms()
+            return left_ms is not None and left_ms <= 0
+        deadline_ms = self._money_deadline_ms()
+        return deadline_ms is not None and self.spec.clock.clock().now_ms() >= deadline_ms
+
+    def _money_deadline_ms(self) -> int | None:
+        """On the local infra."""
         with contextlib.suppress(OSError, ValueError):
             return int(json.loads((self.folder / "money.json").read_text())["deadline_ms"])
         return self.spec.money_deadline_ms
+
+    def ended_ms(self, code: int) -> int:
+        """When the node's work ended: now, but what the local infra sells ends with its deadline to the millisecond."""
+        deadline_ms = None if self.on_cloud or code != EXIT_MONEY else self._money_deadline_ms()
+        now_ms = self.spec.clock.clock().now_ms()
+        return now_ms if deadline_ms is None else min(now_ms, deadline_ms)
 
     def _hear_notice(self) -> None:
         """The cloud takes this node back: tell the workers at once, and the coordinator as soon as it listens."""
@@ -221,6 +285,32 @@ def _run(name: str, spec_json: str, *arguments: Any) -> None:
     )
 
 
+def other_setup(spec: NodeSpec) -> str | None:
+    """Why this machine is not the one that its controller means; None when it is."""
+    if spec.cloud == "local" or not spec.digest:
+        return None
+    file = Path(sys.prefix) / ".digest"
+    try:
+        found = file.read_text().strip()
+    except OSError:
+        found = ""
+    if found == spec.digest:
+        return None
+    return (
+        f"this machine was set up as {found or 'nothing (there is no ' + str(file) + ')'}, but its controller means "
+        f"{spec.digest}; run the set-up again, or take an image that was made from the same job and version"
+    )
+
+
+class _ToldToEnd(BaseException):
+    """SIGTERM has come."""
+
+
+def _on_sigterm(*_: Any) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough: what is being ended now is ended in peace
+    raise _ToldToEnd
+
+
 def main() -> int:
     """Run the node that the file named on the command line describes."""
     spec = NodeSpec.model_validate_json(Path(sys.argv[1]).read_text())
@@ -233,13 +323,35 @@ def main() -> int:
         print(f"{spec.node} runs already; nothing to do", flush=True)
         return EXIT_FINISHED
     log_to(sys.stdout.fileno())
+    for stale in ("ready.json", "exit.json"):  # of an agent before this one
+        (folder / stale).unlink(missing_ok=True)
     agent = Agent(spec)
-    agent.write("agent.json", {"pid": os.getpid(), "create_time": psutil.Process().create_time()})
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_BROKEN))
+    agent.write("agent.json", {"pid": os.getpid(), "create_time": psutil.Process().create_time(), "boot_id": boot_id()})
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _on_sigterm)
+    shipping = begin_shipping(spec)
+    code, text = EXIT_BROKEN, "its agent failed; its log says why"
     try:
-        return agent.run()
+        if spec.cloud != "local" and spec.role == "trainer":
+            settle_region(spec.store)
+        code, text = agent.run()
+    except _ToldToEnd:
+        text = "told to end (SIGTERM)"
+    except Exception as error:
+        text = f"its agent failed: {error!r}"
+        raise
     finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        at_ms = agent.ended_ms(code)
         agent.stop()
+        print(f"this agent ends: {text}", flush=True)
+        with contextlib.suppress(OSError):
+            agent.write("exit.json", {"code": code, "at_ms": at_ms, "text": text})
+        if shipping is not None:
+            shipping.end()
+    if code == EXIT_MONEY and spec.cloud != "local":
+        end_machine(spec.cloud, lambda said: print(said, flush=True))
+    return code
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import contextlib
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -275,6 +275,7 @@ class Coordinator:
         # Only what the queue will take is remembered, or a restart would take what was fenced.
         held = set(self.queue.held(head["worker"], head["lease"]))
         results = [result for result in map(finished_from_dict, head["results"]) if result.request in held]
+        results = [replace(result, node=head["node"]) for result in results]
         if results:
             kept = {name: blobs[name] for name in (r.trajectory for r in results) if name is not None}
             self._record({"op": "finish", "results": [finished_to_dict(result) for result in results]}, kept)

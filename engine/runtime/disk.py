@@ -1,4 +1,7 @@
-"""A full disk stops nobody for good: who needs room says so once, waits, and goes on when there is some."""
+"""A full disk stops nobody for good: who needs room says so once, waits, and goes on when there is some.
+
+Nor does a store that cannot be reached.
+"""
 
 import errno
 import io
@@ -11,27 +14,33 @@ from typing import TypeVar
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 """What an OSError says when a disk, or the caller's share of it, has no room left."""
 
+AWAY = errno.EHOSTUNREACH
+"""What it says when the store is a bucket that does not answer."""
+
 ASK_AGAIN_SECONDS = 0.5
 
 Result = TypeVar("Result")
 
 
 def when_there_is_room(do: Callable[[], Result], tell: Callable[[str], None]) -> Result:
-    """Do it, again and again while the disk is full. `do` must be repeatable. Other errors come through."""
+    """Do it, again and again while the disk is full or the store away. `do` must be repeatable.
+
+    Other errors come through.
+    """
     waited = False
     while True:
         try:
             result = do()
         except OSError as error:
-            if error.errno not in FULL:
+            if error.errno not in FULL and error.errno != AWAY:
                 raise
             if not waited:
-                tell(f"{error.strerror}; waiting until there is room")
+                tell(f"{error.strerror}; waiting until {'it answers' if error.errno == AWAY else 'there is room'}")
             waited = True
             time.sleep(ASK_AGAIN_SECONDS)
             continue
         if waited:
-            tell("there is room again; going on")
+            tell("it can be written again; going on")
         return result
 
 

@@ -53,7 +53,7 @@ def run_coordinator(spec: NodeSpec, beat: Beat, ready: Event) -> None:
     coordinator = when_there_is_room(open_it, print)
     listener = bind(spec.coordinator_host, spec.coordinator_port)
     ready.set()
-    asyncio.run(CoordinatorServer(Front(coordinator), spec.token).serve(listener))
+    asyncio.run(CoordinatorServer(Front(coordinator), spec.token, shipped=folder / "shipped").serve(listener))
 
 
 def run_trainer(spec: NodeSpec, beat: Beat, ready: Event) -> None:

@@ -1,8 +1,10 @@
 """Ray's own processes on a node: the head (GCS and raylet) beside the trainer, a raylet on every spot node.
 
 Started through Ray's `Node`, which is what `ray start` uses too, because only there a cluster can stay on loopback
-and do without dashboard, monitor, log monitor and Ray client server. Everything listens on the address that the
-node was given (127.0.0.1 on one machine) and asks for the run's token. What Ray starts dies with who started it.
+and do without dashboard, monitor, log monitor and Ray client server. Everything asks for the run's token. On one
+machine everything listens on 127.0.0.1; with any other address Ray 2.60 listens on every interface, and has no setting
+for it (measured): there the cloud's firewall, which lets in the run's own nodes alone, is part of the protection.
+What Ray starts dies with who started it.
 """
 
 import contextlib

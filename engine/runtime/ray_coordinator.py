@@ -80,7 +80,8 @@ class CoordinatorActor:
         async def serve() -> None:
             self._front = Front(coordinator)
             up.set()
-            await CoordinatorServer(self._front, spec.token, ray_address=address).serve(listener)
+            server = CoordinatorServer(self._front, spec.token, shipped=folder / "shipped", ray_address=address)
+            await server.serve(listener)
 
         # A thread of its own: Ray's event loop then has nothing to do but carry.
         threading.Thread(target=self._loop.run_until_complete, args=(serve(),), daemon=True).start()

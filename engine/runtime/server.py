@@ -10,6 +10,7 @@ private address, with a token on every call, JSON and raw bytes:
     POST /stop       {"reason": ...}
     GET  /health     who is here
     GET  /ray        {"address": ...} of this run's Ray cluster; 404 when it has none
+    POST /ship       ?node=&file=&offset=: a piece of a spot node's log; {"offset": ...}: how much of it is here
 
 A full disk is answered with 507: the caller asks again until there is room. A disk that fails to *keep* what was
 written ends this process: memory would be ahead of the journal, and the next process starts from the journal.
@@ -24,6 +25,7 @@ import socket
 import time
 import traceback
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -36,6 +38,7 @@ from starlette.types import Receive, Scope, Send
 from engine.events import Capacity
 from engine.rollout.wire import Blobs, pack, unpack
 from engine.runtime.coordinator import Coordinator, is_nothing
+from engine.runtime.ship import PIECE_BYTES, keep_piece
 
 TICK_SECONDS = 0.05
 LONGEST_WAIT_SECONDS = 2.0
@@ -148,11 +151,18 @@ class Front:
 
 
 class CoordinatorServer:
-    """Carries HTTP to a front. `ray_address`: of this run's Ray cluster, if it has one."""
+    """Carries HTTP to a front. `ray_address`: of this run's Ray cluster, if it has one.
 
-    def __init__(self, front: Front, token: str, *, ray_address: str | None = None) -> None:
+    `shipped`: where spot nodes' logs are kept, if they are.
+    """
+
+    def __init__(
+        self, front: Front, token: str, *, shipped: Path | None = None, ray_address: str | None = None
+    ) -> None:
         self._front = front
         self._token = token
+        self._shipped = shipped
+        self._shipping = asyncio.Lock()
         self._ray_address = ray_address
         routes = [
             Route("/call", self._call, methods=["POST"]),
@@ -161,6 +171,7 @@ class CoordinatorServer:
             Route("/stop", self._stop, methods=["POST"]),
             Route("/health", self._health),
             Route("/ray", self._ray),
+            Route("/ship", self._ship, methods=["POST"]),
         ]
         self.app = Starlette(routes=routes, lifespan=self._lifespan)
 
@@ -239,6 +250,25 @@ class CoordinatorServer:
         if self._ray_address is None:
             return PlainTextResponse("this run has no Ray cluster", status_code=404)
         return JSONResponse({"address": self._ray_address})
+
+    async def _ship(self, request: Request) -> Response:
+        if refused := self._refuse(request):
+            return refused
+        if self._shipped is None:
+            return PlainTextResponse("no logs are kept here", status_code=404)
+        try:
+            if int(request.headers.get("content-length", PIECE_BYTES + 1)) > PIECE_BYTES:
+                return PlainTextResponse(f"a piece has at most {PIECE_BYTES} bytes", status_code=413)
+            asked, piece = request.query_params, await request.body()
+            async with self._shipping:  # an agent and its successor may both have a piece on the way
+                size = await asyncio.to_thread(
+                    keep_piece, self._shipped, asked["node"], asked["file"], int(asked["offset"]), piece
+                )
+        except (ValueError, KeyError) as error:
+            return PlainTextResponse(f"{type(error).__name__}: {error}", status_code=400)
+        except OSError as error:
+            return PlainTextResponse(f"the coordinator's disk: {error}", status_code=507)
+        return JSONResponse({"offset": size})
 
 
 class _Presence(Response):

@@ -9,7 +9,8 @@ while what the manifest says is not all known. It carries the manifest of the
 otherwise. The newest is the highest lineage, then the highest iteration: a zombie trainer that wakes after its
 machine was given up writes under an old lineage, and nobody reads it.
 
-What writes raises OSError when the store is a disk that is full, and may then be done again: nothing counts yet.
+What writes raises OSError when the store is a disk that is full; everything does, when it is a bucket that does not
+answer. It may then be done again: nothing counts yet.
 """
 
 import hashlib
@@ -22,11 +23,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import obstore
-from obstore.exceptions import AlreadyExistsError, BaseError
+from obstore.exceptions import AlreadyExistsError, BaseError, GenericError
 from obstore.store import LocalStore, ObjectStore, from_url
 
 from engine.rollout.request import Manifest
-from engine.runtime.disk import FULL
+from engine.runtime.disk import AWAY, FULL
 
 SCHEMA = 1
 
@@ -77,7 +78,7 @@ class CheckpointStore:
         lineage = 1 + max((int(path.rsplit("/", 1)[1]) for path in self._paths("lineages/")), default=0)
         while True:
             try:
-                with _full_disk_is_an_oserror():
+                with self._trouble_is_an_oserror():
                     obstore.put(self._store, f"lineages/{lineage:04d}", b"claimed", mode="create")
                 return lineage
             except AlreadyExistsError:
@@ -123,7 +124,8 @@ class CheckpointStore:
                 continue  # ours is an old lineage by now: the new one's are none of our business
             # The manifest goes first, so that a half-deleted checkpoint does not count.
             for path in sorted(self._paths(f"checkpoints/{old}/"), key=lambda path: not path.endswith(".json")):
-                obstore.delete(self._store, path)
+                with self._trouble_is_an_oserror():
+                    obstore.delete(self._store, path)
         return digests["weights"]
 
     def names(self) -> list[str]:
@@ -138,10 +140,10 @@ class CheckpointStore:
 
     def load(self, name: str) -> Checkpoint:
         folder = f"checkpoints/{name}"
-        raw = json.loads(bytes(obstore.get(self._store, f"{folder}/manifest.json").bytes()))
+        raw = json.loads(self._get(f"{folder}/manifest.json"))
         files = {}
         for file, digest in raw["files"].items():
-            data = bytes(obstore.get(self._store, f"{folder}/{file}").bytes())
+            data = self._get(f"{folder}/{file}")
             if hashlib.sha256(data).hexdigest() != digest:
                 raise CheckpointDamaged(f"{folder}/{file} is not what its manifest names; delete {folder} to go back")
             files[file.removesuffix(".safetensors")] = data
@@ -159,20 +161,31 @@ class CheckpointStore:
 
     def put(self, path: str, data: bytes) -> None:
         """One object, e.g. something to look at beside the checkpoints: evaluation/000012.png."""
-        with _full_disk_is_an_oserror():
+        with self._trouble_is_an_oserror():
             obstore.put(self._store, path, data)
 
+    def _get(self, path: str) -> bytes:
+        with self._trouble_is_an_oserror():
+            return bytes(obstore.get(self._store, path).bytes())
+
     def _paths(self, prefix: str) -> list[str]:
-        return [item["path"] for page in obstore.list(self._store, prefix=prefix) for item in page]
+        with self._trouble_is_an_oserror():
+            return [item["path"] for page in obstore.list(self._store, prefix=prefix) for item in page]
 
+    @contextmanager
+    def _trouble_is_an_oserror(self) -> Iterator[None]:
+        """obstore has one error for everything a disk can say, the number is in its text, and for a bucket's silence.
 
-@contextmanager
-def _full_disk_is_an_oserror() -> Iterator[None]:
-    """obstore has one error for everything a disk can say; the number is in its text."""
-    try:
-        yield
-    except BaseError as error:
-        number = re.search(r"\(os error (\d+)\)", str(error))
-        if number is None or int(number[1]) not in FULL:
+        What a bucket means for good (no permission, no such bucket) has errors of its own, and they come through.
+        """
+        try:
+            yield
+        except BaseError as error:
+            said = str(error).split("\n")[0]
+            number = re.search(r"\(os error (\d+)\)", str(error))
+            if number is not None and int(number[1]) in FULL:
+                raise OSError(int(number[1]), said) from error
+            refused = re.search(r"status code: 4(?!08|29)\d\d", said)
+            if isinstance(error, GenericError) and not refused and not isinstance(self._store, LocalStore):
+                raise OSError(AWAY, said) from error
             raise
-        raise OSError(int(number[1]), str(error).split("\n")[0]) from error

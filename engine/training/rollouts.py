@@ -4,6 +4,7 @@ While nothing has come that could be trained, the trainer rolls out too: a waiti
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -33,11 +34,13 @@ class Rollouts:
         self._worker = worker
         self._own_log_probs = own_log_probs
         self._found: dict[tuple[str, int], tuple[float, Trajectory]] = {}
+        self.made_by: Counter[str] = Counter()
+        """How many rollouts each node finished."""
 
     def only(self, manifest: Manifest) -> "Rollouts":
         """Of the same batch, what another manifest asks for."""
         chosen = Rollouts(manifest, self._collect, self._worker, self._own_log_probs)
-        chosen._found = self._found
+        chosen._found, chosen.made_by = self._found, self.made_by
         return chosen
 
     def look(self) -> bool:
@@ -85,6 +88,7 @@ class Rollouts:
     def _take(self, *, wait: bool) -> bool:
         answer = self._collect(self._manifest.batch, len(self._found), wait)
         for result in answer["results"]:
+            self.made_by[result.node] += 1
             prompt, trajectory = result.request.prompt, Trajectory.from_bytes(answer["blobs"][result.trajectory])
             if trajectory.degree is None:
                 # No optimiser step is taken before all of a batch is here, so the weights still are those that made it.

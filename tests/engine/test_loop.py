@@ -379,6 +379,8 @@ def test_without_a_spot_node_a_counted_budget_is_not_waited_for_longer_than_its_
     config = TINY.model_copy(update={"exploration": TINY.exploration.model_copy(update={"budget": budget})})
     assert finish(config, tmp_path, workers=0).reason == "iterations"
     assert {event.explored for event in progress(tmp_path, "iteration_done")} == {0}
+    batch = config.algorithm.prompts_per_batch * config.algorithm.images_per_prompt
+    assert {sum(event.made_by.values()) for event in progress(tmp_path, "iteration_done")} == {batch}
     assert any("no spot node to explore" in event.text for event in progress(tmp_path, "warned"))
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from engine.events import Capacity, Market, NodeCapacity, NodeMissed, NodeSeen, NodeState, Warned
+from engine.events import Capacity, Market, NodeCapacity, NodeMissed, NodeSeen, NodeServed, NodeState, Warned
 from engine.rollout.pace import Rules, commit_interval
 from engine.rollout.queue import Queue, Task
 from engine.rollout.request import (
@@ -431,6 +431,13 @@ def test_a_node_is_seen_when_its_first_worker_calls():
     pull(queue, "a/0")
     pull(queue, "a/1")
     assert queue.events == [NodeSeen(node="a", worker="a/0")]
+
+
+def test_a_node_has_served_when_it_first_finished_a_request():
+    queue = queue_with(task(2), task(3))
+    finish(queue, pull(queue, "a/0"))
+    finish(queue, pull(queue, "a/0"))
+    assert [event for event in queue.events if isinstance(event, NodeServed)] == [NodeServed(node="a", worker="a/0")]
 
 
 def test_a_coordinator_that_was_frozen_gives_every_lease_the_gap():

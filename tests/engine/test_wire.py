@@ -89,7 +89,7 @@ def test_a_task_that_arrives_with_a_student_for_training_is_refused():
 
 
 def test_a_result_arrives_as_it_was_sent():
-    result = Finished(request=REQUEST, score=Score(reward=0.1, metrics={"exact": 1.0}), trajectory="blob")
+    result = Finished(request=REQUEST, score=Score(reward=0.1, metrics={"exact": 1.0}), trajectory="blob", node="a")
     assert finished_from_dict(travelled(finished_to_dict(result))) == result
 
 

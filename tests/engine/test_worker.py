@@ -493,4 +493,4 @@ def test_a_reward_slower_than_a_lease_loses_nothing(tmp_path, other):
     finally:
         front.close()
     assert scored == [("0000",), ("0001",)]
-    assert [event.KIND for event in coordinator.queue.events] == ["node_seen"]
+    assert [event.KIND for event in coordinator.queue.events] == ["node_seen", "node_served"]

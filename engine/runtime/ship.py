@@ -1,0 +1,166 @@
+"""Logs leave the machine that wrote them, before it is taken away.
+
+spot node: what is appended to its logs -> POST /ship -> `shipped/NODE/FILE` in the trainer's folder
+trainer:   its own logs and progress, and shipped/ -> `<store>/logs/NODE/FILE`, every 30 s
+
+The coordinator's copy says how far it got, so a lost answer, a new agent or a new trainer loses and doubles nothing.
+Neither direction ever blocks the run: each is a thread of the agent, and what does not go is tried again.
+"""
+
+import contextlib
+import re
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+import httpx
+
+from engine.config import NodeSpec
+
+SHIP_SECONDS = 1.0
+STORE_SECONDS = 30.0
+LAST_SHIP_SECONDS, LAST_STORE_SECONDS = 2.0, 10.0
+"""What an agent that ends allows for its last words."""
+LONGEST_GAP_SECONDS = 10.0
+
+PIECE_BYTES = 256 << 10
+LONGEST_LOG_BYTES = 64 << 20
+"""Of one file: no more is shipped, and of a longer one the end is copied to the store."""
+
+NODE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{0,62}")
+FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\.log")
+
+
+class NotShippable(ValueError):
+    """A name or size that no agent of ours sends."""
+
+
+def keep_piece(shipped: Path, node: str, file: str, offset: int, piece: bytes) -> int:
+    """The coordinator's part: append a piece if it is the next one. Returns the size of what it has of the file.
+
+    Raises NotShippable, and OSError when the disk is full.
+    """
+    if not NODE_NAME.fullmatch(node) or not FILE_NAME.fullmatch(file):
+        raise NotShippable(f"{node!r} is no node's name or {file!r} no log's")
+    path = shipped / node / file
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with path.open("ab", buffering=0) as log:
+        size = log.tell()
+        if offset == size and size + len(piece) <= LONGEST_LOG_BYTES:
+            size += log.write(piece) or 0
+    return size
+
+
+class _Repeating:
+    """Something done every so often in a thread of its own; what fails is done again, later and later."""
+
+    what = ""
+
+    def __init__(self, every_seconds: float, last_seconds: float) -> None:
+        self._every, self._last = every_seconds, last_seconds
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def once(self) -> None:
+        raise NotImplementedError
+
+    def end(self) -> None:
+        """Once more, if that does not take long."""
+        self._ending.set()
+        self._thread.join(self._last)
+
+    def _run(self) -> None:
+        gap, trouble = self._every, ""
+        while True:
+            is_last = self._ending.wait(gap)
+            try:
+                self.once()
+                gap, trouble = self._every, ""
+            except Exception as error:
+                # Whatever it is, httpx's or obstore's: logs are not worth a node.
+                if not trouble:
+                    with contextlib.suppress(OSError):
+                        print(f"{self.what}: {error!r}; trying again", flush=True)
+                trouble, gap = repr(error), min(max(LONGEST_GAP_SECONDS, self._every), 2 * gap)
+            if is_last:
+                return
+
+
+class Shipping(_Repeating):
+    """A spot node's logs, to the coordinator."""
+
+    what = "shipping logs to the coordinator"
+
+    def __init__(self, spec: NodeSpec, *, every_seconds: float = SHIP_SECONDS) -> None:
+        self._node, self._logs = spec.node, Path(spec.folder) / "logs"
+        self._offsets: dict[str, int] = {}
+        self._client = httpx.Client(
+            base_url=f"http://{spec.coordinator_host}:{spec.coordinator_port}",
+            headers={"Authorization": f"Bearer {spec.token}"},
+            timeout=5.0,
+            trust_env=False,
+        )
+        super().__init__(every_seconds, LAST_SHIP_SECONDS)
+
+    def once(self) -> None:
+        for path in sorted(self._logs.glob("*.log")):
+            while self._ship_piece(path):
+                pass
+
+    def _ship_piece(self, path: Path) -> bool:
+        """Whether there is more, and the coordinator takes it."""
+        offset = self._offsets.get(path.name)
+        if offset is not None and offset + PIECE_BYTES > LONGEST_LOG_BYTES:
+            return False
+        with path.open("rb") as log:
+            log.seek(offset or 0)
+            piece = b"" if offset is None else log.read(PIECE_BYTES)
+        if offset is not None and not piece:
+            return False
+        query: dict[str, str | int] = {"node": self._node, "file": path.name, "offset": offset or 0}
+        response = self._client.post("/ship", params=query, content=piece).raise_for_status()
+        size = int(response.json()["offset"])
+        self._offsets[path.name] = size
+        return offset is None or size != offset
+
+
+class StoreCopy(_Repeating):
+    """The trainer node's folder, as far as it is to be read later, to the run's store."""
+
+    what = "copying logs to the store"
+
+    def __init__(self, spec: NodeSpec, *, every_seconds: float = STORE_SECONDS) -> None:
+        self._node, self._folder, self._url = spec.node, Path(spec.folder), spec.store
+        self._copied: dict[str, tuple[int, int]] = {}
+        super().__init__(every_seconds, LAST_STORE_SECONDS)
+
+    def once(self) -> None:
+        # Only here: the store's library is of no use to other nodes, and finds its credentials when it opens.
+        from engine.training.checkpoint import CheckpointStore
+
+        store = CheckpointStore(self._url)
+        for name, path in self._files().items():
+            status = path.stat()
+            if self._copied.get(name) == (status.st_size, status.st_mtime_ns):
+                continue
+            with path.open("rb") as file:
+                file.seek(max(0, status.st_size - LONGEST_LOG_BYTES))
+                data = file.read(LONGEST_LOG_BYTES)
+            store.put(f"logs/{name}", data)
+            self._copied[name] = (status.st_size, status.st_mtime_ns)
+
+    def _files(self) -> Mapping[str, Path]:
+        """By name in the store: NODE/FILE."""
+        own = [*self._folder.glob("logs/*.log"), *self._folder.glob("progress/*.jsonl")]
+        of_others = self._folder.glob("shipped/*/*.log")
+        return {f"{self._node}/{path.name}": path for path in own} | {
+            f"{path.parent.name}/{path.name}": path for path in of_others
+        }
+
+
+def begin_shipping(spec: NodeSpec) -> Shipping | StoreCopy | None:
+    """What this node's agent does for its logs; None on the local infra, where they stay readable anyway."""
+    if spec.cloud == "local":
+        return None
+    return StoreCopy(spec) if spec.role == "trainer" else Shipping(spec)

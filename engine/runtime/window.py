@@ -1,0 +1,365 @@
+"""The window into a node: `python -m engine.runtime.window FOLDER [AGENT COMMAND]`, started over SSH by the launcher.
+
+files of FOLDER -> JSON lines on stdout        JSON lines on stdin -> the agent, and files of FOLDER
+
+Out: `beat` each second; `put` a small file that changed, `gone`; `append` to a file `at` an offset (0: it is another
+file now); `trouble`. In: `have` first of all, what the other side has of the appended files, {NAME: [size, its last
+bytes]}; then `beat`, and orders, which may be repeated at will: `run` (a NodeSpec, and `secrets` for the agent's
+environment that are written nowhere), `money` ({left_ms, told}), `notice` ({deadline_ms, source}).
+
+The promises: no byte is sent twice or left out, whenever the window is killed. One agent runs, that of the last
+order: the same order again leaves it alone, even if it has ended, except after a reboot. The agent lives in a session
+of its own and never notices that a window closed. Standard library only: the window must open where nothing else works.
+"""
+
+import base64
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+LOOK_SECONDS = 0.1
+BEAT_SECONDS = 1.0
+SILENCE_SECONDS = 15.0
+"""A launcher that is not heard for so long is gone, whatever TCP says; it opens another window when it comes back."""
+
+PIECE_BYTES = 48 * 1024
+"""At most so much of a file in one line."""
+TAIL_BYTES = 64
+"""By so many last bytes two files that begin alike are told apart."""
+
+PUT = ("agent.json", "ready.json", "notice.json", "hint.json", "exit.json")
+"""Small files that are shown whole. Not node.json: it has the token, and the launcher wrote it."""
+APPENDED = re.compile(r"(progress/[\w-][\w.-]*\.jsonl|logs/[\w-][\w.-]*\.log)")
+
+MARK = "SPOTRL_NODE_FOLDER"
+"""Every process of a node inherits it from the agent, whatever session it moves to."""
+
+MONEY = ("money_left_ms", "money_deadline_ms")
+"""What of a NodeSpec may change while its agent runs: `money` tells it."""
+
+PATIENCE_SECONDS = 5.0
+"""How long an agent that is told to end may take."""
+
+SHORT_WORDS = 400
+
+
+class Window:
+    """Shows one folder, and keeps one agent."""
+
+    def __init__(self, folder: Path, agent: Sequence[str], out: BinaryIO) -> None:
+        self._folder, self._agent, self._out = folder, tuple(agent), out
+        self._saying = threading.Lock()
+        self._heard = time.monotonic()
+        self._shown: dict[str, tuple[int, int, int] | None] = {}
+        """Files by what `stat` said when they were sent last; None: that they are not there."""
+        self._sent: dict[str, tuple[int, bytes]] = {}
+        """Of the appended files: how much is sent, and its last bytes."""
+        self._child: subprocess.Popen[bytes] | None = None
+        self._secrets: dict[str, str] = {}
+
+    # --- showing ----------------------------------------------------------------------------------
+
+    def show(self) -> None:
+        """For ever: what changes, and a beat."""
+        beat = 0.0
+        while True:
+            more = self.look()
+            if time.monotonic() - beat >= BEAT_SECONDS:
+                beat = time.monotonic()
+                self.say({"beat": 1})
+            with contextlib.suppress(OSError):  # a full disk: at the next look
+                self._agent_has_ended()
+            if not more:
+                time.sleep(LOOK_SECONDS)
+
+    def look(self) -> bool:
+        """Send what changed since the last look; whether there is more."""
+        # Whoever is being replaced may say that it ends, but that is not how the node ends.
+        replacing = not (self._folder / "started.json").exists()
+        for name in PUT:
+            self._look_at_small(name, hidden=replacing and name == "exit.json")
+        return sum(self._look_at_long(name) for name in self._long_files()) > 0
+
+    def _look_at_small(self, name: str, hidden: bool) -> None:
+        path = self._folder / name
+        seen: tuple[int, int, int] | None = None
+        news = {"gone": name}
+        with contextlib.suppress(FileNotFoundError):
+            if not hidden:
+                seen, news = _identity(path), {"put": name, "text": path.read_text(errors="replace")}
+        if name not in self._shown or self._shown[name] != seen:
+            self.say(news)
+            self._shown[name] = seen
+
+    def _long_files(self) -> Iterator[str]:
+        for room in ("logs", "progress"):
+            with contextlib.suppress(FileNotFoundError):
+                names = sorted(f"{room}/{name}" for name in os.listdir(self._folder / room))
+                yield from (name for name in names if APPENDED.fullmatch(name))
+
+    def _look_at_long(self, name: str) -> bool:
+        path = self._folder / name
+        try:
+            seen = _identity(path)
+            if self._shown.get(name) == seen:
+                return False
+            with path.open("rb") as file:
+                done, tail = self._sent.get(name, (0, b""))
+                file.seek(done - len(tail))
+                begin = file.read(len(tail) + PIECE_BYTES)
+        except FileNotFoundError:
+            return False  # taken away; what was sent of it stays where it is
+        if not begin.startswith(tail):
+            # It shrank or was replaced, perhaps by one that is longer already.
+            self._sent[name] = (0, b"")
+            self.say({"append": name, "at": 0, "data": ""})
+            return True
+        fresh = begin[len(tail) :]
+        if fresh:
+            self.say({"append": name, "at": done, "data": base64.b64encode(fresh).decode()})
+            self._sent[name] = (done + len(fresh), begin[-TAIL_BYTES:])
+        if len(fresh) == PIECE_BYTES:
+            return True
+        self._shown[name] = seen
+        return False
+
+    def say(self, what: Mapping[str, Any]) -> None:
+        line = memoryview(json.dumps(what).encode() + b"\n")
+        with self._saying:
+            self._out.write(line)
+            self._out.flush()
+
+    # --- hearing ----------------------------------------------------------------------------------
+
+    def hear(self, line: bytes) -> None:
+        """One line of the launcher's."""
+        order = json.loads(line)
+        try:
+            if "have" in order:
+                self._sent = {name: (size, base64.b64decode(tail)) for name, (size, tail) in order["have"].items()}
+            elif "run" in order:
+                self._secrets = dict(order.get("secrets", {}))
+                self.run(order["run"], int(order["told"]))
+            elif "money" in order:
+                known = _read(self._folder / "money.json")
+                if known is None or int(known.get("told", 0)) < order["money"]["told"]:
+                    self._write("money.json", order["money"])
+            elif "notice" in order:
+                known = _read(self._folder / "notice.json")
+                if known is None or int(known["deadline_ms"]) > order["notice"]["deadline_ms"]:
+                    self._write("notice.json", order["notice"])
+        except OSError as error:  # a full disk: the launcher says it again with the next connection
+            self.say({"trouble": f"{next(iter(order))}: {error}"})
+        self._heard = time.monotonic()
+
+    def silence(self) -> float:
+        """Seconds since the launcher was heard."""
+        return time.monotonic() - self._heard
+
+    # --- the agent --------------------------------------------------------------------------------
+
+    def run(self, spec: Mapping[str, Any], told: int) -> None:
+        """Let the agent of this very spec run. One that has it and has ended stays ended: that is news, not a fault.
+
+        An older order than the last one is void: a launcher that stood still for long may wake up with it.
+        """
+        if Path(spec["folder"]) != self._folder:
+            raise OSError(f"{spec['node']} has its disk in {spec['folder']}, and this window shows {self._folder}")
+        wanted = digest_of(spec)
+        with self._alone():
+            started = _read(self._folder / "started.json")
+            if started is not None and told < started["told"]:
+                return
+            if started is not None and started["digest"] == wanted and started["boot_id"] == _boot_id():
+                self._write("started.json", {**started, "told": told})
+                return
+            (self._folder / "started.json").unlink(missing_ok=True)
+            self._stop(started)
+            for name in ("agent.json", "ready.json", "exit.json"):
+                (self._folder / name).unlink(missing_ok=True)
+            self._write("node.json", spec)
+            self._start({"digest": wanted, "told": told, "boot_id": _boot_id()})
+
+    def _start(self, order: Mapping[str, Any]) -> None:
+        (self._folder / "logs").mkdir(exist_ok=True, mode=0o700)
+        log = os.open(self._folder / "logs/agent.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
+        try:
+            self._child = subprocess.Popen(
+                [*self._agent, str(self._folder / "node.json")],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd=self._folder,
+                env={**os.environ, **self._secrets, MARK: str(self._folder)},
+                start_new_session=True,
+            )
+        finally:
+            os.close(log)
+        # A window that is killed before this line leaves an agent that the next one does not know, and replaces.
+        self._write("started.json", {**order, "pid": self._child.pid, "ticks": _ticks(self._child.pid)})
+
+    def _stop(self, started: Mapping[str, Any] | None) -> None:
+        """End the agent that runs, if any, and all that it started."""
+        if self._child is not None:
+            self._child.poll()
+        agent = int(started["pid"]) if started is not None and _is_alive(started) else None
+        if agent is not None:
+            _send([agent], signal.SIGTERM)
+            _send([agent], signal.SIGCONT)  # a stopped one would not hear it
+        until = time.monotonic() + PATIENCE_SECONDS
+        while left := _processes_of(self._folder, agent):
+            if started is None or not _is_alive(started) or time.monotonic() > until:
+                _send(left, signal.SIGKILL)
+            if self._child is not None:
+                self._child.poll()
+            time.sleep(0.02)
+
+    def _agent_has_ended(self) -> None:
+        """Say on behalf of an agent that ended without a word that it did."""
+        with self._alone(wait=False) as alone:
+            started = _read(self._folder / "started.json") if alone else None
+            if started is None or started["boot_id"] != _boot_id():
+                return
+            code = -int(signal.SIGKILL)
+            if self._child is not None and self._child.pid == started["pid"]:
+                code = self._child.poll() or 0
+            if _is_alive(started) or (self._folder / "exit.json").exists():
+                return
+            text = f"the agent ended without a word; its log ends: {self._last_words()}"
+            self._write("exit.json", {"code": code, "at_ms": time.time_ns() // 1_000_000, "text": text})
+
+    def _last_words(self) -> str:
+        with contextlib.suppress(OSError, IndexError):
+            lines = (self._folder / "logs/agent.log").read_bytes()[-4096:].decode(errors="replace").split("\n")
+            return [line for line in lines if line.strip()][-1][-SHORT_WORDS:]
+        return "nothing"
+
+    @contextlib.contextmanager
+    def _alone(self, wait: bool = True) -> Iterator[bool]:
+        """No two windows, and no two threads of one, touch the agent at once."""
+        with (self._folder / "window.lock").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            except BlockingIOError:
+                yield False
+                return
+            yield True
+
+    def _write(self, name: str, value: Mapping[str, Any]) -> None:
+        part = self._folder / f".{name}.{os.getpid()}.{threading.get_ident()}"
+        with os.fdopen(os.open(part, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), "w") as file:
+            json.dump(value, file)
+        part.replace(self._folder / name)
+
+
+def digest_of(spec: Mapping[str, Any]) -> str:
+    """Of a NodeSpec, whatever money it begins with."""
+    lasting = {key: value for key, value in spec.items() if key not in MONEY}
+    return hashlib.blake2b(json.dumps(lasting, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def _identity(path: Path) -> tuple[int, int, int]:
+    seen = path.stat()
+    return seen.st_size, seen.st_mtime_ns, seen.st_ino
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        value = json.loads(path.read_text())
+    except (FileNotFoundError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+# --- processes, by /proc --------------------------------------------------------------------------
+
+
+def _boot_id() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def _ticks(pid: int) -> int | None:
+    """When a process started, in ticks since the boot, which no clock jump moves. None: it is gone, or a zombie."""
+    try:
+        state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if state in "ZX" else int(rest[18])
+
+
+def _is_alive(started: Mapping[str, Any]) -> bool:
+    ticks = _ticks(int(started.get("pid", 0)))
+    return ticks is not None and ticks == started.get("ticks")
+
+
+def _processes_of(folder: Path, session: int | None) -> list[int]:
+    """What runs for the node: what bears its mark, and the agent's session."""
+    return [pid for pid in _pids() if _belongs(pid, f"{MARK}={folder}".encode(), session)]
+
+
+def _pids() -> Iterator[int]:
+    return (int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid())
+
+
+def _belongs(pid: int, mark: bytes, session: int | None) -> bool:
+    try:
+        if _ticks(pid) is None:
+            return False
+        return os.getsid(pid) == session or mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return False  # gone meanwhile, or somebody else's
+
+
+def _send(pids: Sequence[int], signum: signal.Signals) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signum)
+
+
+def main() -> None:
+    """Serve until the launcher goes away."""
+    folder = Path(sys.argv[1]).absolute()
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    agent = sys.argv[2:] or [sys.executable, "-m", "engine.runtime.agent"]
+    orders = sys.stdin.buffer
+    out = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what is printed by mistake is not taken for a line of ours
+    window = Window(folder, agent, out)
+    have = orders.readline()
+    if have:
+        window.hear(have)
+
+    def hear() -> None:
+        try:
+            for line in orders:
+                window.hear(line)
+        except Exception:
+            traceback.print_exc()
+        os._exit(0)
+
+    def watch() -> None:
+        while window.silence() < SILENCE_SECONDS:
+            time.sleep(1.0)
+        os._exit(0)
+
+    threading.Thread(target=hear, daemon=True).start()
+    threading.Thread(target=watch, daemon=True).start()
+    with contextlib.suppress(BrokenPipeError):
+        window.show()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

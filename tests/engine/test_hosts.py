@@ -1,0 +1,141 @@
+"""A run whose nodes are hosts with addresses of their own: Ray and HTTP between them, and one of them vanishes.
+
+Hosts are network namespaces, so this needs root. A host that vanishes sends nothing more, not even a closed
+connection: its link goes, and its processes stand still.
+"""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import time
+
+import psutil
+import pytest
+
+from engine.config import CandidateBudget, EngineConfig
+from engine.events import Market, Progress
+from tests.end_to_end.test_survival import CONFIG
+from tests.engine.test_machine import Machine
+
+pytest.importorskip("ray")
+
+pytestmark = [
+    pytest.mark.clouds,
+    pytest.mark.skipif(
+        os.geteuid() != 0 or not all(map(shutil.which, ("ip", "nsenter", "unshare"))),
+        reason="needs root, ip, nsenter and unshare, to give hosts addresses of their own",
+    ),
+]
+
+ITERATIONS = 6
+PORT = 4711
+TRAINER = "10.77.0.1"
+
+
+class Hosts:
+    """Namespaces around the trainer's, which forwards between the others. None is left when it closes."""
+
+    def __init__(self, names):
+        self._sleepers = {}
+        try:
+            self._make(names)
+        except BaseException:
+            self.close()
+            raise
+
+    def _make(self, names):
+        for number, name in enumerate(names):
+            sleeper = subprocess.Popen(["unshare", "-n", "sleep", "600"], stdout=subprocess.DEVNULL)
+            self._sleepers[name] = sleeper
+            own = os.readlink("/proc/self/ns/net")
+            while os.readlink(f"/proc/{sleeper.pid}/ns/net") == own:
+                time.sleep(0.01)
+            self.do(name, "ip link set lo up")
+            if number == 0:
+                self.do(name, "echo 1 > /proc/sys/net/ipv4/ip_forward")
+                continue
+            address, link = f"10.77.0.{number + 1}", f"to{number}"
+            self.do(names[0], f"ip link add {link} type veth peer name eth0 netns {sleeper.pid}")
+            self.do(names[0], f"ip addr add {TRAINER}/32 dev {link}; ip link set {link} up")
+            self.do(names[0], f"ip route add {address} dev {link}; echo 1 > /proc/sys/net/ipv4/conf/{link}/proxy_arp")
+            self.do(name, f"ip addr add {address}/32 dev eth0; ip link set eth0 up; ip route add default dev eth0")
+
+    def inside(self, name):
+        return ("nsenter", "-t", str(self._sleepers[name].pid), "-n")
+
+    def do(self, name, command):
+        subprocess.run([*self.inside(name), "sh", "-e", "-c", command], check=True)
+
+    def listening(self, name):
+        """(port, address) of every TCP socket that waits for somebody."""
+        text = subprocess.run([*self.inside(name), "ss", "-Hltn"], check=True, capture_output=True, text=True).stdout
+        return {tuple(reversed(line.split()[3].rsplit(":", 1))) for line in text.splitlines()}
+
+    def close(self):
+        for sleeper in self._sleepers.values():
+            sleeper.kill()
+            sleeper.wait()
+
+
+@pytest.fixture
+def hosts():
+    made = Hosts(["trainer", "spot-0", "spot-1"])
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("runtime", ["local", "ray"])
+def test_a_run_across_hosts_survives_that_one_vanishes(hosts, tmp_path, monkeypatch, runtime):
+    monkeypatch.setenv("SPOTRL_SHUTDOWN", "true")
+    monkeypatch.setenv("GCE_METADATA_HOST", "127.0.0.1:1")  # no metadata service either
+    exploration = CONFIG.exploration.model_copy(update={"budget": CandidateBudget(candidates=32, patience_seconds=60)})
+    runtime_config = CONFIG.runtime.model_copy(update={"name": runtime, "step_seconds": 0.05})
+    engine: EngineConfig = CONFIG.model_copy(
+        update={"iterations": ITERATIONS, "runtime": runtime_config, "exploration": exploration}
+    )
+    machines = {}
+    try:
+        for name in ("trainer", "spot-0", "spot-1"):
+            trains = name == "trainer"
+            machines[name] = Machine(
+                tmp_path / name,
+                inside=hosts.inside(name),
+                node=name,
+                role="trainer" if trains else "rollout",
+                market=Market.ON_DEMAND if trains else Market.SPOT,
+                store=f"file://{tmp_path}/store",
+                coordinator_host=TRAINER,
+                coordinator_port=PORT,
+                engine=engine,
+            )
+        trainer, lost = machines["trainer"], machines["spot-1"]
+        for machine in machines.values():
+            machine.wait_for(lambda machine=machine: machine.says("ready.json"), seconds=90)
+        assert {address for port, address in hosts.listening("trainer") if port == str(PORT)} == {TRAINER}
+        trainer.wait_for(lambda: "iteration_done" in kinds(trainer))
+        hosts.do("trainer", "ip link set to2 down")
+        for process in lost.processes():
+            with contextlib.suppress(psutil.Error):
+                process.send_signal(signal.SIGSTOP)
+        vanished = time.monotonic()
+        done = kinds(trainer).count("iteration_done")
+        trainer.wait_for(lambda: kinds(trainer).count("iteration_done") > done)
+        print(f"{runtime}: an iteration was done {time.monotonic() - vanished:.1f} s after a host vanished")
+        trainer.wait_for(lambda: "engine_finished" in kinds(trainer), seconds=120)
+        assert kinds(trainer).count("iteration_done") == ITERATIONS
+        assert trainer.agent.wait(30) == 0
+        assert machines["spot-0"].agent.wait(30) == 0
+        assert "worker-0 of spot-0" in (trainer.folder / "shipped/spot-0/worker-0.log").read_text()
+        for log in ("spot-0/worker-0.log", "spot-1/worker-0.log", "trainer/trainer.jsonl", "trainer/trainer.log"):
+            assert (tmp_path / "store/logs" / log).stat().st_size > 0
+    finally:
+        for machine in machines.values():
+            machine.end()
+
+
+def kinds(machine):
+    path = machine.folder / "progress/trainer.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [Progress.from_json(line).event.KIND for line in lines if line.endswith("}")]

@@ -1,0 +1,129 @@
+"""A machine deletes itself through its cloud, and shuts down only if that fails."""
+
+from datetime import UTC, datetime
+
+import boto3
+import pytest
+from botocore.auth import SigV4Auth
+from botocore.awsrequest import AWSRequest
+from botocore.credentials import Credentials
+from moto.server import ThreadedMotoServer
+
+from engine.runtime import self_end
+from engine.runtime.metadata import GCE_HOST, IMDS_URL
+from engine.runtime.self_end import end_machine, signed
+from tests.engine.metadata_faces import FakeCompute, FakeGceMetadata, FakeImds
+
+KEYS = {"AccessKeyId": "ASIA0", "SecretAccessKey": "secret", "Token": "session"}
+
+
+@pytest.fixture
+def said(monkeypatch, tmp_path):
+    """What was said; the shutdown command leaves a file."""
+    monkeypatch.setenv("SPOTRL_SHUTDOWN", f"touch {tmp_path}/shut-down")
+    monkeypatch.setattr(self_end, "GAP_SECONDS", 0.01)
+    return []
+
+
+@pytest.fixture
+def imds(monkeypatch):
+    face = FakeImds()
+    monkeypatch.setenv(IMDS_URL, face.url)
+    yield face
+    face.close()
+
+
+@pytest.fixture
+def google(monkeypatch):
+    metadata, compute = FakeGceMetadata(), FakeCompute()
+    metadata.is_instance("a-machine")
+    monkeypatch.setenv(GCE_HOST, metadata.address)
+    monkeypatch.setenv("SPOTRL_GCP_COMPUTE_ENDPOINT", compute.url)
+    yield compute
+    metadata.close()
+    compute.close()
+
+
+@pytest.fixture(scope="module")
+def ec2():
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    yield boto3.client(
+        "ec2",
+        endpoint_url=f"http://{host}:{port}",
+        region_name="us-west-2",
+        aws_access_key_id="test",
+        aws_secret_access_key="test",
+    )
+    server.stop()
+
+
+def state_of(ec2, instance):
+    return ec2.describe_instances(InstanceIds=[instance])["Reservations"][0]["Instances"][0]["State"]["Name"]
+
+
+def test_the_signature_is_the_one_that_botocore_makes():
+    endpoint, body = "https://ec2.us-west-2.amazonaws.com", b"Action=TerminateInstances&InstanceId.1=i-1"
+    ours = signed(endpoint, body, "us-west-2", KEYS, datetime(2030, 1, 2, 3, 4, 5, tzinfo=UTC))
+    content_type = {"Content-Type": ours["content-type"], "X-Amz-Date": ours["x-amz-date"]}
+    request = AWSRequest("POST", f"{endpoint}/", headers=content_type, data=body)
+    signer = SigV4Auth(Credentials("ASIA0", "secret", "session"), "ec2", "us-west-2")
+    request.context["timestamp"] = ours["x-amz-date"]
+    request.headers["X-Amz-Security-Token"] = "session"
+    to_sign = signer.string_to_sign(request, signer.canonical_request(request))
+    theirs = signer.signature(to_sign, request)
+    assert ours["authorization"].endswith(f"Signature={theirs}")
+    assert "Credential=ASIA0/20300102/us-west-2/ec2/aws4_request" in ours["authorization"]
+
+
+def test_an_aws_machine_terminates_itself_with_its_role(imds, ec2, said, monkeypatch, tmp_path):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", ec2.meta.endpoint_url)
+    image = ec2.describe_images()["Images"][0]["ImageId"]
+    made = ec2.run_instances(ImageId=image, MinCount=2, MaxCount=2, InstanceType="m6i.large")["Instances"]
+    this, other = (instance["InstanceId"] for instance in made)
+    imds.is_instance(this, region="us-west-2")
+    end_machine("aws", said.append, still_here_seconds=0)
+    assert (state_of(ec2, this), state_of(ec2, other)) == ("terminated", "running")
+    assert said[0] == f"ending this machine: EC2 terminates {this} in us-west-2"
+    assert (tmp_path / "shut-down").exists()  # this one, being a test, was still there
+
+
+def test_a_google_machine_deletes_itself_with_its_service_account(google, said):
+    end_machine("gcp", said.append, still_here_seconds=0)
+    assert google.deleted == ["/compute/v1/projects/a-project/zones/us-central1-a/instances/a-machine"]
+    assert said[0] == "ending this machine: Compute Engine deletes a-machine in us-central1-a"
+
+
+def test_an_api_in_trouble_is_asked_again(google, said):
+    google.refusing = 2
+    end_machine("gcp", said.append, still_here_seconds=0)
+    assert len(google.deleted) == 1
+    assert ["try 1 of 3" in said[0], "503" in said[0], "try 2 of 3" in said[1]] == [True, True, True]
+
+
+def test_a_machine_that_cannot_delete_itself_shuts_down(google, said, tmp_path):
+    google.refusing = 3
+    end_machine("gcp", said.append)
+    assert google.deleted == []
+    assert (tmp_path / "shut-down").exists()
+
+
+def test_a_machine_without_identity_shuts_down_and_says_what_is_missing(imds, said, tmp_path):
+    end_machine("aws", said.append)
+    assert "knows no identity document of this machine" in said[0]
+    assert (tmp_path / "shut-down").exists()
+
+
+def test_a_shutdown_that_cannot_be_is_said(google, said, monkeypatch):
+    monkeypatch.setenv("SPOTRL_SHUTDOWN", "/no/such/program now")
+    google.refusing = 3
+    end_machine("gcp", said.append)
+    assert "No such file" in said[-1]
+
+
+@pytest.mark.parametrize("cloud", ["local", ""])
+def test_nothing_is_ended_where_there_is_no_cloud(said, tmp_path, cloud):
+    end_machine(cloud, said.append)
+    assert len(said) == 1
+    assert not (tmp_path / "shut-down").exists()

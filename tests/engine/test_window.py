@@ -1,0 +1,347 @@
+"""The window into a node's folder: what it shows, which orders it takes, and one agent whatever dies when."""
+
+import base64
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from engine.runtime import window as windows
+from engine.runtime.window import Window
+
+AGENT = (
+    sys.executable,
+    "-c",
+    "import json, os, sys, time; spec = json.load(open(sys.argv[1]));"
+    "open('agent.json', 'w').write(json.dumps({'pid': os.getpid(), 'coordinator': spec['coordinator_host']}));"
+    "print('began', flush=True); time.sleep(spec.get('seconds', 300))",
+)
+
+
+class Mirror:
+    """What the other side makes of the lines."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, bytes] = {}
+        self.gone: set[str] = set()
+        self.trouble: list[str] = []
+
+    def take(self, line: bytes) -> None:
+        match json.loads(line):
+            case {"put": name, "text": text}:
+                self.files[name] = text.encode()
+                self.gone.discard(name)
+            case {"gone": name}:
+                self.files.pop(name, None)
+                self.gone.add(name)
+            case {"append": name, "at": at, "data": data}:
+                have = self.files.get(name, b"") if at else b""
+                assert at == len(have), name
+                self.files[name] = have + base64.b64decode(data)
+            case {"trouble": words}:
+                self.trouble.append(words)
+
+    def have(self) -> dict[str, Any]:
+        sizes = {name: content for name, content in self.files.items() if "/" in name}
+        return {name: (len(text), base64.b64encode(text[-64:]).decode()) for name, text in sizes.items()}
+
+
+class Open:
+    """A window that is looked through by hand."""
+
+    told = 0
+
+    def __init__(self, folder: Path, mirror: Mirror, agent: tuple[str, ...] = AGENT) -> None:
+        folder.mkdir(exist_ok=True)
+        self.out, self.mirror = io.BytesIO(), mirror
+        self.window = Window(folder, agent, self.out)
+        self.order(have=mirror.have())
+
+    def order(self, **order: Any) -> None:
+        if "run" in order:
+            Open.told += 1
+            order = {"told": Open.told, **order}
+        self.window.hear(json.dumps(order).encode())
+        self._deliver()
+
+    def look(self) -> Mirror:
+        while self.window.look():
+            pass
+        self.window._agent_has_ended()
+        self.window.look()
+        self._deliver()
+        return self.mirror
+
+    def _deliver(self) -> None:
+        for line in self.out.getvalue().splitlines():
+            self.mirror.take(line)
+        self.out.seek(0)
+        self.out.truncate()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    path = tmp_path / "node"
+    yield path
+    for pid in psutil.pids():
+        try:
+            if psutil.Process(pid).environ().get(windows.MARK) == str(path):
+                os.kill(pid, signal.SIGKILL)
+        except (psutil.Error, OSError):
+            continue
+
+
+@pytest.fixture
+def mirror() -> Mirror:
+    return Mirror()
+
+
+def spec(folder: Path, **fields: Any) -> dict[str, Any]:
+    return {"node": "n", "folder": str(folder), "coordinator_host": "10.0.0.1", "money_left_ms": 1, **fields}
+
+
+def wait_until(true: Callable[[], object], seconds: float = 10.0) -> None:
+    until = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < until, "it did not happen in time"
+        time.sleep(0.01)
+
+
+def agent_of(folder: Path) -> int:
+    """Pid of the agent, once it says so and as long as it runs; else 0."""
+    try:
+        pid = int(json.loads((folder / "agent.json").read_text())["pid"])
+    except (OSError, ValueError):
+        return 0
+    return pid if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE else 0
+
+
+def started(folder: Path) -> int:
+    wait_until(lambda: agent_of(folder))
+    return agent_of(folder)
+
+
+# --- showing --------------------------------------------------------------------------------------
+
+
+def test_small_files_come_whole_and_go(folder, mirror):
+    view = Open(folder, mirror)
+    assert view.look().gone == set(windows.PUT)
+    (folder / "ready.json").write_text('{"at_ms": 1}')
+    assert view.look().files == {"ready.json": b'{"at_ms": 1}'}
+    (folder / "ready.json").unlink()
+    assert view.look().files == {}
+
+
+def test_the_token_is_not_shown(folder, mirror):
+    folder.mkdir()
+    for name in ("node.json", "armed.json", "x.json", "logs/.hidden.log", "logs/core", "progress/x.log"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("the token")
+    assert Open(folder, mirror).look().files == {}
+
+
+def test_what_is_appended_comes_once_through_any_number_of_windows(folder, mirror):
+    (folder / "progress").mkdir(parents=True)
+    with (folder / "progress/trainer.jsonl").open("ab", buffering=0) as file:
+        for number in range(40):
+            file.write(b"x" * (number * 997) + b"\n")
+            view = Open(folder, mirror) if number % 3 == 0 else view  # noqa: F821
+            assert view.look().files["progress/trainer.jsonl"] == (folder / "progress/trainer.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize("reopened", [False, True])
+@pytest.mark.parametrize("now", [b"", b"short\n", b"as long\n", b"much longer than before\n" * 9000])
+def test_a_file_that_is_another_one_now_begins_anew(folder, mirror, now, reopened):
+    log = folder / "logs/agent.log"
+    log.parent.mkdir(parents=True)
+    log.write_bytes(b"before!\n")
+    view = Open(folder, mirror)
+    view.look()
+    log.write_bytes(now)
+    assert (Open(folder, mirror) if reopened else view).look().files["logs/agent.log"] == now
+
+
+def test_a_line_that_was_cut_short_and_cut_away_is_cut_away_here(folder, mirror):
+    """As a progress file after a crash: its half line is taken away and the next one written, between two looks."""
+    log = folder / "progress/trainer.jsonl"
+    log.parent.mkdir(parents=True)
+    log.write_bytes(b'{"whole": 1}\n{"ha')
+    view = Open(folder, mirror)
+    view.look()
+    log.write_bytes(b'{"whole": 1}\n{"another": 2}\n')
+    assert view.look().files["progress/trainer.jsonl"] == log.read_bytes()
+
+
+# --- orders ---------------------------------------------------------------------------------------
+
+
+def test_the_latest_money_and_the_earliest_notice_count(folder, mirror):
+    view = Open(folder, mirror)
+    for told, left_ms in ((2, 500), (1, 900), (2, 400)):
+        view.order(money={"told": told, "left_ms": left_ms})
+    assert json.loads((folder / "money.json").read_text()) == {"told": 2, "left_ms": 500}
+    for deadline_ms in (500, 400, 600):
+        view.order(notice={"deadline_ms": deadline_ms, "source": "api"})
+    assert json.loads((folder / "notice.json").read_text())["deadline_ms"] == 400
+
+
+def test_a_spec_for_another_folder_is_refused_with_words(folder, mirror):
+    Open(folder, mirror).order(run=spec(folder.parent / "elsewhere"))
+    assert "elsewhere" in mirror.trouble[0]
+    assert not (folder / "node.json").exists()
+
+
+def test_an_agent_that_cannot_be_started_is_trouble_and_no_end_of_the_window(folder, mirror):
+    view = Open(folder, mirror, agent=("/no/such/python",))
+    view.order(run=spec(folder))
+    assert "/no/such/python" in mirror.trouble[0]
+    view.order(beat=1)
+
+
+# --- one agent ------------------------------------------------------------------------------------
+
+
+def test_the_same_order_is_one_agent_and_money_is_no_difference(folder, mirror):
+    view = Open(folder, mirror)
+    view.order(run=spec(folder))
+    agent = started(folder)
+    view.order(run=spec(folder, money_left_ms=2))
+    Open(folder, mirror).order(run=spec(folder, money_left_ms=3))
+    assert agent_of(folder) == agent
+    assert (folder / "node.json").stat().st_mode & 0o077 == 0
+
+
+def test_another_order_is_another_agent(folder, mirror):
+    view = Open(folder, mirror)
+    view.order(run=spec(folder))
+    agent = started(folder)
+    view.order(run=spec(folder, coordinator_host="10.0.0.2"))
+    wait_until(lambda: started(folder) != agent)
+    assert not psutil.pid_exists(agent)
+    assert json.loads((folder / "agent.json").read_text())["coordinator"] == "10.0.0.2"
+
+
+POLITE = (
+    sys.executable,
+    "-c",
+    "import json, os, signal, sys, time; spec = json.load(open(sys.argv[1]));"
+    "end = lambda *_: (open('exit.json', 'w').write('{}'), time.sleep(0.5), os._exit(1));"
+    "signal.signal(signal.SIGTERM, end);"
+    "open('agent.json', 'w').write(json.dumps({'pid': os.getpid()})); time.sleep(300)",
+)
+
+
+def test_the_end_of_an_agent_that_is_replaced_is_no_end_of_the_node(folder, mirror):
+    """Its own last words would otherwise make the launcher give the machine back."""
+    view = Open(folder, mirror, agent=POLITE)
+    view.order(run=spec(folder))
+    first = started(folder)
+    order = json.dumps({"run": spec(folder, coordinator_host="10.0.0.2"), "told": 10**15}).encode()
+    replacing = threading.Thread(target=view.window.hear, args=(order,))
+    replacing.start()
+    wait_until((folder / "exit.json").exists)
+    assert "exit.json" not in view.look().files
+    replacing.join()
+    assert "exit.json" not in view.look().files
+    assert started(folder) != first
+
+
+def test_an_older_order_than_the_last_one_is_void(folder, mirror):
+    """Of a launcher that stood still while another one took over."""
+    view = Open(folder, mirror)
+    view.order(run=spec(folder), told=1_000)
+    view.order(run=spec(folder, coordinator_host="10.0.0.2"), told=1_001)
+    wait_until(lambda: '"10.0.0.2"' in (folder / "agent.json").read_text() if agent_of(folder) else False)
+    agent = agent_of(folder)
+    view.order(run=spec(folder, coordinator_host="10.0.0.2"), told=2_000)  # the other one's successor
+    view.order(run=spec(folder), told=1_999)
+    assert agent_of(folder) == agent
+    assert json.loads((folder / "node.json").read_text())["coordinator_host"] == "10.0.0.2"
+
+
+def test_an_agent_that_finished_is_not_started_again_but_after_a_reboot(folder, mirror):
+    view = Open(folder, mirror)
+    view.order(run=spec(folder, seconds=0))
+    wait_until(lambda: "exit.json" in view.look().files)
+    assert json.loads(mirror.files["exit.json"])["code"] == 0
+    view.order(run=spec(folder, seconds=0))
+    assert view.look().files["logs/agent.log"] == b"began\n"
+    record = json.loads((folder / "started.json").read_text())
+    (folder / "started.json").write_text(json.dumps(record | {"boot_id": "the boot before"}))
+    view.order(run=spec(folder, seconds=0))
+    wait_until(lambda: view.look().files["logs/agent.log"] == b"began\nbegan\n")
+
+
+def test_what_an_agent_says_of_its_own_end_is_not_overwritten(folder, mirror):
+    view = Open(folder, mirror)
+    view.order(run=spec(folder))
+    agent = started(folder)
+    (folder / "exit.json").write_text('{"code": 7}')
+    os.kill(agent, signal.SIGKILL)
+    wait_until(lambda: not psutil.pid_exists(agent) or view.window._child.poll() is not None)
+    assert view.look().files["exit.json"] == b'{"code": 7}'
+
+
+def test_a_process_that_got_a_dead_agents_pid_is_not_taken_for_it(folder, mirror):
+    view = Open(folder, mirror)
+    view.order(run=spec(folder, seconds=0))
+    wait_until(lambda: "exit.json" in view.look().files)
+    (folder / "exit.json").unlink()
+    record = json.loads((folder / "started.json").read_text())
+    (folder / "started.json").write_text(json.dumps(record | {"pid": os.getpid()}))
+    assert json.loads(Open(folder, mirror).look().files["exit.json"])["code"] == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("lost", ["started.json", "node.json", "window.lock"])
+def test_a_window_that_died_between_two_lines_leaves_one_agent_to_the_next(folder, mirror, lost):
+    Open(folder, mirror).order(run=spec(folder))
+    first = started(folder)
+    (folder / lost).unlink()
+    (folder / "agent.json").unlink()
+    again = Open(folder, mirror)
+    again.order(run=spec(folder))
+    if lost != "started.json":
+        assert psutil.pid_exists(first)
+        return
+    assert started(folder) != first
+    again.window._stop(None)
+    assert not psutil.pid_exists(first)
+
+
+@pytest.mark.parametrize("launcher", ["goes away", "falls silent"])
+def test_the_window_closes_after_its_launcher(folder, launcher):
+    code = (
+        f"import sys, engine.runtime.window as w; w.SILENCE_SECONDS = 1.5; sys.argv = ['w', {str(folder)!r}]; w.main()"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(b'{"have": {}}\n')
+        process.stdin.flush()
+        assert b"gone" in process.stdout.readline()
+        if launcher == "goes away":
+            process.stdin.close()
+        assert process.wait(timeout=5) == 0
+
+
+def test_it_needs_the_standard_library_alone():
+    code = "import sys, engine.runtime.window; print(*{name.partition('.')[0] for name in sys.modules})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert set(done.stdout.split()) - set(sys.stdlib_module_names) <= {"engine", "__main__"} | plain()
+
+
+def plain() -> set[str]:
+    """What an interpreter of this environment has loaded before it does anything."""
+    code = "import sys; print(*{name.partition('.')[0] for name in sys.modules})"
+    return set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split())
