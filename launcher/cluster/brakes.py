@@ -22,6 +22,12 @@ class Limits:
     max_hourly: int | None
 
 
+RELEASE_ALLOWANCE_MS = 300_000
+"""What stopping may take on a real cloud, the engine's last words included: clouds take minutes to end a machine."""
+
+NO_LIMITS = Limits(max_total=None, max_hourly=None)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Refusal:
     """Why a node is not bought. `for_good`: no waiting helps, because what was spent stays spent."""
@@ -52,17 +58,21 @@ def may_buy(
     hourly_now: int,
     hourly_new: int,
     max_hourly: int | None,
+    section: str = "budget",
 ) -> Refusal | None:
-    """None when a node at `hourly_new` may be bought beside what runs; else the reason, for a person to read."""
+    """None when a node at `hourly_new` may be bought beside what runs; else the reason, for a person to read.
+
+    `section`: where the limits are written: `budget` of a job, or `all_runs` of the user's configuration.
+    """
     if max_total is not None and metered + reserved + worst_case_new > max_total:
         text = (
-            f"budget.max_total {dollars(max_total)} does not bear another node: {dollars(metered)} is spent, "
+            f"{section}.max_total {dollars(max_total)} does not bear another node: {dollars(metered)} is spent, "
             f"{dollars(reserved)} is held for what runs, and the node may cost {dollars(worst_case_new)}"
         )
         return Refusal(text=text, for_good=metered + worst_case_new > max_total)
     if max_hourly is not None and hourly_now + hourly_new > max_hourly:
         text = (
-            f"budget.max_hourly {hourly(max_hourly)} does not bear another node: {hourly(hourly_now)} runs and "
+            f"{section}.max_hourly {hourly(max_hourly)} does not bear another node: {hourly(hourly_now)} runs and "
             f"the node costs {hourly(hourly_new)}"
         )
         return Refusal(text=text, for_good=hourly_new > max_hourly)

@@ -1,6 +1,7 @@
 """The controller: one process per run that buys what is missing, writes down what happens, and stops in time.
 
-a pass: observe the nodes -> write down what is new -> read the engine's progress -> decide -> act -> tell the engine
+a pass: observe the nodes -> write down what is new, and what it costs -> read the engine's progress -> decide -> act
+        -> tell the engine
 
 It keeps no state. Every pass starts from what exists (provisioner, ledger, progress files), and an intent is in the
 ledger before the request is made; so `kill -9` between any two lines is repaired by the next pass, of this process
@@ -9,12 +10,15 @@ or of the next one. A lease makes sure that there is only one; every transaction
 
 import logging
 import os
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any, assert_never
+from typing import Any, Literal, assert_never
 
 import httpx
 from pydantic import TypeAdapter
@@ -27,10 +31,10 @@ from engine.config import ClockConfig, NodeSpec
 from engine.events import Capacity, EngineFinished, IterationDone, Market, NodeCapacity, NodeState
 from launcher.cluster import brakes
 from launcher.cluster.lease import Lease, LeaseLost, give_up, renew, take_lease, this_process
-from launcher.cluster.local import LocalProvisioner, node_folder
+from launcher.cluster.local import node_folder
 from launcher.cluster.progress import ProgressFiles
+from launcher.cluster.provide import provisioner_of
 from launcher.cluster.provisioner import NodeFact, NodeStatus, Provisioner
-from launcher.cluster.reclaims import reclaim_rule
 from launcher.cluster.reconcile import (
     ENDS,
     OVER,
@@ -41,20 +45,37 @@ from launcher.cluster.reconcile import (
     Facts,
     NodeRecord,
     Note,
+    Others,
+    Paid,
     Release,
     Stage,
     TellStop,
     Wanted,
     decide,
     describe_brakes,
+    hourly_micro_usd,
     news,
+    paid,
     planned_hourly,
+    refused_now,
+    reserved_micro_usd,
 )
+from launcher.cluster.store_lease import StoreLease
+from launcher.cluster.stores import carry_over, open_store, run_store
+from launcher.exit_codes import Failure
 from launcher.job import Job
-from launcher.ledger.accounting import charges_of, interval_micro_usd
-from launcher.ledger.models import BillingInterval, Node, NodeEvent, Preemption, ProgressRow, Run, RunStatus
+from launcher.ledger.accounting import charges_of_run, prices_of_run, side_micro_usd
+from launcher.ledger.billing import LOCAL, NOT_PRICED, bill, minimum_billed_ms, side_costs
+from launcher.ledger.models import Node, NodeEvent, NodePrice, Preemption, ProgressRow, Run, RunStatus, SideCost
+from launcher.ledger.prices import latest_prices
 from launcher.ledger.store import append_progress, append_status, current_status, find_run, nodes_of, writing
-from launcher.placement.plan import Plan, Slot
+from launcher.market.on_offer import on_offer
+from launcher.market.own_prices import as_you_pay
+from launcher.market.quality import USABLE
+from launcher.money import HOUR_MS, duration
+from launcher.placement.moves import LaunchRate, MoveRules, Option, Price, PriceNow, SiteOptions, repriced
+from launcher.placement.placement import Placement
+from launcher.placement.plan import Plan
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +90,21 @@ SETTLE_SECONDS = 4.0
 
 STOP_SECONDS = 6.0
 """Settling, a pass that comes late and the kill itself (wall time): what the budget's reserve pays for."""
+
+CLOUD_SETTLE_MS = 60_000
+"""The same on a real cloud: a trainer that was told to stop writes its checkpoint to a bucket first."""
+
+TIDY_MS = 900_000
+"""How long groups, keys and roles of a run that is over are tried to be taken away before a person is told."""
+
+PRICE_SECONDS = 60.0
+"""How often the ledger's prices are read anew (wall time); spot prices move by the minute at most."""
+
+SPOT_PRICE_SECONDS = 60.0
+"""How often AWS is asked what the run's spot nodes cost (wall time), beside the passes."""
+
+CARRY_SECONDS = 10.0
+"""Between tries to carry a checkpoint to another cloud."""
 
 TROUBLE_PASSES = 40
 """Passes in a row that a locked ledger or a full disk may spoil before the controller gives up: about 10 s."""
@@ -90,31 +126,51 @@ class Controller:
         clock: Clock,
         holder: str | None = None,
         pid: int | None = None,
+        carry: Callable[[str, str], object] = lambda source, target: carry_over(open_store(source), open_store(target)),
     ) -> None:
         self._sessions, self._run, self._provisioner, self._clock = sessions, run, provisioner, clock
         self._lease: Lease = take_lease(sessions, run, holder or this_process(), pid or os.getpid())
         self._job = Job.model_validate(run.job)
-        self._slots = {slot.name: slot for slot in TypeAdapter(Plan).validate_python(run.plan).slots}
+        plan = TypeAdapter(Plan).validate_python(run.plan)
+        self._slots = {slot.name: slot for slot in plan.slots}
+        self._sites = plan.sites
+        is_cloud, recovery = bool(plan.sites), self._job.recovery
         self.wanted = Wanted(
             run=run.name,
             slots=tuple(self._slots.values()),
             limits=brakes.Limits(max_total=run.max_total_micro_usd, max_hourly=run.max_hourly_micro_usd),
             deadline_ms=run.deadline_ms,
-            allowance_ms=_run_ms(clock, STOP_SECONDS),
-            settle_ms=_run_ms(clock, SETTLE_SECONDS),
+            allowance_ms=brakes.RELEASE_ALLOWANCE_MS if is_cloud else _run_ms(clock, STOP_SECONDS),
+            settle_ms=CLOUD_SETTLE_MS if is_cloud else _run_ms(clock, SETTLE_SECONDS),
+            rules=move_rules(self._job),
+            launch_rate=LaunchRate(per_minute=recovery.launches_per_minute) if is_cloud else None,
+            all_runs=_limits_of_all(self._job) if is_cloud else brakes.NO_LIMITS,
         )
         self._progress = ProgressFiles()
         self._told: tuple[NodeCapacity, ...] | None = None
         self._told_at = 0.0
         self._armed: dict[str, int] = {}
         self._trouble: str | None = None
+        self._trainer: str | None = None
+        self._prices, self._prices_at = PriceNow(), -PRICE_SECONDS
+        self._carry, self._carrier = carry, ThreadPoolExecutor(max_workers=1, thread_name_prefix="carry")
+        self._carried: dict[str, tuple[float, Future[object]]] = {}
+        self._not_carried: str | None = None
+        self._ended_runs: dict[int, tuple[int, int]] = {}
+
+    @property
+    def sites(self) -> tuple[SiteOptions, ...]:
+        """Where the run may be; none on the local infra."""
+        return self._sites
 
     def one_pass(self) -> bool:
         """Observe, compare, act. True when the run is over and nothing of it is left."""
         cloud = {fact.name: fact for fact in self._provisioner.observe()}
         self._write_news(cloud)
+        self._write_prices(cloud)
         self._write_progress()
         facts = self._facts()
+        self._trainer = _trainer_of(facts.nodes)
         actions = decide(facts, self.wanted)
         strangers = [name for name, fact in cloud.items() if _is_stranger(name, fact, facts)]
         if strangers:
@@ -124,9 +180,10 @@ class Controller:
         for action in actions:
             self._act(action)
         self._tell_capacity(facts, cloud)
-        return facts.stage in OVER and not actions
+        return facts.stage in OVER and not actions and self._is_tidy(facts)
 
     def close(self) -> None:
+        self._carrier.shutdown(wait=False, cancel_futures=True)
         give_up(self._sessions, self._lease)
 
     @contextmanager
@@ -143,7 +200,23 @@ class Controller:
             nodes = {node.name: node for node in nodes_of(session, self._run)}
             for note in news(node_records(session, self._run), cloud, self._clock.now_ms()):
                 log.info("%s: %s %s", note.node, note.kind, note.evidence)
-                _write_note(session, nodes[note.node], note, self._run.money_basis)
+                _write_note(session, self._run, nodes[note.node], note)
+
+    def _write_prices(self, cloud: dict[str, NodeFact]) -> None:
+        """What was really bought, and what it costs by now."""
+        if not self._sites:
+            return
+        with self._sessions() as session:
+            if time.monotonic() - self._prices_at >= PRICE_SECONDS:
+                self._prices, self._prices_at = prices_now(session, self._job, self._clock.now_ms()), time.monotonic()
+            changed = paid(node_records(session, self._run), cloud, self._prices, self._clock.now_ms())
+        if not changed:
+            return
+        with self._transaction() as session:
+            nodes = {node.name: node for node in nodes_of(session, self._run)}
+            for change in changed:
+                log.info("%s: %s", change.node, change)
+                session.add(_node_price(nodes[change.node], change))
 
     def _write_progress(self) -> None:
         with self._sessions() as session:
@@ -160,41 +233,66 @@ class Controller:
             raise
 
     def _facts(self) -> Facts:
-        now_ms = self._clock.now_ms()
         with self._sessions() as session:
-            statuses = session.scalars(
-                select(RunStatus).where(RunStatus.run_id == self._run.id).order_by(RunStatus.id.desc())
-            ).all()
-            stage, reason = Stage(statuses[0].status), statuses[0].reason
-            stage_ms = statuses[0].at_ms
-            for status in statuses:
-                if status.status != statuses[0].status:
-                    break
-                stage_ms = status.at_ms
-            planned_ms = next((row.at_ms for row in statuses if row.status == Stage.PLANNED), self._run.created_ms)
-            finished = session.scalar(
-                select(ProgressRow)
-                .where(
-                    ProgressRow.run_id == self._run.id,
-                    ProgressRow.kind == EngineFinished.KIND,
-                    ProgressRow.at_ms >= planned_ms,
-                )
-                .order_by(ProgressRow.id.desc())
-                .limit(1)
+            return self._facts_in(session)
+
+    def _facts_in(self, session: Session) -> Facts:
+        now_ms = self._clock.now_ms()
+        statuses = session.scalars(
+            select(RunStatus).where(RunStatus.run_id == self._run.id).order_by(RunStatus.id.desc())
+        ).all()
+        stage, reason = Stage(statuses[0].status), statuses[0].reason
+        stage_ms = statuses[0].at_ms
+        for status in statuses:
+            if status.status != statuses[0].status:
+                break
+            stage_ms = status.at_ms
+        planned_ms = next((row.at_ms for row in statuses if row.status == Stage.PLANNED), self._run.created_ms)
+        finished = session.scalar(
+            select(ProgressRow)
+            .where(
+                ProgressRow.run_id == self._run.id,
+                ProgressRow.kind == EngineFinished.KIND,
+                ProgressRow.at_ms >= planned_ms,
             )
-            return Facts(
-                now_ms=now_ms,
-                stage=stage,
-                reason=reason,
-                stage_ms=stage_ms,
-                planned_ms=planned_ms,
-                nodes=node_records(session, self._run),
-                metered=metered_micro_usd(session, self._run, now_ms),
-                finished=EngineFinished(**finished.event) if finished is not None else None,
-                finished_ms=finished.at_ms if finished is not None else 0,
-                advanced_ms=_advanced_ms(session, self._run),
-                trouble=self._trouble,
-            )
+            .order_by(ProgressRow.id.desc())
+            .limit(1)
+        )
+        return Facts(
+            now_ms=now_ms,
+            stage=stage,
+            reason=reason,
+            stage_ms=stage_ms,
+            planned_ms=planned_ms,
+            nodes=node_records(session, self._run),
+            metered=metered_micro_usd(session, self._run, now_ms) + side_micro_usd(session, self._run, now_ms),
+            finished=EngineFinished(**finished.event) if finished is not None else None,
+            finished_ms=finished.at_ms if finished is not None else 0,
+            advanced_ms=_advanced_ms(session, self._run),
+            trouble=self._trouble or self._not_carried,
+            others=self._others(session, now_ms),
+            sites=tuple(repriced(site, self._prices) for site in self._sites),
+        )
+
+    def _others(self, session: Session, now_ms: int) -> Others:
+        """What all other runs on real clouds spend, where limits bind the sum."""
+        if self.wanted.all_runs == brakes.NO_LIMITS:
+            return Others()
+        metered = reserved = per_hour = 0
+        for run in session.scalars(select(Run).where(Run.infra != LOCAL, Run.id != self._run.id)):
+            status = current_status(session, run)
+            known = self._ended_runs.get(run.id)
+            if known is not None and status is not None and status.id == known[0]:
+                metered += known[1]
+                continue
+            nodes = node_records(session, run)
+            spent = metered_micro_usd(session, run, now_ms) + side_micro_usd(session, run, now_ms)
+            if status is not None and status.status in OVER and not any(node.is_live for node in nodes):
+                self._ended_runs[run.id] = (status.id, spent)  # what ended costs no more
+            metered += spent
+            reserved += reserved_micro_usd(nodes, brakes.RELEASE_ALLOWANCE_MS, now_ms)
+            per_hour += hourly_micro_usd(nodes)
+        return Others(metered=metered, reserved=reserved, hourly=per_hour)
 
     # --- actions ----------------------------------------------------------------------------------
 
@@ -224,10 +322,18 @@ class Controller:
             asked = now is not None and now.status == Stage.STOPPING and action.stage in (Stage.RUNNING, Stage.DRAINING)
             if not asked:
                 append_status(session, self._run, action.stage, reason, self._clock.now_ms())
+            if self._sites and action.stage in OVER:
+                session.add_all(_not_priced(self._run, self._clock.now_ms()))
 
     def _buy(self, action: Buy) -> None:
-        placement = action.slot.placement
+        placement = action.option.placement
         with self._transaction() as session:
+            if self._sites:
+                # The only writer now: what other controllers bought since we looked is in these facts.
+                refusal = refused_now(self._facts_in(session), self.wanted, action)
+                if refusal is not None:
+                    log.info("%s is not bought: %s", action.name, refusal.text)
+                    return
             session.add(
                 Node(
                     run_id=self._run.id,
@@ -243,7 +349,7 @@ class Controller:
                     accelerator=placement.accelerator,
                     gpus=placement.gpus,
                     micro_usd_per_hour=placement.micro_usd_per_hour,
-                    on_demand_micro_usd_per_hour=action.slot.on_demand_micro_usd_per_hour,
+                    on_demand_micro_usd_per_hour=action.option.on_demand_micro_usd_per_hour,
                     price_source=placement.price_source,
                     price_observed_at=placement.price_observed_at,
                     requested_ms=self._clock.now_ms(),
@@ -256,11 +362,36 @@ class Controller:
     def _ask(self, name: str) -> None:
         with self._sessions() as session:
             node = session.scalars(select(Node).where(Node.name == name)).one()
-            metered = metered_micro_usd(session, self._run, self._clock.now_ms())
-        slot, asked_ms = self._slots[node.slot], self._clock.now_ms()
-        self._provisioner.request(slot.placement, self._spec(node, slot, metered))
+            facts = self._facts_in(session)
+        if not self._checkpoint_is_there(node):
+            return  # asked again in the next pass
+        asked_ms = self._clock.now_ms()
+        self._provisioner.request(option_of(node).placement, self._spec(node, facts))
         with self._transaction() as session:
             self._event(session, node, "requested", asked_ms)
+
+    def _checkpoint_is_there(self, node: Node) -> bool:
+        """A trainer on another cloud than the one before it finds the run's checkpoint in its own cloud's bucket."""
+        if not self._sites or node.role != "trainer":
+            return True
+        with self._sessions() as session:
+            before = _last_trainer_cloud(session, self._run, node)
+        if before is None or before == node.cloud:
+            return True
+        tried = self._carried.get(node.name)
+        if tried is not None and tried[1].done():
+            error = tried[1].exception()
+            if error is None:
+                self._not_carried = None
+                return True
+            if time.monotonic() - tried[0] < CARRY_SECONDS:
+                return False
+            self._not_carried = f"the checkpoint cannot be carried from {before} to {node.cloud}: {error}"
+            log.warning("%s", self._not_carried)
+        if tried is None or tried[1].done():
+            urls = [run_store(self._job.store, cloud, self._run.name) for cloud in (before, node.cloud)]
+            self._carried[node.name] = (time.monotonic(), self._carrier.submit(self._carry, *urls))
+        return False
 
     def _release(self, names: Sequence[str]) -> None:
         with self._transaction() as session:
@@ -273,27 +404,29 @@ class Controller:
     def _event(self, session: Session, node: Node, kind: str, at_ms: int) -> None:
         session.add(NodeEvent(node_id=node.id, at_ms=at_ms, kind=kind, evidence=""))
 
-    def _spec(self, node: Node, slot: Slot, metered: int) -> NodeSpec:
+    def _spec(self, node: Node, facts: Facts) -> NodeSpec:
+        """What a node is told. On a real cloud the provisioner adds what only it knows: folder, addresses, digest."""
         run, folder = self._run, Path(self._run.folder)
-        plan_hourly = sum(slot.placement.micro_usd_per_hour for slot in self.wanted.slots)
+        store = run_store(self._job.store, node.cloud, run.name) if self._sites else (folder / "store").as_uri()
         return NodeSpec(
             run=run.name,
             node=node.name,
             role="trainer" if node.role == "trainer" else "rollout",
             market=Market(node.market),
-            workers=max(1, slot.placement.gpus),
+            workers=max(1, node.gpus),
             folder=str(node_folder(folder, node.name)),
-            store=(folder / "store").as_uri(),
+            store=store,
             coordinator_port=run.coordinator_port,
             token=run.token,
-            clock=ClockConfig(origin_ms=run.clock_origin_ms, factor=run.clock_factor),
+            clock=ClockConfig(origin_ms=run.clock_origin_ms, factor=1.0 if self._sites else run.clock_factor),
             engine=self._job.engine(),
             workdir=run.workdir,
+            cloud=_cloud(node.cloud) if self._sites else "local",
             money_deadline_ms=brakes.money_deadline_ms(
                 now_ms=self._clock.now_ms(),
-                metered=metered,
+                metered=facts.metered,
                 max_total=run.max_total_micro_usd,
-                planned_hourly=plan_hourly,
+                planned_hourly=planned_hourly(facts, self.wanted),
             ),
         )
 
@@ -312,6 +445,19 @@ class Controller:
             if node.is_live and (armed is None or deadline_ms < armed - 1000 or deadline_ms > armed + REARM_MS):
                 self._provisioner.rearm(node.name, deadline_ms)
                 self._armed[node.name] = deadline_ms
+
+    def _is_tidy(self, facts: Facts) -> bool:
+        """Nothing is left of what was made for the nodes either. A person is told when it cannot be taken away."""
+        if self._provisioner.tidy():
+            return True
+        if facts.now_ms - facts.stage_ms < TIDY_MS:
+            return False
+        text = f"groups, keys or roles of it are still there after {duration(TIDY_MS)}; `spotrl reap` lists them"
+        if text not in facts.reason:
+            reason = "; ".join(filter(None, (facts.reason, text)))
+            with self._transaction() as session:
+                append_status(session, self._run, facts.stage, reason, facts.now_ms)
+        return True
 
     # --- the engine -------------------------------------------------------------------------------
 
@@ -342,15 +488,18 @@ class Controller:
             node=node.name,
             market=node.market,
             state=state,
-            workers=max(1, self._slots[node.slot].placement.gpus),
+            workers=max(1, (node.wanted or self._slots[node.slot].option).placement.gpus),
             deadline_ms=fact.notice_deadline_ms if fact is not None and state is NodeState.DRAINING else None,
         )
 
     def _post(self, path: str, body: str | dict[str, str]) -> dict[str, Any] | None:
         """Tell the coordinator, and hear its answer. None: it is gone, or not there yet; facts do not wait for it."""
+        door = self._provisioner.door(self._trainer, self._run.coordinator_port) if self._trainer is not None else None
+        if door is None:
+            return None
         try:
             answer = httpx.post(
-                f"http://127.0.0.1:{self._run.coordinator_port}/{path}",
+                f"http://{door[0]}:{door[1]}/{path}",
                 headers={"Authorization": f"Bearer {self._run.token}", "Content-Type": "application/json"},
                 content=body if isinstance(body, str) else None,
                 json=body if not isinstance(body, str) else None,
@@ -379,10 +528,21 @@ def run_controller(
     with sessions() as session:
         run = find_run(session, run_name)
     clock = clock or ClockConfig(origin_ms=run.clock_origin_ms, factor=run.clock_factor).clock()
+    job = Job.model_validate(run.job)
+    over_machines = _store_lease(run, job)
+    if over_machines is not None:
+        over_machines.take()
     if provisioner is None:
-        provisioner = LocalProvisioner(Path(run.folder), clock, reclaim_rule(Job.model_validate(run.job).reclaims))
+        provisioner = provisioner_of(run, job, clock)
     controller = Controller(sessions, run, provisioner, clock)
-    log.info("controller of %s, process %s: %s", run.name, os.getpid(), describe_brakes(controller.wanted))
+    if over_machines is not None:
+        over_machines.keep()
+    log.info(
+        "controller of %s, process %s: %s", run.name, os.getpid(), describe_brakes(controller.wanted, controller.sites)
+    )
+    ended = threading.Event()
+    if controller.sites:
+        threading.Thread(target=_watch_spot_prices, args=(sessions, run, ended), name="prices", daemon=True).start()
     trouble = 0
     while True:
         started = time.monotonic()
@@ -395,31 +555,56 @@ def run_controller(
             log.exception("this pass failed (%s in a row)", trouble)
             if trouble >= TROUBLE_PASSES:
                 raise error
+            if over_machines is not None and over_machines.lost is not None:
+                raise LeaseLost(f"{run.name} is controlled from another machine now ({over_machines.lost})")
         except LeaseLost as error:
             log.warning("%s", error)
+            ended.set()
             return
         sleep(max(0.0, PASS_SECONDS - (time.monotonic() - started)))
+    ended.set()
     controller.close()
+    if over_machines is not None:
+        over_machines.give_up()
     log.info("%s is over; nothing of it is left running", run.name)
+
+
+def _store_lease(run: Run, job: Job) -> StoreLease | None:
+    """The lease that controllers on other machines see: in the bucket of the cloud that the job names first."""
+    if not job.clouds or job.clouds[0] not in job.store:
+        return None
+    url = run_store(job.store, job.clouds[0], run.name)
+    return StoreLease(partial(open_store, url), run.name, run.token)
+
+
+def _watch_spot_prices(sessions: sessionmaker[Session], run: Run, ended: threading.Event) -> None:
+    """AWS changes a spot price while the node runs, and bills it: keep the ledger's prices of the run's nodes new.
+
+    GCP's prices hold for a day at least; what the plan was made with stays good for the run.
+    """
+    while not ended.wait(SPOT_PRICE_SECONDS):
+        with sessions() as session:
+            nodes = [node.wanted.placement for node in node_records(session, run) if node.is_live and node.wanted]
+        spot = [node for node in nodes if node.cloud == "aws" and node.market is Market.SPOT]
+        if not spot:
+            continue
+        from launcher.market.refresh import refresh  # with what the clouds' own libraries need
+        from launcher.market.sources.aws import AwsSpot
+
+        now_ms = time.time_ns() // 1_000_000
+        types, regions = sorted({one.instance_type for one in spot}), sorted({one.region for one in spot})
+        try:
+            refresh([AwsSpot(types, since_ms=now_ms - HOUR_MS, regions=regions)], sessions, now_ms)
+        except (OperationalError, Failure) as error:
+            log.info("no new spot prices: %s", error)
 
 
 # --- the ledger, as the controller reads it -------------------------------------------------------------
 
 
 def metered_micro_usd(session: Session, run: Run, now_ms: int) -> int:
-    """What the run's nodes have cost until now."""
-    intervals: defaultdict[int, list[BillingInterval]] = defaultdict(list)
-    of_run = select(Node.id).where(Node.run_id == run.id)
-    for interval in session.scalars(select(BillingInterval).where(BillingInterval.node_id.in_(of_run))):
-        intervals[interval.node_id].append(interval)
-    events: defaultdict[int, list[NodeEvent]] = defaultdict(list)
-    for event in session.scalars(select(NodeEvent).where(NodeEvent.node_id.in_(of_run))):
-        events[event.node_id].append(event)
-    return sum(
-        charge.micro_usd
-        for node in nodes_of(session, run)
-        for charge in charges_of(node, intervals[node.id], events[node.id], now_ms)
-    )
+    """What the run's machines have cost until now."""
+    return sum(charge.micro_usd for charges in charges_of_run(session, run, now_ms).values() for charge in charges)
 
 
 def node_records(session: Session, run: Run) -> list[NodeRecord]:
@@ -431,6 +616,8 @@ def node_records(session: Session, run: Run) -> list[NodeRecord]:
         if event.kind in ENDS:
             evidence[event.node_id] = event.evidence
     taken = set(session.scalars(select(Preemption.node_id).where(Preemption.node_id.in_(of_run))))
+    prices, is_cloud = prices_of_run(session, run), run.infra != LOCAL
+    now = {node_id: changes[-1] for node_id, changes in prices.items()}
     return [
         NodeRecord(
             name=node.name,
@@ -438,20 +625,86 @@ def node_records(session: Session, run: Run) -> list[NodeRecord]:
             generation=node.generation,
             role=node.role,
             market=Market(node.market),
-            micro_usd_per_hour=node.micro_usd_per_hour,
+            micro_usd_per_hour=now.get(node.id, node).micro_usd_per_hour,
             requested_ms=node.requested_ms,
             reserved_micro_usd=node.reserved_micro_usd,
             happened=happened[node.id],
             evidence=evidence.get(node.id, ""),
             reclaimed=node.id in taken,
+            wanted=option_of(node) if is_cloud else None,
+            zone=now.get(node.id, node).zone,
+            instance_type=now.get(node.id, node).instance_type,
         )
         for node in nodes_of(session, run)
     ]
 
 
-def _write_note(session: Session, node: Node, note: Note, basis: str) -> None:
+def option_of(node: Node) -> Option:
+    """As what a node was asked for, as the ledger has it."""
+    return Option(
+        placement=Placement(
+            cloud=node.cloud,
+            region=node.region,
+            zone=node.zone,
+            instance_type=node.instance_type,
+            gpus=node.gpus,
+            accelerator=node.accelerator,
+            market=Market(node.market),
+            micro_usd_per_hour=node.micro_usd_per_hour,
+            price_source=node.price_source,
+            price_observed_at=node.price_observed_at,
+        ),
+        on_demand_micro_usd_per_hour=node.on_demand_micro_usd_per_hour,
+    )
+
+
+def prices_now(session: Session, job: Job, now_ms: int) -> PriceNow:
+    """What clouds last said, at what the user really pays."""
+    said = on_offer((), latest_prices(session, clouds=job.clouds), now_ms)
+    return PriceNow(
+        {
+            (
+                offer.cloud,
+                offer.region,
+                "" if offer.zone == offer.region else offer.zone,
+                offer.instance_type,
+                offer.market,
+            ): Price(micro_usd_per_hour=offer.micro_usd_per_hour, source=offer.source, observed_at=offer.observed_at)
+            for offer in as_you_pay(said, job.price_overrides, job.discounts, now_ms)
+            if offer.quality in USABLE
+        }
+    )
+
+
+def move_rules(job: Job) -> MoveRules:
+    """How patient a job is, and whether it may be bought on demand what spot lacks."""
+    return MoveRules(trainer_wait_ms=job.recovery.trainer_wait, on_demand=job.spot == "auto")
+
+
+def _limits_of_all(job: Job) -> brakes.Limits:
+    return brakes.Limits(max_total=job.all_runs.max_total, max_hourly=job.all_runs.max_hourly)
+
+
+def _cloud(name: str) -> Literal["aws", "gcp"]:
+    return "aws" if name == "aws" else "gcp"
+
+
+def _trainer_of(nodes: Sequence[NodeRecord]) -> str | None:
+    """The newest that may run: the one whose coordinator is told."""
+    live = [node for node in nodes if node.role == "trainer" and node.is_live]
+    return max(live, key=lambda node: node.generation).name if live else None
+
+
+def _last_trainer_cloud(session: Session, run: Run, node: Node) -> str | None:
+    """Where the last trainer before this one came up; None: there was none."""
+    earlier = [other for other in nodes_of(session, run) if other.role == "trainer" and other.id < node.id]
+    came = set(session.scalars(select(NodeEvent.node_id).where(NodeEvent.kind == "up")))
+    return next((other.cloud for other in reversed(earlier) if other.id in came), None)
+
+
+def _write_note(session: Session, run: Run, node: Node, note: Note) -> None:
     """An event; and when it is the node's end, the bill and the preemption, in the same transaction."""
-    session.add(NodeEvent(node_id=node.id, at_ms=note.at_ms, kind=note.kind, evidence=note.evidence))
+    session.add(NodeEvent(node_id=node.id, at_ms=note.at_ms, kind=note.kind, evidence=_evidence(note)))
     if note.kind not in ENDS:
         return
     session.flush()
@@ -461,19 +714,14 @@ def _write_note(session: Session, node: Node, note: Note, basis: str) -> None:
             select(NodeEvent).where(NodeEvent.node_id == node.id).order_by(NodeEvent.id.desc())
         )
     }
+    reclaimed = note.fact is not None and note.fact.reclaimed
     if "up" in seen:
-        end_ms = max(seen["up"], note.at_ms)
-        session.add(
-            BillingInterval(
-                node_id=node.id,
-                start_ms=seen["up"],
-                end_ms=end_ms,
-                micro_usd_per_hour=node.micro_usd_per_hour,
-                micro_usd=interval_micro_usd(seen["up"], end_ms, node.micro_usd_per_hour),
-                basis=basis,
-            )
-        )
-    if note.fact is not None and note.fact.reclaimed:
+        start_ms, end_ms = seen["up"], max(seen["up"], note.at_ms)
+        prices = session.scalars(select(NodePrice).where(NodePrice.node_id == node.id))
+        taken = note.evidence if reclaimed and "releasing" not in seen else None
+        session.add_all(bill(node, start_ms, end_ms, prices, minimum_billed_ms(run), run.money_basis, taken))
+        session.add_all(side_costs(run, node, start_ms, end_ms))
+    if note.fact is not None and reclaimed:
         session.add(
             Preemption(
                 node_id=node.id,
@@ -483,6 +731,40 @@ def _write_note(session: Session, node: Node, note: Note, basis: str) -> None:
                 evidence=note.evidence,
             )
         )
+
+
+def _evidence(note: Note) -> str:
+    """The cloud's words, and which zones refused."""
+    tried = note.fact.tried if note.fact is not None else ()
+    return "; ".join(filter(None, (note.evidence, f"tried {', '.join(tried)}" if tried else "")))
+
+
+def _node_price(node: Node, change: Paid) -> NodePrice:
+    return NodePrice(
+        node_id=node.id,
+        at_ms=change.at_ms,
+        zone=change.zone,
+        instance_type=change.instance_type,
+        micro_usd_per_hour=change.price.micro_usd_per_hour,
+        price_source=change.price.source,
+        price_observed_at=change.price.observed_at,
+    )
+
+
+def _not_priced(run: Run, now_ms: int) -> list[SideCost]:
+    """What is paid for, and on nobody's list here."""
+    return [
+        SideCost(
+            run_id=run.id,
+            kind=kind,
+            amount=what,
+            start_ms=run.created_ms,
+            end_ms=now_ms,
+            micro_usd=None,
+            source="not priced: no cloud says the amount before its bill",
+        )
+        for kind, what in NOT_PRICED
+    ]
 
 
 def _advanced_ms(session: Session, run: Run) -> int:

@@ -106,6 +106,14 @@ class LocalProvisioner:
         if folder.exists() and not (folder / "ended.json").exists():
             _write(folder / "money.json", {"deadline_ms": money_deadline_ms})
 
+    def door(self, name: str, port: int) -> tuple[str, int] | None:
+        """Every node is this machine."""
+        return "127.0.0.1", port
+
+    def tidy(self) -> bool:
+        """Nodes leave nothing behind but their folders."""
+        return True
+
     # --- starting ---------------------------------------------------------------------------------
 
     def _spawn(self, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""What the controller asks of a place where nodes can be had. `LocalProvisioner` forks; SkyPilot comes beside it.
+"""What the controller asks of a place where nodes can be had. `LocalProvisioner` forks, `SkyProvisioner` asks SkyPilot.
 
 Decide apart from do: nothing here chooses. The idempotency token is the node's name, `<run>-<node>-g<generation>`.
 """
@@ -31,6 +31,8 @@ class NodeFact:
     `notice_deadline_ms`: the cloud announced that it takes the node back then (run's clock).
     `started_ms`, `ended_ms`: what is billed, when known (run's clock).
     `signal`, `with_notice`: how a reclaim came about, when known ("SIGKILL", "SIGSTOP" on the local infra).
+    `zone`, `instance_type`: what it really is, where the cloud says so: what was bought, not what was asked for.
+    `tried`: zones that refused it, `cloud/region/zone`.
     """
 
     name: str
@@ -43,6 +45,9 @@ class NodeFact:
     with_notice: bool | None = None
     reclaimed: bool = False
     ready_ms: int | None = None
+    zone: str | None = None
+    instance_type: str | None = None
+    tried: tuple[str, ...] = ()
 
 
 class Provisioner(Protocol):
@@ -59,3 +64,12 @@ class Provisioner(Protocol):
 
     def rearm(self, name: str, money_deadline_ms: int) -> None:
         """Tell a node that its money lasts longer, or less long, than its NodeSpec said. A lost node is no error."""
+
+    def door(self, name: str, port: int) -> tuple[str, int] | None:
+        """Where this process reaches `port` of that node: host and port. None: not now. Never waits."""
+
+    def tidy(self) -> bool:
+        """Every node has ended: take away what was made for them (groups, keys, roles). True when nothing is left.
+
+        Returns at once and is asked again until it is True.
+        """

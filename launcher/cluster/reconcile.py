@@ -1,20 +1,41 @@
 """What the controller decides, apart from doing it: facts in, actions out. Pure.
 
 news:   what the cloud says now - what the ledger knows = what to write down
+paid:   what was really bought, and what it costs now - what the ledger knows = price events
 decide: what the plan wants - what there is = what to stop, ask for, buy
 
 Neither keeps anything. Called with the same facts they say the same again, and every action may be repeated.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from engine.events import EngineFinished, Market
 from launcher.cluster import brakes
 from launcher.cluster.provisioner import NodeFact, NodeStatus
-from launcher.money import dollars, hourly
-from launcher.placement.plan import Slot
+from launcher.ledger.billing import MINIMUM_BILLED_MS, side_micro_usd_per_hour
+from launcher.money import dollars, duration, hourly
+from launcher.placement.moves import (
+    Attempt,
+    LaunchRate,
+    Move,
+    MoveRules,
+    NothingLeft,
+    Option,
+    Outcome,
+    Price,
+    PriceNow,
+    SiteOptions,
+    Tried,
+    is_home_given_up,
+    jitter,
+    next_rollout,
+    next_trainer,
+)
+from launcher.placement.placement import Placement
+from launcher.placement.plan import Plan, Slot
 
 
 class Stage(StrEnum):
@@ -51,9 +72,11 @@ LONGEST_WAIT_MS = 600_000
 UNKNOWN_MS = 600_000
 """A node that the provisioner was asked for and does not know after 10 minutes is not there."""
 
-MINIMUM_BILLED_MS = 60_000
-"""Held for every launch under way: both clouds bill at least a minute (research notes cost 5.1)."""
+PRICE_MOVED = 0.01
+"""A spot price that moved by less than 1 % is not written down: it would be a row a minute."""
 
+
+PATIENT = MoveRules()
 
 # --- facts --------------------------------------------------------------------------------------------
 
@@ -73,10 +96,22 @@ class NodeRecord:
     happened: Mapping[str, int]
     evidence: str = ""
     reclaimed: bool = False
+    wanted: Option | None = None
+    """What was asked for, where the run may be in several places."""
+    zone: str = ""
+    instance_type: str = ""
+    """What it really is; what was asked for, before the cloud said so."""
+
+    @property
+    def beside_micro_usd_per_hour(self) -> int:
+        """Disk and address, on a real cloud."""
+        return side_micro_usd_per_hour(self.wanted.placement.cloud, self.market) if self.wanted is not None else 0
 
     @property
     def ended_ms(self) -> int | None:
-        return next((at_ms for kind, at_ms in self.happened.items() if kind in ENDS), None)
+        for kind in self.happened.keys() & ENDS:
+            return self.happened[kind]
+        return None
 
     @property
     def is_live(self) -> bool:
@@ -92,6 +127,15 @@ class NodeRecord:
         if self.ended_ms is None or "released" in self.happened:
             return False
         return "ready" not in self.happened or self.ended_ms - self.requested_ms < YOUNG_MS
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Others:
+    """What all other runs of the ledger spend: limits for all runs bind the sum."""
+
+    metered: int = 0
+    reserved: int = 0
+    hourly: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,6 +157,9 @@ class Facts:
     """When the newest iteration was first reached."""
     trouble: str | None = None
     """What makes the engine wait for a person (a full disk), in its own words."""
+    others: Others = Others()
+    sites: Sequence[SiteOptions] = ()
+    """Where the run may be, at the prices of now. Empty: where its slots say, and nowhere else."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,6 +172,11 @@ class Wanted:
     deadline_ms: int | None
     allowance_ms: int
     settle_ms: int
+    rules: MoveRules = PATIENT
+    launch_rate: LaunchRate | None = None
+    """None: as fast as is decided."""
+    all_runs: brakes.Limits = brakes.NO_LIMITS
+    """Of the user's own configuration: they bind the sum over all runs."""
 
 
 # --- actions ------------------------------------------------------------------------------------------
@@ -152,9 +204,10 @@ class Enter:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Buy:
-    """Write the intent down, then ask for the node."""
+    """Write the intent down, then ask for the node. `option`: as what it is bought."""
 
     slot: Slot
+    option: Option
     generation: int
     name: str
     reserved_micro_usd: int
@@ -209,6 +262,71 @@ def _news_of(node: NodeRecord, fact: NodeFact | None, now_ms: int) -> Iterator[N
         yield Note(node=node.name, kind=kind, at_ms=ended_ms, evidence=fact.evidence, fact=fact)
 
 
+# --- what it really costs --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Paid:
+    """From `at_ms` on a node is known to be of this zone and type, at this price."""
+
+    node: str
+    at_ms: int
+    zone: str
+    instance_type: str
+    price: Price
+
+
+def paid(nodes: Sequence[NodeRecord], cloud: Mapping[str, NodeFact], prices: PriceNow, now_ms: int) -> list[Paid]:
+    """What was bought, where it is not what was asked for; and what a spot node costs now, where that has changed.
+
+    A price that nobody knows is taken to be the one on demand.
+    """
+    notes = []
+    for node in nodes:
+        fact = cloud.get(node.name)
+        if fact is None or node.wanted is None or not node.is_live or "up" not in node.happened:
+            continue
+        zone, instance_type = fact.zone or node.zone, fact.instance_type or node.instance_type
+        is_as_known = (zone, instance_type) == (node.zone, node.instance_type)
+        said = _said_since(node.wanted, zone, instance_type, prices)
+        if is_as_known and (said is None or not _moved(node, said)):
+            continue  # where nobody says anything new, what was said last goes on
+        price = said or _offered(node.wanted, zone, instance_type)
+        worst = Price(
+            micro_usd_per_hour=node.wanted.on_demand_micro_usd_per_hour,
+            source=f"unknown for {instance_type} in {zone}, so counted as on demand",
+            observed_at=node.wanted.placement.price_observed_at,
+        )
+        at_ms = now_ms if is_as_known else node.happened["up"]
+        notes.append(Paid(node=node.name, at_ms=at_ms, zone=zone, instance_type=instance_type, price=price or worst))
+    return notes
+
+
+def _said_since(wanted: Option, zone: str, instance_type: str, prices: PriceNow) -> Price | None:
+    """What clouds say of it that is newer than the offer it was bought from."""
+    placement = wanted.placement
+    now = prices.of((placement.cloud, placement.region, zone, instance_type, placement.market))
+    return now if now is not None and now.is_newer_than(placement.price_observed_at) else None
+
+
+def _offered(wanted: Option, zone: str, instance_type: str) -> Price | None:
+    """The offer's price, if this is what was offered."""
+    placement = wanted.placement
+    if instance_type != placement.instance_type or placement.zone_name not in ("", zone):
+        return None
+    return Price(
+        micro_usd_per_hour=placement.micro_usd_per_hour,
+        source=placement.price_source,
+        observed_at=placement.price_observed_at,
+    )
+
+
+def _moved(node: NodeRecord, price: Price) -> bool:
+    if node.market is not Market.SPOT:
+        return False
+    return abs(price.micro_usd_per_hour - node.micro_usd_per_hour) > PRICE_MOVED * node.micro_usd_per_hour
+
+
 # --- what to do ---------------------------------------------------------------------------------------
 
 
@@ -221,10 +339,11 @@ def decide(facts: Facts, wanted: Wanted) -> list[Action]:
         return _wind_up(facts, wanted, facts.finished, live)
     if facts.stage in (Stage.STOPPING, Stage.DRAINING):
         return _stop(facts, wanted, live)
-    stop = _must_stop(facts, wanted, live)
+    tried = Tried((_attempt(node) for node in facts.nodes) if facts.sites else (), facts.planned_ms)
+    stop = _must_stop(facts, wanted, live, tried)
     if stop is not None:
         return [stop]
-    return _fill(facts, wanted, live)
+    return _fill(facts, wanted, live, tried)
 
 
 def _release(nodes: Sequence[NodeRecord]) -> Release:
@@ -263,64 +382,137 @@ def _stop(facts: Facts, wanted: Wanted, live: Sequence[NodeRecord]) -> list[Acti
     return [_release(live)]
 
 
-def _must_stop(facts: Facts, wanted: Wanted, live: Sequence[NodeRecord]) -> Enter | None:
-    held = _reserved(live, wanted.allowance_ms)
+def _must_stop(facts: Facts, wanted: Wanted, live: Sequence[NodeRecord], tried: Tried) -> Enter | None:
+    held, others = _reserved(live, wanted.allowance_ms, facts.now_ms), facts.others
     if brakes.must_drain(metered=facts.metered, reserved=held, max_total=wanted.limits.max_total):
         return Enter(stage=Stage.DRAINING, reason="budget")
+    if brakes.must_drain(
+        metered=facts.metered + others.metered, reserved=held + others.reserved, max_total=wanted.all_runs.max_total
+    ):
+        return Enter(stage=Stage.DRAINING, reason="budget: all_runs.max_total is used up by all runs together")
     if wanted.deadline_ms is not None and facts.now_ms >= wanted.deadline_ms:
         return Enter(stage=Stage.DRAINING, reason="deadline")
     trainers = [node for node in facts.nodes if node.role == "trainer"]
-    denied = next((node for node in trainers if _was_denied(node, facts)), None)
-    if denied is not None:
-        return Enter(stage=Stage.DRAINING, reason=f"{FAILING}no trainer can be had: {denied.evidence}")
+    denial = _no_trainer_can_be_had(facts, wanted, trainers, tried)
+    if denial is not None:
+        return Enter(stage=Stage.DRAINING, reason=f"{FAILING}no trainer can be had: {denial}")
     since_ms = max(facts.advanced_ms, facts.planned_ms)
-    lost = [node for node in trainers if node.ended_ms is not None and node.ended_ms > since_ms and not node.reclaimed]
+    lost = [node for node in trainers if _was_lost(node, since_ms)]
     if len(lost) >= TRAINER_TRIES:
         reason = f"the trainer was lost {len(lost)} times without a new iteration; the last one: {lost[-1].evidence}"
         return Enter(stage=Stage.DRAINING, reason=FAILING + reason, log_of=lost[-1].name)
     return None
 
 
+def _was_lost(node: NodeRecord, since_ms: int) -> bool:
+    """It was there and ended by itself. A place without capacity is another matter, and so is a quota."""
+    if node.ended_ms is None or node.ended_ms <= since_ms or node.reclaimed:
+        return False
+    return node.wanted is None or not ({"no_capacity", "denied"} & node.happened.keys())
+
+
+def _no_trainer_can_be_had(facts: Facts, wanted: Wanted, trainers: Sequence[NodeRecord], tried: Tried) -> str | None:
+    """Why there never will be one."""
+    if facts.sites:
+        move = next_trainer(tried, facts.sites, wanted.rules, facts.now_ms)
+        return move.why if isinstance(move, NothingLeft) else None
+    return next((node.evidence for node in trainers if _was_denied(node, facts)), None)
+
+
 def _was_denied(node: NodeRecord, facts: Facts) -> bool:
     return node.happened.get("denied", -1) >= facts.planned_ms
 
 
-def _fill(facts: Facts, wanted: Wanted, live: Sequence[NodeRecord]) -> list[Action]:
+def _fill(facts: Facts, wanted: Wanted, live: Sequence[NodeRecord], tried: Tried) -> list[Action]:
     """Ask for what was meant to be asked for; buy a successor for every slot that is empty or about to be."""
     actions: list[Action] = [Ask(node=node.name) for node in live if "requested" not in node.happened]
-    after = list(live)
+    let_go = _let_go(facts, wanted, live, tried)
+    if let_go:
+        actions.append(_release(let_go))
+    after, launches = list(live), [node.requested_ms for node in facts.nodes]
     refusals: list[str] = []
+    by_slot: defaultdict[str, list[NodeRecord]] = defaultdict(list)
+    for node in facts.nodes:
+        by_slot[node.slot].append(node)
     for slot in wanted.slots:
-        held = [node for node in facts.nodes if node.slot == slot.name]
+        held = by_slot[slot.name]
         latest = max(held, key=lambda node: node.generation, default=None)
         if latest is not None and not _needs_successor(latest, held, facts):
             continue
-        rate = slot.placement.micro_usd_per_hour
+        if wanted.launch_rate is not None and wanted.launch_rate.next_ms(launches) > facts.now_ms:
+            refusals.append(f"{slot.name} is not bought: {wanted.launch_rate.per_minute} launches a minute at most")
+            break
+        move = _where(slot, tried, after, facts, wanted)
+        if not isinstance(move, Option):
+            refusals.append(f"{slot.name} is not bought: {move.why}")
+            continue
+        rate = move.placement.micro_usd_per_hour + _beside(move.placement, facts)
         generation = 0 if latest is None else latest.generation + 1
         reserve = brakes.worst_case(rate, MINIMUM_BILLED_MS)
-        hourly_now = sum(node.micro_usd_per_hour for node in after)
-        refusal = brakes.may_buy(
-            metered=facts.metered,
-            reserved=_reserved(after, wanted.allowance_ms),
-            worst_case_new=reserve + brakes.worst_case(rate, wanted.allowance_ms),
-            max_total=wanted.limits.max_total,
-            hourly_now=hourly_now,
-            hourly_new=rate,
-            max_hourly=wanted.limits.max_hourly,
-        )
+        refusal = _refusal(facts, wanted, after, rate, reserve)
         if refusal is not None:
             if slot.role == "trainer" and refusal.for_good:
                 return [Enter(stage=Stage.DRAINING, reason="budget")]
             refusals.append(f"{slot.name} is not bought: {refusal.text}")
             continue
         name = f"{wanted.run}-{slot.name}-g{generation}"
-        actions.append(Buy(slot=slot, generation=generation, name=name, reserved_micro_usd=reserve))
-        after.append(_intended(name, slot, generation, reserve, facts.now_ms))
+        actions.append(Buy(slot=slot, option=move, generation=generation, name=name, reserved_micro_usd=reserve))
+        bought = _intended(name, slot, move, generation, reserve, facts)
+        after.append(bought)
+        launches.append(facts.now_ms)
+        if facts.sites:
+            tried.add(_attempt(bought))
     waiting = [f"waits: {facts.trouble}"] if facts.trouble else []
     reason = "; ".join(waiting + [_steady(text) for text in refusals])
     if facts.stage is not Stage.RUNNING or facts.reason != reason:
         actions.append(Enter(stage=Stage.RUNNING, reason=reason))
     return actions
+
+
+def refused_now(facts: Facts, wanted: Wanted, buy: Buy) -> brakes.Refusal | None:
+    """The brakes once more, by facts that nobody can change meanwhile: two controllers may decide at one moment."""
+    placement = buy.option.placement
+    rate = placement.micro_usd_per_hour + _beside(placement, facts)
+    live = [node for node in facts.nodes if node.is_live]
+    return _refusal(facts, wanted, live, rate, buy.reserved_micro_usd)
+
+
+def reserved_micro_usd(nodes: Sequence[NodeRecord], allowance_ms: int, now_ms: int) -> int:
+    """What a run's live nodes hold against limits."""
+    return _reserved([node for node in nodes if node.is_live], allowance_ms, now_ms)
+
+
+def hourly_micro_usd(nodes: Sequence[NodeRecord]) -> int:
+    """What a run's live nodes cost an hour, with what is beside them."""
+    return _hourly([node for node in nodes if node.is_live])
+
+
+def _refusal(
+    facts: Facts, wanted: Wanted, after: Sequence[NodeRecord], rate: int, reserve: int
+) -> brakes.Refusal | None:
+    """Why a node at this rate is not bought beside those there are then: the run's own limits, then those of all."""
+    held = _reserved(after, wanted.allowance_ms, facts.now_ms)
+    hourly_now = _hourly(after)
+    new = reserve + brakes.worst_case(rate, wanted.allowance_ms)
+    own = brakes.may_buy(
+        metered=facts.metered,
+        reserved=held,
+        worst_case_new=new,
+        max_total=wanted.limits.max_total,
+        hourly_now=hourly_now,
+        hourly_new=rate,
+        max_hourly=wanted.limits.max_hourly,
+    )
+    return own or brakes.may_buy(
+        metered=facts.metered + facts.others.metered,
+        reserved=held + facts.others.reserved,
+        worst_case_new=new,
+        max_total=wanted.all_runs.max_total,
+        hourly_now=hourly_now + facts.others.hourly,
+        hourly_new=rate,
+        max_hourly=wanted.all_runs.max_hourly,
+        section="all_runs",
+    )
 
 
 def _steady(refusal: str) -> str:
@@ -330,54 +522,205 @@ def _steady(refusal: str) -> str:
 
 def _needs_successor(latest: NodeRecord, held: Sequence[NodeRecord], facts: Facts) -> bool:
     if latest.ended_ms is None:
-        return latest.is_leaving
-    if _was_denied(latest, facts):
+        # Two trainers would both write the run's checkpoints: the old one must be gone.
+        return latest.is_leaving and (latest.wanted is None or latest.role != "trainer")
+    if not facts.sites and _was_denied(latest, facts):
         return False
-    return facts.now_ms >= latest.ended_ms + wait_ms(held, facts.planned_ms)
+    gap_ms = wait_ms(held, facts.planned_ms)
+    if latest.wanted is not None:
+        gap_ms += round(gap_ms * jitter(latest.name) / 2)
+    return facts.now_ms >= latest.ended_ms + gap_ms
 
 
 def wait_ms(held: Sequence[NodeRecord], planned_ms: int) -> int:
-    """How long a slot stays empty after its last nodes died young."""
+    """How long a slot stays empty after its last nodes died young. Places that refuse cool down by themselves."""
     streak = 0
     for node in sorted(held, key=lambda node: node.generation, reverse=True):
+        if node.wanted is not None and {"no_capacity", "denied"} & node.happened.keys():
+            continue
         if not node.died_young or node.requested_ms < planned_ms:
             break
         streak += 1
     return min(LONGEST_WAIT_MS, FIRST_WAIT_MS * 2 ** (streak - 1)) if streak else 0
 
 
-def _reserved(live: Sequence[NodeRecord], allowance_ms: int) -> int:
-    return brakes.reserved(
-        sum(node.micro_usd_per_hour for node in live),
-        allowance_ms,
-        [node.reserved_micro_usd for node in live if "up" not in node.happened],
+# --- where ----------------------------------------------------------------------------------------------
+
+
+def _where(slot: Slot, tried: Tried, after: Sequence[NodeRecord], facts: Facts, wanted: Wanted) -> Move:
+    """As what a slot's next node is bought. What the hourly limit does not bear is not looked at."""
+    if not facts.sites:
+        return slot.option
+    limit = wanted.limits.max_hourly
+    if slot.role == "trainer":
+        sites = _within(facts, limit)
+        return next_trainer(tried, sites, wanted.rules, facts.now_ms)
+    sites = _within(facts, None if limit is None else limit - _hourly(after))
+    nodes = sum(slot.role == "rollout" for slot in wanted.slots)
+    return next_rollout(slot.option, nodes, tried, sites, wanted.rules, facts.now_ms)
+
+
+def _within(facts: Facts, micro_usd_per_hour: int | None) -> Sequence[SiteOptions]:
+    """The sites without what costs more than that. What is too dear everywhere stays: its refusal says the numbers."""
+    if micro_usd_per_hour is None:
+        return facts.sites
+
+    def fits(option: Option) -> bool:
+        return option.placement.micro_usd_per_hour + _beside(option.placement, facts) <= micro_usd_per_hour
+
+    def cheap(options: tuple[Option, ...]) -> tuple[Option, ...]:
+        return tuple(option for option in options if fits(option)) or options
+
+    trainers_fit = any(fits(option) for site in facts.sites for option in site.trainer)
+    return [
+        replace(
+            site,
+            trainer=tuple(option for option in site.trainer if fits(option)) if trainers_fit else site.trainer,
+            rollout=cheap(site.rollout),
+        )
+        for site in facts.sites
+    ]
+
+
+def _attempt(node: NodeRecord) -> Attempt:
+    assert node.wanted is not None, f"{node.name} was bought without a place"
+    ends = {"no_capacity": Outcome.REFUSED, "denied": Outcome.DENIED}
+    outcome = next((ends[kind] for kind in ends if kind in node.happened), Outcome.ENDED)
+    if node.reclaimed:
+        outcome = Outcome.RECLAIMED
+    return Attempt(
+        name=node.name,
+        role=node.role,
+        option=node.wanted,
+        requested_ms=node.requested_ms,
+        outcome=Outcome.LIVE if node.is_live else outcome,
+        ended_ms=node.ended_ms,
+        was_up="up" in node.happened,
+        evidence=node.evidence,
     )
 
 
-def _intended(name: str, slot: Slot, generation: int, reserve: int, now_ms: int) -> NodeRecord:
+def _let_go(facts: Facts, wanted: Wanted, live: Sequence[NodeRecord], tried: Tried) -> list[NodeRecord]:
+    """Nodes that the run has moved away from; then the dearest spot nodes, while prices have risen past the limit."""
+    if not facts.sites:
+        return []
+    if is_home_given_up(tried, wanted.rules, facts.now_ms):
+        return [node for node in live if "releasing" not in node.happened]
+    trainer = tried.trainer
+    staying = [node for node in live if "releasing" not in node.happened]
+    elsewhere = [
+        node
+        for node in staying
+        if trainer is not None
+        and node.name != trainer.name
+        and (node.role == "trainer" or _attempt(node).site != trainer.site)
+    ]
+    gone = {node.name for node in elsewhere}
+    kept = [node for node in staying if node.name not in gone]
+    limit, shed = wanted.limits.max_hourly, list(elsewhere)
+    spot = sorted(
+        (node for node in kept if node.market is Market.SPOT),
+        key=lambda n: (n.micro_usd_per_hour, n.name),
+        reverse=True,
+    )
+    while limit is not None and spot and _hourly(kept) > limit:
+        dearest = spot.pop(0)
+        kept.remove(dearest)
+        shed.append(dearest)
+    return shed
+
+
+def _beside(placement: Placement, facts: Facts) -> int:
+    """What a node costs beside its machine, on a real cloud."""
+    return side_micro_usd_per_hour(placement.cloud, placement.market) if facts.sites else 0
+
+
+def _hourly(nodes: Sequence[NodeRecord]) -> int:
+    return sum(node.micro_usd_per_hour + node.beside_micro_usd_per_hour for node in nodes)
+
+
+def _reserved(live: Sequence[NodeRecord], allowance_ms: int, now_ms: int) -> int:
+    """What stopping takes; and of launches under way the minimum, or all the time since, if their cloud is late."""
+    return brakes.reserved(
+        _hourly(live),
+        allowance_ms,
+        [
+            max(node.reserved_micro_usd, brakes.worst_case(_hourly([node]), now_ms - node.requested_ms))
+            if node.wanted is not None
+            else node.reserved_micro_usd
+            for node in live
+            if "up" not in node.happened
+        ],
+    )
+
+
+def _intended(name: str, slot: Slot, option: Option, generation: int, reserve: int, facts: Facts) -> NodeRecord:
     return NodeRecord(
         name=name,
         slot=slot.name,
         generation=generation,
         role=slot.role,
-        market=slot.placement.market,
-        micro_usd_per_hour=slot.placement.micro_usd_per_hour,
-        requested_ms=now_ms,
+        market=option.placement.market,
+        micro_usd_per_hour=option.placement.micro_usd_per_hour,
+        requested_ms=facts.now_ms,
         reserved_micro_usd=reserve,
         happened={},
+        wanted=option if facts.sites else None,
+        zone=option.placement.zone,
+        instance_type=option.placement.instance_type,
     )
 
 
 def planned_hourly(facts: Facts, wanted: Wanted) -> int:
     """The most that may run at once, for the money deadline: the whole plan, or what runs now if that is more."""
+    plan = sum(slot.placement.micro_usd_per_hour + _beside(slot.placement, facts) for slot in wanted.slots)
+    return max(plan, _hourly([node for node in facts.nodes if node.is_live]))
+
+
+def bound_micro_usd(wanted: Wanted, sites: Sequence[SiteOptions] = ()) -> int | None:
+    """The most that a run can cost, whatever happens: its limit, and what runs at most while a stop is carried out."""
+    if wanted.limits.max_total is None:
+        return None
+    return wanted.limits.max_total + brakes.overdraft(_most_hourly(wanted, sites), wanted.allowance_ms)
+
+
+def bound_of_plan(plan: Plan) -> int | None:
+    """The same for a plan on real clouds that nobody has started yet: what `launch` prints."""
+    wanted = Wanted(
+        run="",
+        slots=plan.slots,
+        limits=brakes.Limits(max_total=plan.max_total_micro_usd, max_hourly=plan.max_hourly_micro_usd),
+        deadline_ms=None,
+        allowance_ms=brakes.RELEASE_ALLOWANCE_MS,
+        settle_ms=0,
+    )
+    return bound_micro_usd(wanted, plan.sites)
+
+
+def _most_hourly(wanted: Wanted, sites: Sequence[SiteOptions]) -> int:
+    """`max_hourly` where there is one; else the plan, at the price of its dearest site."""
     plan = sum(slot.placement.micro_usd_per_hour for slot in wanted.slots)
-    return max(plan, sum(node.micro_usd_per_hour for node in facts.nodes if node.is_live))
+    if not sites:
+        return plan
+    if wanted.limits.max_hourly is not None:
+        return wanted.limits.max_hourly
+    dearest = max(
+        option.on_demand_micro_usd_per_hour + side_micro_usd_per_hour(site.cloud, Market.ON_DEMAND)
+        for site in sites
+        for option in (*site.trainer, *site.rollout)
+    )
+    return max(plan, dearest * 2 * len(wanted.slots))
 
 
-def describe_brakes(wanted: Wanted) -> str:
-    """The brakes of a run with its numbers, for the log."""
-    rate = sum(slot.placement.micro_usd_per_hour for slot in wanted.slots)
+def describe_brakes(wanted: Wanted, sites: Sequence[SiteOptions] = ()) -> str:
+    """The brakes of a run with its numbers, for the log and the plan."""
     total = "no total limit" if wanted.limits.max_total is None else f"at most {dollars(wanted.limits.max_total)}"
     per_hour = "no hourly limit" if wanted.limits.max_hourly is None else f"at most {hourly(wanted.limits.max_hourly)}"
-    allowance = dollars(brakes.overdraft(rate, wanted.allowance_ms))
-    return f"{total}, {per_hour}; stopping is given {wanted.allowance_ms} ms of the run's clock, {allowance} at most"
+    allowance = dollars(brakes.overdraft(_most_hourly(wanted, sites), wanted.allowance_ms))
+    if not sites:
+        return (
+            f"{total}, {per_hour}; stopping is given {wanted.allowance_ms} ms of the run's clock, {allowance} at most"
+        )
+    bound = bound_micro_usd(wanted, sites)
+    never = "" if bound is None else f"; never more than {dollars(bound)}"
+    return f"{total}, {per_hour}; stopping is given {duration(wanted.allowance_ms)}, {allowance} at most{never}"

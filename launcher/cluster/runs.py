@@ -53,6 +53,9 @@ PORTS = range(20_000, 32_000)
 CONTROLLER = (sys.executable, "-m", "launcher.cli.main", "controller")
 """What a controller's process runs; the run's name comes behind it."""
 
+RELEASE_SECONDS, CLOUD_RELEASE_SECONDS = 60.0, 600.0
+"""Stopping lets nodes commit what they hold, and a cloud takes minutes to say that a machine is gone."""
+
 START_SECONDS = 30.0
 """A controller that has not taken its lease by then has failed: it imports a few libraries, and opens the ledger."""
 
@@ -147,7 +150,7 @@ def create_run(sessions: sessionmaker[Session], checked: CheckedJob, plan: Plan,
             infra=job.infra,
             money_basis=plan.money_basis,
             clock_origin_ms=now_ms,
-            clock_factor=job.clock_factor,
+            clock_factor=1.0 if job.clouds else job.clock_factor,
             max_total_micro_usd=plan.max_total_micro_usd,
             max_hourly_micro_usd=plan.max_hourly_micro_usd,
             target_metric=job.target.metric if job.target is not None else None,
@@ -210,6 +213,11 @@ def request_stop(sessions: sessionmaker[Session], run_name: str, reason: str = "
         status = current_status(session, run)
         if status is None or Stage(status.status) not in OVER | {Stage.STOPPING, Stage.DRAINING}:
             append_status(session, run, Stage.STOPPING, reason, run_clock(run).now_ms())
+
+
+def release_seconds(infra: str) -> float:
+    """How long ending a run may take; far longer, and something is wrong."""
+    return RELEASE_SECONDS if infra == "local" else CLOUD_RELEASE_SECONDS
 
 
 def wait_released(sessions: sessionmaker[Session], run_name: str, timeout_s: float) -> bool:

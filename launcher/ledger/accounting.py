@@ -18,20 +18,13 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from engine.events import NodeSeen, NodeUsage, Phase
-from launcher.ledger.models import BillingInterval, Node, NodeEvent, ProgressRow, Run
-from launcher.money import HOUR_MS
+from launcher.ledger.billing import LOCAL, interval_micro_usd, minimum_billed_ms, side_costs, stretches
+from launcher.ledger.models import BillingInterval, Node, NodeEvent, NodePrice, ProgressRow, Run, SideCost
 
 ENDED = ("gone", "released")
 """Node events after which nothing more is paid."""
 
 # --- pure arithmetic ----------------------------------------------------------------------------------
-
-
-def interval_micro_usd(start_ms: int, end_ms: int, micro_usd_per_hour: int) -> int:
-    """What a stretch of time costs at a rate, rounded once to a micro-dollar; half a micro-dollar rounds up."""
-    if end_ms < start_ms:
-        raise ValueError(f"an interval cannot end ({end_ms}) before it starts ({start_ms})")
-    return (2 * (end_ms - start_ms) * micro_usd_per_hour + HOUR_MS) // (2 * HOUR_MS)
 
 
 def share_out(total: int, weights: Mapping[str, int], otherwise: str = Phase.IDLE.value) -> dict[str, int]:
@@ -110,7 +103,10 @@ class NodeCost:
     zone: str
     instance_type: str
     micro_usd_per_hour: int
+    """The last that was paid."""
     on_demand_micro_usd_per_hour: int
+    cloud: str
+    region: str
     charges: tuple[Charge, ...]
     seen_ms: int | None
     phase_ms: Mapping[str, int]
@@ -149,7 +145,13 @@ class RunCosts:
     nodes: tuple[NodeCost, ...]
 
     def __post_init__(self) -> None:
-        splits = {"role": self.by_role, "market": self.by_market, "node": self.by_node, "phase": self.by_phase}
+        splits = {
+            "role": self.by_role,
+            "market": self.by_market,
+            "place": self.by_place,
+            "node": self.by_node,
+            "phase": self.by_phase,
+        }
         wrong = {name: sum(split.values()) for name, split in splits.items() if sum(split.values()) != self.total}
         if wrong:
             raise ArithmeticError(f"the run cost {self.total} micro-dollars, but its splits add up to {wrong}")
@@ -165,6 +167,11 @@ class RunCosts:
     @cached_property
     def by_market(self) -> dict[str, int]:
         return _summed((node.market, node.micro_usd) for node in self.nodes)
+
+    @cached_property
+    def by_place(self) -> dict[str, int]:
+        """By cloud and region: a run may have moved."""
+        return _summed((f"{node.cloud} {node.region}", node.micro_usd) for node in self.nodes)
 
     @cached_property
     def by_node(self) -> dict[str, int]:
@@ -224,7 +231,14 @@ def phases_of_charge(charge: Charge, seen_ms: int | None, usages: Sequence[Usage
     return {phase: ms for phase, ms in split.items() if ms}
 
 
-def _cost_of(node: Node, charges: tuple[Charge, ...], seen_ms: int | None, usages: Sequence[Usage]) -> NodeCost:
+def _cost_of(
+    node: Node,
+    charges: tuple[Charge, ...],
+    seen_ms: int | None,
+    usages: Sequence[Usage],
+    prices: Sequence[NodePrice],
+) -> NodeCost:
+    now = max(prices, key=lambda price: (price.at_ms, price.id), default=node)
     phase_ms: defaultdict[str, int] = defaultdict(int)
     phase_micro_usd: defaultdict[str, int] = defaultdict(int)
     for charge in charges:
@@ -240,10 +254,12 @@ def _cost_of(node: Node, charges: tuple[Charge, ...], seen_ms: int | None, usage
         generation=node.generation,
         role=node.role,
         market=node.market,
-        zone=node.zone,
-        instance_type=node.instance_type,
-        micro_usd_per_hour=node.micro_usd_per_hour,
+        zone=now.zone,
+        instance_type=now.instance_type,
+        micro_usd_per_hour=now.micro_usd_per_hour,
         on_demand_micro_usd_per_hour=node.on_demand_micro_usd_per_hour,
+        cloud=node.cloud,
+        region=node.region,
         charges=charges,
         seen_ms=seen_ms,
         phase_ms=dict(phase_ms),
@@ -255,7 +271,12 @@ def _cost_of(node: Node, charges: tuple[Charge, ...], seen_ms: int | None, usage
 
 
 def charges_of(
-    node: Node, intervals: Sequence[BillingInterval], events: Sequence[NodeEvent], now_ms: int
+    node: Node,
+    intervals: Sequence[BillingInterval],
+    events: Sequence[NodeEvent],
+    now_ms: int,
+    prices: Sequence[NodePrice] = (),
+    minimum_ms: int = 0,
 ) -> tuple[Charge, ...]:
     """What a node is paid for: its closed intervals, and from its last `up` to now if that is not closed yet.
 
@@ -278,35 +299,73 @@ def charges_of(
     start_ms = min(starts)
     ends = [event.at_ms for event in events if event.kind in ENDED and event.at_ms >= start_ms]
     end_ms = max(start_ms, min([*ends, now_ms]))
-    running = Charge(
-        start_ms=start_ms,
-        end_ms=end_ms,
-        micro_usd_per_hour=node.micro_usd_per_hour,
-        micro_usd=interval_micro_usd(start_ms, end_ms, node.micro_usd_per_hour),
-        closed=end_ms in ends,
+    running = (
+        Charge(
+            start_ms=stretch.start_ms,
+            end_ms=stretch.end_ms,
+            micro_usd_per_hour=stretch.micro_usd_per_hour,
+            micro_usd=stretch.micro_usd,
+            closed=end_ms in ends or stretch.end_ms < end_ms,
+        )
+        for stretch in stretches(node, start_ms, end_ms, prices, minimum_ms)
     )
-    return (*closed, running)
+    return (*closed, *running)
 
 
-def run_costs(session: Session, run: Run, now_ms: int) -> RunCosts:
-    """What `run` cost by `now_ms` (run's clock), from the ledger alone."""
-    nodes = session.scalars(select(Node).where(Node.run_id == run.id).order_by(Node.id)).all()
-    of_run = [node.id for node in nodes]
+def charges_of_run(session: Session, run: Run, now_ms: int) -> dict[int, tuple[Charge, ...]]:
+    """What each node of a run is paid for by `now_ms`, by the node's id."""
+    of_run = select(Node.id).where(Node.run_id == run.id)
     intervals: defaultdict[int, list[BillingInterval]] = defaultdict(list)
     for interval in session.scalars(select(BillingInterval).where(BillingInterval.node_id.in_(of_run))):
         intervals[interval.node_id].append(interval)
     events: defaultdict[int, list[NodeEvent]] = defaultdict(list)
     for event in session.scalars(select(NodeEvent).where(NodeEvent.node_id.in_(of_run))):
         events[event.node_id].append(event)
+    prices, minimum_ms = prices_of_run(session, run), minimum_billed_ms(run)
+    return {
+        node.id: charges_of(node, intervals[node.id], events[node.id], now_ms, prices.get(node.id, ()), minimum_ms)
+        for node in session.scalars(select(Node).where(Node.run_id == run.id).order_by(Node.id))
+    }
+
+
+def side_costs_of_run(session: Session, run: Run, now_ms: int) -> list[SideCost]:
+    """What was paid for beside machines by `now_ms`: as written when it ended, and what goes on up to now."""
+    if run.infra == LOCAL:
+        return []
+    written = list(session.scalars(select(SideCost).where(SideCost.run_id == run.id).order_by(SideCost.id)))
+    told, charges = {cost.node_id for cost in written}, charges_of_run(session, run, now_ms)
+    nodes = session.scalars(select(Node).where(Node.run_id == run.id).order_by(Node.id))
+    return written + [
+        cost
+        for node in nodes
+        if node.id not in told and charges[node.id]
+        for cost in side_costs(run, node, charges[node.id][0].start_ms, charges[node.id][-1].end_ms)
+    ]
+
+
+def side_micro_usd(session: Session, run: Run, now_ms: int) -> int:
+    """What all of that costs, as far as it has a price."""
+    return sum(cost.micro_usd or 0 for cost in side_costs_of_run(session, run, now_ms))
+
+
+def prices_of_run(session: Session, run: Run) -> dict[int, list[NodePrice]]:
+    """Price events of a run's nodes, by the node's id, oldest first. Most nodes have none."""
+    prices: defaultdict[int, list[NodePrice]] = defaultdict(list)
+    of_run = select(Node.id).where(Node.run_id == run.id)
+    found = select(NodePrice).where(NodePrice.node_id.in_(of_run)).order_by(NodePrice.at_ms, NodePrice.id)
+    for price in session.scalars(found):
+        prices[price.node_id].append(price)
+    return dict(prices)
+
+
+def run_costs(session: Session, run: Run, now_ms: int) -> RunCosts:
+    """What `run` cost by `now_ms` (run's clock), from the ledger alone."""
+    nodes = session.scalars(select(Node).where(Node.run_id == run.id).order_by(Node.id)).all()
+    charges, prices = charges_of_run(session, run, now_ms), prices_of_run(session, run)
     seen, usages = _told_by_engine(session, run)
     return RunCosts(
         nodes=tuple(
-            _cost_of(
-                node,
-                charges_of(node, intervals[node.id], events[node.id], now_ms),
-                seen.get(node.name),
-                usages[node.name],
-            )
+            _cost_of(node, charges[node.id], seen.get(node.name), usages[node.name], prices.get(node.id, []))
             for node in nodes
         )
     )

@@ -129,6 +129,39 @@ class BillingInterval(Base):
     basis: Mapped[str]
 
 
+class NodePrice(Base):
+    """What a node costs from `at_ms` on, where that differs from the offer in `node`: appended, the newest counts.
+
+    The first row says what was really bought, if that was another zone or type; later rows are changed spot prices.
+    """
+
+    __tablename__ = "node_price"
+    id: Mapped[int] = mapped_column(primary_key=True)
+    node_id: Mapped[int] = mapped_column(ForeignKey("node.id"), index=True)
+    at_ms: Mapped[int]
+    zone: Mapped[str]
+    instance_type: Mapped[str]
+    micro_usd_per_hour: Mapped[int] = mapped_column(CheckConstraint("micro_usd_per_hour >= 0"))
+    price_source: Mapped[str]
+    price_observed_at: Mapped[str]
+
+
+class SideCost(Base):
+    """Something that was paid for beside a machine: a disk, an address, traffic. Written when it ended."""
+
+    __tablename__ = "side_cost"
+    id: Mapped[int] = mapped_column(primary_key=True)
+    run_id: Mapped[int] = mapped_column(ForeignKey("run.id"), index=True)
+    node_id: Mapped[int | None] = mapped_column(ForeignKey("node.id"))
+    kind: Mapped[str]
+    amount: Mapped[str]
+    start_ms: Mapped[int]
+    end_ms: Mapped[int]
+    micro_usd: Mapped[int | None] = mapped_column(CheckConstraint("micro_usd >= 0"))
+    """None: it is paid for, and nobody knows what."""
+    source: Mapped[str]
+
+
 class Preemption(Base):
     """The cloud took a node back. What it cost is worked out from the other tables when it is asked for."""
 

@@ -26,7 +26,7 @@ from engine.events import EngineStarted, Progress
 from launcher.exit_codes import Failure
 from launcher.ledger.models import Node, NodeEvent, ProgressRow, Run, RunStatus
 
-REVISION = "0002"
+REVISION = "0003"
 """The newest migration. A ledger that has it opens without loading alembic; a test compares it with the folder."""
 
 BUSY_MS = 10_000
@@ -40,6 +40,11 @@ def open_ledger(path: Path) -> sessionmaker[Session]:
     # a ledger whose reader has lost its lock is taken apart under it by the next process that closes it.
     with suppress(FileExistsError):
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
+    # SQLite makes `-wal` and `-shm` with the file's own mode; what was made by an older hand is narrowed here.
+    for file in (path, *(path.with_name(path.name + end) for end in ("-wal", "-shm", ".lock"))):
+        with suppress(FileNotFoundError):
+            if file.stat().st_mode & 0o077:
+                file.chmod(0o600)
     engine = create_engine(f"sqlite:///{path}", connect_args={"timeout": BUSY_MS / 1000})
     event.listen(engine, "connect", _prepare_connection)
     event.listen(engine, "begin", _begin)

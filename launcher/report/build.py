@@ -16,8 +16,9 @@ from sqlalchemy.orm import Session
 
 from engine.clock import ScaledClock
 from engine.events import EngineStarted, Evaluated, IterationDone, NodeMissed, Phase, Ranked, Regrouped
-from launcher.ledger.accounting import Charge, NodeCost, RunCosts, interval_micro_usd, run_costs
-from launcher.ledger.models import Node, Preemption, ProgressRow, Run
+from launcher.ledger.accounting import Charge, NodeCost, RunCosts, run_costs, side_costs_of_run
+from launcher.ledger.billing import LOCAL, NOT_PRICED, interval_micro_usd
+from launcher.ledger.models import Node, Preemption, ProgressRow, Run, SideCost
 from launcher.ledger.store import current_status, nodes_of, progress_of
 from launcher.money import HOUR_MS
 from launcher.report.exploration import Exploration, exploration_of
@@ -40,9 +41,17 @@ BASIS = {
     "billed": "billed: taken from the cloud's own bill",
 }
 
+ONE_SEED = "One seed (n=1): no interval can be given for dollars or hours."
+
 NOT_MODELLED = (
     "Discounts, credits and taxes are not in these figures, nor are disks, traffic and addresses.",
-    "One seed (n=1): no interval can be given for dollars or hours.",
+    ONE_SEED,
+)
+
+NOT_MODELLED_ON_CLOUDS = (
+    "Credits and taxes are not in these figures, nor discounts that the job does not name; what is beside the machines "
+    "is listed apart, and what has no price is not counted as nothing.",
+    ONE_SEED,
 )
 
 
@@ -113,14 +122,28 @@ class Target:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Costs:
-    """The same total, split four ways."""
+    """The same total, split five ways."""
 
     total: int
     by_role: Mapping[str, int]
     by_market: Mapping[str, int]
+    by_place: Mapping[str, int]
+    """By cloud and region."""
     by_node: Mapping[str, int]
     by_phase: Mapping[str, int]
     sums_equal: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExtraLine:
+    """Something of the bill that has a line of its own. `micro_usd` None: it is paid for, and nobody knows what."""
+
+    kind: str
+    """failed_launches, setup, idle (inside the total); disk, address, egress, controller (beside it)."""
+    amount: str
+    micro_usd: int | None
+    in_total: bool
+    source: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -236,6 +259,8 @@ class Report:
     """What each part of the climb cost, in at most `GAINS` parts."""
     micro_usd_per_hundredth: int | None
     """Of the whole climb, from the first evaluation to the best smoothed score; None when there was none."""
+    extras: tuple[ExtraLine, ...]
+    """Of a run on real clouds."""
     nodes: tuple[NodeLine, ...]
     preemptions: tuple[PreemptionLine, ...]
     exploration: Exploration | None
@@ -306,6 +331,7 @@ def build_report(
         curve=tuple(_moment(run, point) for point in smoothed(curve)),
         gains=dollars_per_gain(curve, step=max(0.01, _climb(curve)[0] / GAINS)),
         micro_usd_per_hundredth=_per_hundredth(curve),
+        extras=_extras(session, run, costs, now_ms),
         nodes=tuple(_node_line(node) for node in costs.nodes),
         preemptions=preemptions,
         exploration=exploration_of(
@@ -321,7 +347,7 @@ def build_report(
         pictures_after=pictures[-1] if len(pictures) > 1 else None,
         start_ms=run.created_ms,
         end_ms=max([end_ms, *(charge.end_ms for node in costs.nodes for charge in node.charges)]),
-        notes=NOT_MODELLED,
+        notes=NOT_MODELLED if run.infra == LOCAL else NOT_MODELLED_ON_CLOUDS,
     )
 
 
@@ -420,16 +446,59 @@ def _pictures(session: Session, run: Run, metric: str) -> list[Pictures]:
 
 
 def _costs(costs: RunCosts) -> Costs:
-    splits = (costs.by_role, costs.by_market, costs.by_node, costs.by_phase)
+    splits = (costs.by_role, costs.by_market, costs.by_place, costs.by_node, costs.by_phase)
     return Costs(
         total=costs.total,
         by_role=costs.by_role,
         by_market=costs.by_market,
+        by_place=costs.by_place,
         by_node=costs.by_node,
         by_phase={phase.value: costs.by_phase[phase.value] for phase in Phase if phase.value in costs.by_phase}
         | costs.by_phase,
         sums_equal=all(sum(split.values()) == costs.total for split in splits),
     )
+
+
+def _extras(session: Session, run: Run, costs: RunCosts, now_ms: int) -> tuple[ExtraLine, ...]:
+    """What a bill of a real cloud has beside machines that worked; the local infra has none."""
+    if run.infra == LOCAL:
+        return ()
+    idlers = [node for node in costs.nodes if node.charges and node.seen_ms is None]
+    refused = sum(not node.charges for node in costs.nodes)
+    setup = costs.by_phase.get(Phase.COLD_START, 0)
+    inside = (
+        ("failed_launches", _failed(len(idlers), refused), sum(node.micro_usd for node in idlers)),
+        ("setup", "from billing to the first call of a worker", setup),
+        ("idle", "of nodes at work", costs.by_phase.get(Phase.IDLE, 0)),
+    )
+    lines = [
+        ExtraLine(kind=kind, amount=amount, micro_usd=paid, in_total=True, source=BASIS.get(run.money_basis, ""))
+        for kind, amount, paid in inside
+    ]
+    by_kind: dict[str, list[SideCost]] = {}
+    for cost in side_costs_of_run(session, run, now_ms):
+        by_kind.setdefault(cost.kind, []).append(cost)
+    for kind, rows in by_kind.items():
+        known = [row.micro_usd for row in rows if row.micro_usd is not None]
+        lines.append(
+            ExtraLine(
+                kind=kind,
+                amount=rows[0].amount if len(rows) == 1 else f"{len(rows)} x {rows[0].amount}",
+                micro_usd=sum(known) if len(known) == len(rows) else None,
+                in_total=False,
+                source=rows[0].source,
+            )
+        )
+    unpriced = [(kind, what) for kind, what in NOT_PRICED if kind not in by_kind]
+    if run.job.get("controller") == "vm":
+        unpriced.append(("controller", "a small machine for the controller"))
+    why = "not priced: no cloud says the amount before its bill"
+    lines += [ExtraLine(kind=kind, amount=what, micro_usd=None, in_total=False, source=why) for kind, what in unpriced]
+    return tuple(lines)
+
+
+def _failed(came: int, refused: int) -> str:
+    return f"{came} came up and never worked, {refused} never came up and were not billed"
 
 
 def _node_line(node: NodeCost) -> NodeLine:

@@ -50,6 +50,7 @@ def render_html(report: Report, store: Path) -> str:
             {
                 "Role": _shares(costs.by_role, costs.total),
                 "Market": _shares(costs.by_market, costs.total),
+                **({"Place": _shares(costs.by_place, costs.total)} if report.extras else {}),
             },
             {"Phase": _shares(costs.by_phase, costs.total)},
         ],

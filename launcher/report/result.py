@@ -1,6 +1,7 @@
 """`result.json`: what a finished run says of itself in one small file, from the ledger alone."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -49,7 +50,9 @@ def result_dict(session: Session, run_name: str, leftovers: Sequence[int]) -> di
             "by_node": dict(report.costs.by_node),
             "by_market": dict(report.costs.by_market),
             "by_role": dict(report.costs.by_role),
+            "by_place": dict(report.costs.by_place),
         },
+        "clouds": _by_cloud(report.costs.by_place),
         "sums_equal": report.costs.sums_equal,
         "money_basis": report.money_basis,
         "leftovers": {"processes": sorted(leftovers)},
@@ -58,6 +61,14 @@ def result_dict(session: Session, run_name: str, leftovers: Sequence[int]) -> di
         "wall_seconds": report.run.wall_seconds,
         "clock_factor": report.run.clock_factor,
     }
+
+
+def _by_cloud(by_place: Mapping[str, int]) -> dict[str, int]:
+    """Micro-dollars by cloud; a place is `aws us-east-1`."""
+    clouds: Counter[str] = Counter()
+    for place, micro_usd in by_place.items():
+        clouds[place.partition(" ")[0]] += micro_usd
+    return dict(clouds)
 
 
 def _preemption(line: PreemptionLine) -> dict[str, Any]:

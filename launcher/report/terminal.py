@@ -40,6 +40,7 @@ def print_report(report: Report, console: Console) -> None:
     )
     console.print(f"Money is {report.money_note}")
     _splits(report, console)
+    _extras(report, console)
     _gains(report, console)
     _preemptions(report, console)
     console.print(exploration_words(report.exploration))
@@ -59,10 +60,12 @@ def _table(title: str, *columns: str, words: int = 1) -> Table:
 
 def _splits(report: Report, console: Console) -> None:
     costs = report.costs
-    table = _table(f"Cost: {dollars(costs.total)}, split four ways", "by", "", "dollars", "share", words=2)
+    ways = "five" if report.extras else "four"
+    table = _table(f"Cost: {dollars(costs.total)}, split {ways} ways", "by", "", "dollars", "share", words=2)
     splits: Sequence[tuple[str, Mapping[str, int]]] = (
         ("role", costs.by_role),
         ("market", costs.by_market),
+        *((("place", costs.by_place),) if report.extras else ()),
         ("phase", costs.by_phase),
         ("node", costs.by_node),
     )
@@ -76,6 +79,20 @@ def _splits(report: Report, console: Console) -> None:
             )
     if costs.total:
         console.print(table)
+
+
+def _extras(report: Report, console: Console) -> None:
+    """Only real clouds have them. What nobody knows the price of says so."""
+    if not report.extras:
+        return
+    table = _table("Also on the bill", "what", "", "", "dollars", words=3)
+    for line in report.extras:
+        paid = "not priced" if line.micro_usd is None else dollars(line.micro_usd)
+        where = "in the total" if line.in_total else "beside it"
+        table.add_row(phase_name(line.kind), line.amount, where, paid)
+    console.print(table)
+    for source in dict.fromkeys(line.source for line in report.extras if not line.in_total):
+        console.print(f"Beside it: {source}", style="dim")
 
 
 def _gains(report: Report, console: Console) -> None:

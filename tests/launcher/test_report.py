@@ -1,14 +1,17 @@
 """The report tells what a run reached, what it cost and what reclaims cost, with numbers checked by hand."""
 
+import io
 import json
 
 import pytest
+from rich.console import Console
 
 from launcher.ledger.models import NodeEvent
 from launcher.report.build import SCHEMA, build_report
 from launcher.report.exploration import exploration_words
 from launcher.report.result import result_dict
 from launcher.report.sharing import Sharing, sharing_words
+from launcher.report.terminal import print_report
 from launcher.report.words import headline
 from tests.launcher.made_ledger import HOUR_MS, JOB, MINUTE_MS, START_MS, a_long_run, a_run, a_session
 
@@ -200,12 +203,36 @@ def test_the_json_has_a_schema_version_and_only_plain_values(session):
     assert read["schema"] == SCHEMA == 1
     assert set(read) == {
         "schema", "run", "money_basis", "money_note", "target", "costs", "curve", "gains", "micro_usd_per_hundredth",
-        "nodes", "preemptions", "exploration", "sharing", "price_effect", "saved", "prices", "pictures_before",
-        "pictures_after", "start_ms", "end_ms", "notes",
+        "extras", "nodes", "preemptions", "exploration", "sharing", "price_effect", "saved", "prices",
+        "pictures_before", "pictures_after", "start_ms", "end_ms", "notes",
     }  # fmt: skip
-    splits = [read["costs"][name] for name in ("by_role", "by_market", "by_node", "by_phase")]
-    assert [sum(split.values()) for split in splits] == [read["costs"]["total"]] * 4
+    splits = [read["costs"][name] for name in ("by_role", "by_market", "by_place", "by_node", "by_phase")]
+    assert [sum(split.values()) for split in splits] == [read["costs"]["total"]] * 5
     assert "secret-token" not in json.dumps(read)
+
+
+def test_a_run_on_clouds_says_what_else_is_on_the_bill_and_what_has_no_price(session):
+    made = a_run(session)
+    made.run.infra = "aws,gcp"
+    made.node("trainer", up=0, end=HOUR_MS, seen=MINUTE_MS, market="on_demand", rate=9_000_000)
+    made.node("spot-0", up=0, end=10 * MINUTE_MS)
+    elsewhere = made.node("spot-1", up=0, end=HOUR_MS, seen=MINUTE_MS, zone="us-central1-a")
+    elsewhere.cloud, elsewhere.region = "gcp", "us-central1"
+    session.flush()
+    report = build_report(session, made.run, START_MS + 2 * HOUR_MS)
+    assert report.costs.by_place == {"aws us-east-1": 9_600_000, "gcp us-central1": 3_600_000}
+    extras = {line.kind: line for line in report.extras}
+    assert extras["failed_launches"].micro_usd == 600_000
+    assert extras["disk"].micro_usd == pytest.approx(10_959 * (1 + 1 / 6) + 13_699, abs=3)
+    assert extras["address"].micro_usd == pytest.approx(5_000 * (1 + 1 / 6) + 2_500, abs=3)
+    assert extras["egress"].micro_usd is None
+    assert [line.kind for line in report.extras if line.in_total] == ["failed_launches", "setup", "idle"]
+    console = Console(file=io.StringIO(), width=140)
+    print_report(report, console)
+    printed = console.file.getvalue()
+    assert "not priced" in printed
+    assert "gcp us-central1" in printed
+    assert "list price of 2025" in printed
 
 
 def test_the_hold_is_the_jobs(session):

@@ -3,7 +3,8 @@
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,16 @@ from engine.config import ClockConfig, EngineConfig, NodeSpec
 from engine.events import Market
 from launcher.cluster.controller import metered_micro_usd
 from launcher.cluster.local import LocalProvisioner, node_folder, nodes_folder
-from launcher.cluster.provisioner import NodeFact
+from launcher.cluster.provisioner import NodeFact, NodeStatus
 from launcher.cluster.reclaims import MANNERS, Reclaim, ReclaimRule
 from launcher.cluster.reconcile import ENDS
 from launcher.cluster.runs import create_run, run_clock, running_processes
 from launcher.job import CheckedJob, Job
-from launcher.ledger.accounting import interval_micro_usd, run_costs
+from launcher.ledger.accounting import run_costs
+from launcher.ledger.billing import interval_micro_usd
 from launcher.ledger.models import BillingInterval, NodeEvent, Run
 from launcher.ledger.store import find_run, nodes_of, open_ledger, progress_of
+from launcher.placement.moves import Option, SiteOptions
 from launcher.placement.placement import Placement
 from launcher.placement.plan import Plan, Slot
 
@@ -72,6 +75,169 @@ def slots(spot: int) -> tuple[Slot, ...]:
         for n in range(spot)
     )
     return (trainer, *rollout)
+
+
+class PaperCloud:
+    """Clouds on paper, behind `Provisioner`: they answer what a test says, as late as it says, on a clock of its own.
+
+    `answers`: by `cloud/region/zone` or any beginning of it, "refuse", "deny" or "late"; the longest one counts. A
+    node comes up `boot_ms` after it was asked for, and its workers call in as late again.
+    """
+
+    def __init__(self, clock: HandClock, boot_ms: int = 60_000) -> None:
+        self.clock, self.boot_ms = clock, boot_ms
+        self.answers: dict[str, str] = {}
+        self.asked: dict[str, tuple[Placement, NodeSpec, int]] = {}
+        self.ended: dict[str, NodeFact] = {}
+        self.released: list[str] = []
+        self.notices: dict[str, int] = {}
+        self.really: dict[str, tuple[str, str]] = {}
+        self.up: dict[str, int] = {}
+        self.tidies, self.stays_untidy, self.is_down = 0, False, False
+
+    def request(self, want: Placement, spec: NodeSpec) -> None:
+        if spec.node not in self.ended:
+            self.asked.setdefault(spec.node, (want, spec, self.clock.now_ms()))
+
+    def observe(self) -> list[NodeFact]:
+        if self.is_down:
+            return [NodeFact(name=name, status=NodeStatus.UNKNOWN) for name in self.asked]
+        return [self._fact(name) for name in self.asked]
+
+    def release(self, names: Sequence[str]) -> None:
+        for name in names:
+            self.released.append(name)
+            self.end(name, "released")
+
+    def rearm(self, name: str, money_deadline_ms: int) -> None:
+        pass
+
+    def door(self, name: str, port: int) -> tuple[str, int] | None:
+        return None
+
+    def tidy(self) -> bool:
+        self.tidies += 1
+        return not self.stays_untidy
+
+    def reclaim(self, name: str, evidence: str = "Server.SpotInstanceTermination: taken back") -> None:
+        self.end(name, evidence, reclaimed=True)
+
+    def end(self, name: str, evidence: str, *, reclaimed: bool = False) -> None:
+        if name not in self.ended:
+            self.ended[name] = NodeFact(
+                name=name,
+                status=NodeStatus.GONE,
+                evidence=evidence,
+                reclaimed=reclaimed,
+                started_ms=self._up_ms(name),
+                ended_ms=self.clock.now_ms(),
+            )
+            self.asked.setdefault(name, (placement(), None, self.clock.now_ms()))  # type: ignore[arg-type]
+
+    def live(self) -> list[str]:
+        """What is billed, or will be."""
+        return [name for name in self.asked if self._fact(name).status in (NodeStatus.UP, NodeStatus.PENDING)]
+
+    def _up_ms(self, name: str) -> int | None:
+        if name not in self.asked:
+            return None
+        at_ms = self.asked[name][2] + self.boot_ms
+        if name not in self.up and self.clock.now_ms() >= at_ms and self._answer(name) in ("", "late"):
+            self.up[name] = at_ms
+        return self.up.get(name)
+
+    def _answer(self, name: str) -> str:
+        want = self.asked[name][0]
+        place = f"{want.cloud}/{want.region}/{want.zone_name}"
+        fitting = [prefix for prefix in self.answers if place.startswith(prefix)]
+        return self.answers[max(fitting, key=len)] if fitting else ""
+
+    def _fact(self, name: str) -> NodeFact:
+        if name in self.ended:
+            return self.ended[name]
+        want, up_ms, answer = self.asked[name][0], self._up_ms(name), self._answer(name)
+        if up_ms is None and answer in ("refuse", "deny"):
+            status = NodeStatus.NO_CAPACITY if answer == "refuse" else NodeStatus.DENIED
+            words = "there is no capacity" if answer == "refuse" else f"quota GPUS is 0 in {want.cloud} {want.region}"
+            tried = (f"{want.cloud}/{want.region}/{want.zone_name}",) if answer == "refuse" else ()
+            ended_ms = self.clock.now_ms()
+            self.ended[name] = NodeFact(name=name, status=status, evidence=words, ended_ms=ended_ms, tried=tried)
+            return self.ended[name]
+        if up_ms is None or answer == "late":
+            return NodeFact(name=name, status=NodeStatus.PENDING)
+        zone, instance_type = self.really.get(name, (want.zone_name or f"{want.region}-a", want.instance_type))
+        return NodeFact(
+            name=name,
+            status=NodeStatus.UP,
+            started_ms=up_ms,
+            ready_ms=up_ms,
+            notice_deadline_ms=self.notices.get(name),
+            zone=zone,
+            instance_type=instance_type,
+        )
+
+
+def cloud_option(cloud: str, region: str, zone: str, market: Market, rate: int) -> Option:
+    return Option(
+        placement=replace(
+            placement(market), cloud=cloud, region=region, zone=zone or f"{region}, any zone", micro_usd_per_hour=rate
+        ),
+        on_demand_micro_usd_per_hour=TRAINER_RATE,
+    )
+
+
+def cloud_site(cloud: str, region: str, zones: str = "ab") -> SiteOptions:
+    steady = cloud_option(cloud, region, "", Market.ON_DEMAND, TRAINER_RATE)
+    spot = [cloud_option(cloud, region, f"{region}-{zone}", Market.SPOT, SPOT_RATE) for zone in zones]
+    return SiteOptions(cloud=cloud, region=region, trainer=(steady,), rollout=(*spot, steady))
+
+
+CLOUD_SITES = (cloud_site("gcp", "g1"), cloud_site("gcp", "g2"), cloud_site("aws", "e1"))
+
+
+def cloud_slots(spot: int, sites: Sequence[SiteOptions] = CLOUD_SITES) -> tuple[Slot, ...]:
+    """Planned in the first site, its zones in turn."""
+    home = sites[0]
+    rollout = [option for option in home.rollout if option.placement.market is Market.SPOT]
+    options = [home.trainer[0], *(rollout[n % len(rollout)] for n in range(spot))]
+    return tuple(
+        Slot(
+            name="trainer" if n == 0 else f"spot-{n - 1}",
+            role="trainer" if n == 0 else "rollout",
+            placement=option.placement,
+            on_demand_micro_usd_per_hour=option.on_demand_micro_usd_per_hour,
+        )
+        for n, option in enumerate(options)
+    )
+
+
+def cloud_run(
+    sessions: sessionmaker[Session],
+    *,
+    name: str = "demo",
+    spot: int = 2,
+    sites: Sequence[SiteOptions] = CLOUD_SITES,
+    max_total: int | None = 100_000_000,
+    max_hourly: int | None = 5_000_000,
+    **job_fields: Any,
+) -> Run:
+    """A run that may be anywhere in `sites`, on the clock of its controller."""
+    store = {"aws": "s3://bucket/spotrl", "gcp": "gs://bucket/spotrl"}
+    job = Job(name=name, iterations=1000, infra="gcp,aws", store=store, clock_factor=1.0, **job_fields)
+    checked = CheckedJob(
+        job=job, origins={}, lines={}, digest="d", text="name: demo\n", path=Path("job.yaml"), workdir=Path.cwd()
+    )
+    plan = Plan(
+        region=sites[0].region,
+        slots=cloud_slots(spot, sites),
+        max_total_micro_usd=max_total,
+        max_hourly_micro_usd=max_hourly,
+        money_basis="metered",
+        sites=tuple(sites),
+    )
+    create_run(sessions, checked, plan, name)
+    with sessions() as session:
+        return find_run(session, name)
 
 
 def ledger(tmp_path: Path) -> sessionmaker[Session]:

@@ -284,7 +284,7 @@ def test_a_node_that_nobody_asked_for_is_released(sessions):
     controller.one_pass()
     with sessions() as session:
         trainer = session.scalars(select(Node)).one()
-        stranger = controller._spec(trainer, controller._slots["trainer"], 0).model_copy(
+        stranger = controller._spec(trainer, controller._facts()).model_copy(
             update={
                 "node": "demo-spot-7-g0",
                 "role": "rollout",

@@ -22,9 +22,11 @@ from launcher.cluster.reconcile import (
     Wanted,
     decide,
     news,
+    paid,
     wait_ms,
 )
-from tests.launcher.cluster.stage import SPOT_RATE, TRAINER_RATE, slots
+from launcher.placement.moves import Price, PriceNow
+from tests.launcher.cluster.stage import SPOT_RATE, TRAINER_RATE, cloud_option, slots
 
 NOW = 10_000_000
 
@@ -241,3 +243,41 @@ def test_an_engine_that_waits_for_a_person_says_so_once_and_says_when_it_goes_on
     assert entered == Enter(stage=Stage.RUNNING, reason="waits: the coordinator's disk: No space left on device")
     assert decide(replace(full, reason=entered.reason), wanted()) == []
     assert decide(facts(*nodes, reason=entered.reason), wanted()) == [Enter(stage=Stage.RUNNING, reason="")]
+
+
+# --- what it really costs -----------------------------------------------------------------------------
+
+
+def spot_in(zone: str, rate: int, **more) -> NodeRecord:
+    option = cloud_option("aws", "e1", "e1-a", Market.SPOT, SPOT_RATE)
+    plain = replace(up("spot-0"), wanted=option, zone=zone, instance_type="g6.xlarge", micro_usd_per_hour=rate)
+    return replace(plain, **more)
+
+
+def said(rate: int, zone: str = "e1-a", at: str = "2026-02-02T00:00:00+00:00", kind: str = "g6.xlarge") -> PriceNow:
+    price = Price(micro_usd_per_hour=rate, source="aws spot", observed_at=at)
+    return PriceNow({("aws", "e1", zone, kind, Market.SPOT): price})
+
+
+def rates(record: NodeRecord, prices: PriceNow, **seen) -> list[tuple[str, int]]:
+    notes = paid([record], {record.name: fact(**({"zone": "e1-a", "instance_type": "g6.xlarge"} | seen))}, prices, NOW)
+    return [(note.zone, note.price.micro_usd_per_hour) for note in notes]
+
+
+def test_a_price_that_moves_is_written_down_once():
+    assert rates(spot_in("e1-a", SPOT_RATE), said(2 * SPOT_RATE)) == [("e1-a", 2 * SPOT_RATE)]
+    assert rates(spot_in("e1-a", 2 * SPOT_RATE), said(2 * SPOT_RATE)) == []
+    assert rates(spot_in("e1-a", SPOT_RATE), said(SPOT_RATE + 1)) == []  # below 1 %
+
+
+def test_a_price_goes_on_while_nobody_says_a_newer_one():
+    assert rates(spot_in("e1-a", 2 * SPOT_RATE), PriceNow()) == []
+    assert rates(spot_in("e1-a", SPOT_RATE), said(2 * SPOT_RATE, at="2025-01-01")) == []
+
+
+def test_another_zone_or_type_than_was_asked_for_costs_what_is_said_of_it_or_as_much_as_on_demand():
+    asked = spot_in("e1-a", SPOT_RATE)
+    assert rates(asked, said(400_000, "e1-b"), zone="e1-b") == [("e1-b", 400_000)]
+    assert rates(asked, PriceNow(), zone="e1-b") == [("e1-b", TRAINER_RATE)]
+    assert rates(asked, PriceNow(), instance_type="g6.2xlarge") == [("e1-a", TRAINER_RATE)]
+    assert rates(asked, PriceNow()) == []

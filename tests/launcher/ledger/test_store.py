@@ -10,7 +10,7 @@ from alembic.autogenerate import compare_metadata
 from alembic.config import Config
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import text
+from sqlalchemy import select, text
 from sqlalchemy.exc import IntegrityError
 
 from engine.events import EngineStarted, Evaluated, IterationDone, NodeSeen, Progress
@@ -95,6 +95,18 @@ def test_a_new_ledger_is_private_waits_for_other_writers_and_keeps_its_reference
         append_status(session, Run(id=999), "planned", "", 0)
         with pytest.raises(IntegrityError):
             session.commit()
+
+
+def test_a_ledger_that_others_could_read_is_made_private_with_what_lies_beside_it(tmp_path):
+    path = tmp_path / "ledger.sqlite"
+    with open_ledger(path)() as session:
+        assert session.scalars(select(Run)).all() == []
+        beside = [path, path.with_name("ledger.sqlite-wal"), path.with_name("ledger.sqlite-shm")]
+        assert all(stat.S_IMODE(file.stat().st_mode) == 0o600 for file in beside)
+        for file in beside:
+            file.chmod(0o644)
+        open_ledger(path)
+        assert all(stat.S_IMODE(file.stat().st_mode) == 0o600 for file in beside)
 
 
 def test_migrations_make_exactly_the_tables_of_the_models(sessions):

@@ -1,0 +1,21 @@
+"""Which implementation stands behind a cloud's name."""
+
+import os
+from collections.abc import Mapping
+
+from launcher.cluster.clouds.base import CloudApi
+
+
+def build_cloud_api(cloud: str, environ: Mapping[str, str] = os.environ) -> CloudApi:
+    """One cloud, as whom the environment says; nothing is asked of it yet."""
+    match cloud:
+        case "aws":
+            from launcher.cluster.clouds.aws import AwsApi
+
+            return AwsApi()
+        case "gcp":
+            from launcher.cluster.clouds.gce import GceApi
+
+            return GceApi(environ)
+        case _:
+            raise ValueError(f"cloud is {cloud!r}; there are aws and gcp")

@@ -1,0 +1,246 @@
+"""The least that a launcher's own credentials must allow, as `spotrl check --print-policy` prints it.
+
+AWS: a policy document. Google Cloud: a custom role. Both are what unmodified SkyPilot 0.14.1 calls when it is driven as
+we drive it (launcher/cluster/sky.py: our own group or network, our own identity, no ports, no storage mounts), and what
+we call ourselves (aws.py, gce.py, the price sources). Tests compare them with that code: what is missing here fails
+there, on a machine that was just paid for.
+
+What ends or changes something is tied to our label, so that these credentials can do nothing to other machines.
+"""
+
+from collections.abc import Sequence
+from textwrap import dedent
+from typing import Any
+
+from launcher.cluster.clouds.base import RUN_LABEL
+from launcher.cluster.clouds.labels import bucket_of
+
+ACCOUNT = "ACCOUNT_ID"
+"""Stands in a policy for an account that nobody named."""
+
+BUCKETS = ("s3://YOUR_BUCKET/YOUR_FOLDER",)
+
+SEE = (
+    "ec2:DescribeAvailabilityZones",
+    "ec2:DescribeImages",
+    "ec2:DescribeInstances",
+    "ec2:DescribeInstanceTypes",
+    "ec2:DescribeRegions",
+    "ec2:DescribeRouteTables",
+    "ec2:DescribeSecurityGroups",
+    "ec2:DescribeSpotPriceHistory",
+    "ec2:DescribeSubnets",
+    "ec2:DescribeVolumes",
+    "ec2:DescribeVpcs",
+    "iam:ListRoles",
+    "iam:SimulatePrincipalPolicy",
+    "pricing:GetProducts",
+    "servicequotas:GetAWSDefaultServiceQuota",
+    "servicequotas:GetServiceQuota",
+    "sts:GetCallerIdentity",
+)
+"""None of it changes anything or costs anything, and none can be narrowed to resources."""
+
+ROLES = (
+    "iam:CreateRole",
+    "iam:DeleteRole",
+    "iam:DeleteRolePolicy",
+    "iam:ListRoleTags",
+    "iam:PutRolePolicy",
+    "iam:TagRole",
+)
+PROFILES = (
+    "iam:CreateInstanceProfile",
+    "iam:DeleteInstanceProfile",
+    "iam:TagInstanceProfile",
+)
+BOTH = ("iam:AddRoleToInstanceProfile", "iam:RemoveRoleFromInstanceProfile")
+
+
+def aws_policy(account: str = ACCOUNT, buckets: Sequence[str] = ()) -> dict[str, Any]:
+    """The policy of whoever launches. `buckets`: of the job's `store`; its statements are left out without."""
+    here = f"arn:aws:ec2:*:{account}"
+    role, profile = f"arn:aws:iam::{account}:role/spotrl/*", f"arn:aws:iam::{account}:instance-profile/spotrl/*"
+    labelled, with_label = ({"Null": {f"aws:{kind}/{RUN_LABEL}": "false"}} for kind in ("ResourceTag", "RequestTag"))
+    statements: list[dict[str, Any]] = [
+        _allow("See", SEE, "*"),
+        _allow("StartOnlyWithOurLabel", ["ec2:RunInstances"], [f"{here}:instance/*", f"{here}:volume/*"], with_label),
+        _allow(
+            "StartFrom",
+            ["ec2:RunInstances"],
+            [
+                "arn:aws:ec2:*::image/*",
+                f"{here}:image/*",
+                f"{here}:network-interface/*",
+                f"{here}:security-group/*",
+                f"{here}:subnet/*",
+            ],
+        ),
+        _allow(
+            "LabelWhatIsNew",
+            ["ec2:CreateTags"],
+            [f"{here}:instance/*", f"{here}:volume/*", f"{here}:security-group/*"],
+            {"StringEquals": {"ec2:CreateAction": ["RunInstances", "CreateSecurityGroup"]}},
+        ),
+        _allow(
+            "ChangeAndEndOurOwn",
+            ["ec2:CreateTags", "ec2:TerminateInstances"],
+            [f"{here}:instance/*"],
+            labelled,
+        ),
+        _allow("OurDisks", ["ec2:CreateTags", "ec2:DeleteVolume"], [f"{here}:volume/*"], labelled),
+        _allow("MakeGroups", ["ec2:CreateSecurityGroup"], [f"{here}:vpc/*"]),
+        _allow("MakeGroupsWithOurLabel", ["ec2:CreateSecurityGroup"], [f"{here}:security-group/*"], with_label),
+        _allow(
+            "OurGroups",
+            [
+                "ec2:AuthorizeSecurityGroupIngress",
+                "ec2:DeleteSecurityGroup",
+                "ec2:RevokeSecurityGroupIngress",
+            ],
+            [f"{here}:security-group/*"],
+            labelled,
+        ),
+        _allow("OurRoles", ROLES, [role]),
+        _allow("OurProfiles", PROFILES, [profile]),
+        _allow("RolesInProfiles", BOTH, [profile]),
+        _allow(
+            "GiveNodesOurRoles",
+            ["iam:PassRole"],
+            [role],
+            {"StringEquals": {"iam:PassedToService": "ec2.amazonaws.com"}},
+        ),
+        _allow(
+            "FirstSpotInstance",
+            ["iam:CreateServiceLinkedRole"],
+            "*",
+            {"StringEquals": {"iam:AWSServiceName": "spot.amazonaws.com"}},
+        ),
+    ]
+    for number, url in enumerate(url for url in buckets if url.startswith("s3://")):
+        bucket, prefix = bucket_of(url)
+        inside = f"arn:aws:s3:::{bucket}/{prefix}/*" if prefix else f"arn:aws:s3:::{bucket}/*"
+        statements += [
+            _allow(f"Bucket{number}", ["s3:GetBucketLocation", "s3:ListBucket"], [f"arn:aws:s3:::{bucket}"]),
+            _allow(
+                f"Objects{number}",
+                ["s3:AbortMultipartUpload", "s3:DeleteObject", "s3:GetObject", "s3:PutObject"],
+                [inside],
+            ),
+        ]
+    return {"Version": "2012-10-17", "Statement": statements}
+
+
+def _allow(
+    sid: str, actions: Sequence[str], resources: str | Sequence[str], condition: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    statement = {
+        "Sid": sid,
+        "Effect": "Allow",
+        "Action": list(actions),
+        "Resource": resources if isinstance(resources, str) else list(resources),
+    }
+    return {**statement, "Condition": condition} if condition else statement
+
+
+AWS_NOTES = dedent(
+    """\
+    # Save it: spotrl check --print-policy aws > policy.json, put your bucket in, then
+    #   aws iam create-policy --policy-name spotrl-launcher --policy-document file://policy.json
+    # and attach it to the user or role that launches.
+    # Nodes get a role of their own for each run, under /spotrl/: they may describe instances, end those of their run,
+    # and use the run's own folder of the bucket. No credentials of yours are copied to a node.
+    # Whoever may write roles under /spotrl/ and give them to instances could write a wide one. Where that matters,
+    # attach a permissions boundary to these roles by an administrator's policy.
+    # The first spot instance of an account makes the service-linked role for spot; hence FirstSpotInstance.
+    """
+)
+
+SKYPILOT_ASKS = (
+    "compute.disks.create",
+    "compute.disks.list",
+    "compute.firewalls.get",
+    "compute.globalOperations.get",
+    "compute.instances.create",
+    "compute.instances.delete",
+    "compute.instances.get",
+    "compute.instances.list",
+    "compute.instances.setLabels",
+    "compute.instances.setServiceAccount",
+    "compute.instances.start",
+    "compute.instances.stop",
+    "compute.networks.get",
+    "compute.networks.getEffectiveFirewalls",
+    "compute.networks.list",
+    "compute.projects.get",
+    "compute.subnetworks.list",
+    "compute.subnetworks.use",
+    "compute.subnetworks.useExternalIp",
+    "compute.zoneOperations.get",
+    "iam.roles.get",
+    "iam.serviceAccounts.get",
+    "resourcemanager.projects.get",
+    "resourcemanager.projects.getIamPolicy",
+    "serviceusage.services.enable",
+    "serviceusage.services.list",
+    "serviceusage.services.use",
+)
+"""SkyPilot tests for these before it uses the cloud at all, whether it needs each of them or not."""
+
+WE_ASK = (
+    "compute.disks.delete",
+    "compute.disks.setLabels",
+    "compute.firewalls.create",
+    "compute.firewalls.delete",
+    "compute.firewalls.list",
+    "compute.firewalls.update",
+    "compute.instances.setMetadata",
+    "compute.instances.setTags",
+    "compute.networks.create",
+    "compute.networks.delete",
+    "compute.networks.updatePolicy",
+    "compute.regionOperations.get",
+    "compute.regions.get",
+    "compute.regions.list",
+    "compute.subnetworks.create",
+    "compute.subnetworks.delete",
+    "compute.subnetworks.get",
+    "compute.zoneOperations.list",
+    "compute.zones.list",
+    "iam.roles.create",
+    "iam.roles.undelete",
+    "iam.roles.update",
+    "iam.serviceAccounts.actAs",
+    "iam.serviceAccounts.create",
+    "iam.serviceAccounts.delete",
+    "iam.serviceAccounts.list",
+    "resourcemanager.projects.setIamPolicy",
+)
+
+
+def gcp_permissions() -> list[str]:
+    """The permissions of whoever launches, in the project."""
+    return sorted({*SKYPILOT_ASKS, *WE_ASK})
+
+
+def gcp_role() -> str:
+    """A role definition for `gcloud iam roles create`, with what else is to be done as comments."""
+    permissions = "\n".join(f"- {name}" for name in gcp_permissions())
+    return f"{GCP_NOTES}title: spotrl launcher\nstage: GA\nincludedPermissions:\n{permissions}\n"
+
+
+GCP_NOTES = dedent(
+    """\
+    # Save it: spotrl check --print-policy gcp > role.yaml, then
+    #   gcloud iam roles create spotrlLauncher --project PROJECT --file role.yaml
+    #   gcloud projects add-iam-policy-binding PROJECT --member user:YOU --role projects/PROJECT/roles/spotrlLauncher \\
+    #     --condition='title=only-node-roles,expression=api.getAttribute("iam.googleapis.com/modifiedGrantsByRole", [])
+    #     .hasOnly(["projects/PROJECT/roles/spotrlNode", "roles/storage.objectAdmin"])'
+    #   gcloud storage buckets add-iam-policy-binding gs://YOUR_BUCKET --member user:YOU --role roles/storage.admin
+    # The condition is what keeps resourcemanager.projects.setIamPolicy from granting anything but what nodes get.
+    # Prices are asked for with the role Compute Viewer and the Cloud Billing API, both optional.
+    # Nodes get a service account of their own for each run: they may list and end instances of their run (role
+    # spotrlNode, narrowed by a condition) and use the run's own folder of the bucket. No key of it is ever made, and
+    # no credentials of yours are copied to a node.
+    """
+)

@@ -1,0 +1,394 @@
+"""The line to a node's machine: one ssh process, which carries the window into the node's folder and a tunnel.
+
+orders of the controller -> ssh -> engine/runtime/window.py        its files -> the mirror in the machine's folder
+
+Every method returns at once; a thread does the work. It connects for ever, with growing gaps, and tells again what is
+wanted each time, so a broken line costs time and loses nothing: the mirror is continued from where it stands, in this
+process or the next. A line that stands still is a broken line: a beat comes each second, or ssh is ended.
+
+What a node sends is not trusted beyond its own files: only names that the window shows are written.
+"""
+
+import base64
+import contextlib
+import json
+import os
+import random
+import re
+import select
+import shlex
+import socket
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.config import NodeSpec
+
+BEAT_SECONDS = 1.0
+SILENCE_SECONDS = 5.0
+"""A line whose beats are missing for so long is ended and made anew."""
+CONNECT_SECONDS = 30.0
+"""The first beat may take longer: keys are exchanged, and Python starts on a machine that boots."""
+AGAIN_SECONDS = 5.0
+"""An order that the node could not carry out (a full disk) is given again after so long."""
+DOOR_SECONDS = 0.5
+"""Between two looks whether the other end of the tunnel answers yet, and the most that one takes."""
+
+FIRST_GAP_SECONDS, LONGEST_GAP_SECONDS = 0.2, 10.0
+
+PUT = frozenset({"agent.json", "ready.json", "notice.json", "hint.json", "exit.json"})
+APPENDED = re.compile(r"(progress/[\w-][\w.-]*\.jsonl|logs/[\w-][\w.-]*\.log)")
+TAIL_BYTES = 64
+"""As in the window: by so many last bytes it is seen whether a file is still the one that the mirror has."""
+
+UNSENT_BYTES = 1 << 20
+"""A window that reads nothing gets no more beats; its silence tells."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Login:
+    """How a machine is entered. `known_hosts`: where its key is kept after the first time; None: in the mirror."""
+
+    host: str
+    user: str
+    key: Path
+    port: int = 22
+    known_hosts: Path | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Money:
+    """What the node was left with, and when that was said: told again later, it is less by what has passed."""
+
+    left_ms: int
+    told: int
+    at_boot: float
+    at_wall: float
+
+    def left_now_ms(self) -> int:
+        # By both clocks: one stands still while a laptop sleeps, the other may be set back.
+        passed = max(_boot_seconds() - self.at_boot, time.time() - self.at_wall)
+        return self.left_ms - round(passed * 1000)
+
+
+class _BrokenLine(Exception):
+    """Why this connection is over, in words."""
+
+
+class NodeLink:
+    """One node's line. `secrets` go into the agent's environment and are written nowhere."""
+
+    def __init__(
+        self,
+        login: Login,
+        mirror: Path,
+        remote_folder: str = "spotrl/node",
+        python: str = "spotrl/env/bin/python",
+        *,
+        secrets: Mapping[str, str] | None = None,
+        agent_command: Sequence[str] = (),
+    ) -> None:
+        self._login, self._mirror = login, mirror
+        self._window = shlex.join([python, "-P", "-m", "engine.runtime.window", remote_folder, *agent_command])
+        self._secrets = dict(secrets or {})
+        self._lock = threading.Lock()
+        self._spec: NodeSpec | None = None
+        self._spec_told = self._told = 0
+        self._money: _Money | None = None
+        self._notice_ms: int | None = None
+        self._wants = 0
+        """Grows with every new wish; what was sent last is compared with it."""
+        self._closed = threading.Event()
+        self._heard: float | None = None
+        self._looked = time.monotonic()
+        self._open_door: tuple[str, int] | None = None
+        self.trouble = ""
+        """Why there is no connection, or what the node could not do; empty when all is well."""
+        self._thread = threading.Thread(target=self._work, name=f"link {mirror.name}", daemon=True)
+        self._thread.start()
+
+    # --- what the controller asks -----------------------------------------------------------------
+
+    def run(self, spec: NodeSpec) -> None:
+        """Want the agent of this spec. The same one again is nothing new; another one replaces the agent that runs."""
+        with self._lock:
+            if self._spec != spec:
+                self._spec, self._spec_told = spec, self._now_told()
+                self._wants += 1
+
+    def rearm(self, left_ms: int) -> None:
+        """Tell the node how long its money lasts from now."""
+        with self._lock:
+            self._money = _Money(left_ms=left_ms, told=self._now_told(), at_boot=_boot_seconds(), at_wall=time.time())
+            self._wants += 1
+
+    def notice(self, deadline_ms: int) -> None:
+        """Tell the node that its cloud takes it back then (UTC)."""
+        with self._lock:
+            if self._notice_ms != deadline_ms:
+                self._notice_ms = deadline_ms
+                self._wants += 1
+
+    def door(self, port: int) -> tuple[str, int] | None:
+        """This end of a tunnel to `port` of the node's own private address. None: nobody answers there now."""
+        spec = self._spec
+        return self._open_door if spec is not None and spec.coordinator_port == port else None
+
+    @property
+    def heard_s(self) -> float | None:
+        """For how many seconds the node has said nothing; None: it never did.
+
+        Counted up to the last look: while this process stands still, no node is silent.
+        """
+        return None if self._heard is None else max(0.0, self._looked - self._heard)
+
+    def close(self) -> None:
+        """End the connection, soon. The agent goes on."""
+        self._closed.set()
+
+    def _now_told(self) -> int:
+        """A later one than any before, also of another process, as long as clocks are right."""
+        self._told = max(self._told + 1, time.time_ns() // 1_000_000)
+        return self._told
+
+    # --- the thread -------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        gap = FIRST_GAP_SECONDS
+        while not self._closed.is_set():
+            line = None
+            try:
+                line = _Line(self._command(), self._have(), self._tunnel())
+                self._carry(line)
+            except (_BrokenLine, OSError, ValueError) as error:
+                self.trouble = str(error)
+            finally:
+                self._open_door = None
+                if line is not None:
+                    line.end()
+                    gap = FIRST_GAP_SECONDS if line.heard is not None else gap
+            # Half of it by chance, so that the nodes of a run do not all knock at once.
+            until = time.monotonic() + gap * random.uniform(0.5, 1.0)
+            while time.monotonic() < until and not self._closed.wait(0.1):
+                self._looked = time.monotonic()
+            gap = min(gap * 2, LONGEST_GAP_SECONDS)
+
+    def _carry(self, line: "_Line") -> None:
+        """Serve a connection until it is over."""
+        told, again, door_looked = -1, None, 0.0
+        while not self._closed.is_set():
+            for message in line.messages():
+                self._heard = line.heard
+                if self._take(message):
+                    self.trouble, again = str(message["trouble"]), time.monotonic() + AGAIN_SECONDS
+                elif again is None:
+                    self.trouble = ""
+            now = self._looked = time.monotonic()
+            if line.tunnel != self._tunnel():
+                return
+            if again is not None and now >= again:
+                told, again = -1, None
+            if told != self._wants:
+                told = self._wants
+                line.send(*self._orders())
+            if line.heard is not None and line.tunnel and not self._open_door and now >= door_looked + DOOR_SECONDS:
+                door_looked = now
+                if _answers(line.local_port):
+                    self._open_door = ("127.0.0.1", line.local_port)
+
+    def _orders(self) -> list[dict[str, Any]]:
+        """All that is wanted, each time: the node knows what is new to it."""
+        with self._lock:
+            orders: list[dict[str, Any]] = []
+            if self._spec is not None:
+                spec = self._spec.model_dump(mode="json")
+                orders.append({"run": spec, "told": self._spec_told, "secrets": self._secrets})
+            if self._money is not None:
+                orders.append({"money": {"left_ms": self._money.left_now_ms(), "told": self._money.told}})
+            if self._notice_ms is not None:
+                orders.append({"notice": {"deadline_ms": self._notice_ms, "source": "the cloud's API"}})
+            return orders
+
+    def _tunnel(self) -> str | None:
+        """Where the tunnel leads; only a trainer has a coordinator."""
+        spec = self._spec
+        return f"{spec.coordinator_host}:{spec.coordinator_port}" if spec and spec.role == "trainer" else None
+
+    def _command(self) -> list[str]:
+        login = self._login
+        known = login.known_hosts or self._mirror / "known_hosts"
+        options = {
+            "BatchMode": "yes",
+            "IdentitiesOnly": "yes",
+            "IdentityAgent": "none",
+            "ControlMaster": "no",
+            "ControlPath": "none",
+            "StrictHostKeyChecking": "accept-new",
+            "UserKnownHostsFile": f'"{known}"',
+            "GlobalKnownHostsFile": "/dev/null",
+            "UpdateHostKeys": "no",
+            "ConnectTimeout": "10",
+            "ServerAliveInterval": "5",
+            "ServerAliveCountMax": "3",
+            "ExitOnForwardFailure": "yes",
+            "LogLevel": "ERROR",
+        }
+        words = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
+        # The user's own ssh configuration is for the user's machines.
+        ssh = ["ssh", "-F", "none", "-T", "-a", "-x", "-i", str(login.key), "-p", str(login.port)]
+        return [*ssh, *words, f"{login.user}@{login.host}", f"exec {self._window}"]
+
+    # --- the mirror -------------------------------------------------------------------------------
+
+    def _have(self) -> dict[str, tuple[int, str]]:
+        """What the mirror has of the files that grow: sizes and last bytes."""
+        self._mirror.mkdir(parents=True, exist_ok=True, mode=0o700)
+        (self._mirror / "known_hosts").touch(mode=0o600)
+        have = {}
+        for path in [*self._mirror.glob("progress/*.jsonl"), *self._mirror.glob("logs/*.log")]:
+            name = path.relative_to(self._mirror).as_posix()
+            if APPENDED.fullmatch(name):
+                with path.open("rb") as file:
+                    size = file.seek(0, os.SEEK_END)
+                    file.seek(max(0, size - TAIL_BYTES))
+                    have[name] = (size, base64.b64encode(file.read()).decode())
+        return have
+
+    def _take(self, message: Mapping[str, Any]) -> bool:
+        """Write what the node shows; whether it speaks of trouble instead."""
+        match message:
+            case {"put": str(name), "text": str(text)} if name in PUT:
+                self._replace(name, text.encode())
+            case {"gone": str(name)} if name in PUT:
+                (self._mirror / name).unlink(missing_ok=True)
+            case {"append": str(name), "at": int(at), "data": str(data)} if APPENDED.fullmatch(name):
+                self._append(name, at, base64.b64decode(data))
+        return "trouble" in message
+
+    def _append(self, name: str, at: int, data: bytes) -> None:
+        path = self._mirror / name
+        if at == 0:
+            path.parent.mkdir(exist_ok=True, mode=0o700)
+            self._replace(name, data)
+            return
+        with path.open("r+b", buffering=0) as file:
+            if file.seek(0, os.SEEK_END) < at:
+                raise _BrokenLine(f"{name} has fewer bytes in the mirror than {at}, where the node goes on")
+            # By offset, so that two processes with a line to one node write the same bytes at the same place.
+            file.seek(at)
+            while data:
+                data = data[file.write(data) :]
+
+    def _replace(self, name: str, content: bytes) -> None:
+        path = self._mirror / name
+        handle, part = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # 0600
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        os.replace(part, path)
+
+
+class _Line:
+    """One ssh process: lines out, lines in, no call that waits longer than a tenth of a second."""
+
+    def __init__(self, command: list[str], have: Mapping[str, Any], tunnel: str | None) -> None:
+        self.tunnel = tunnel
+        self.local_port = _free_port() if tunnel else 0
+        forward = ["-L", f"127.0.0.1:{self.local_port}:{tunnel}"] if tunnel else []
+        self._process = subprocess.Popen(
+            [command[0], *forward, *command[1:]],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            bufsize=0,
+            start_new_session=True,  # Ctrl-C is for the controller
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        assert self._process.stderr is not None
+        self._in, self._out, self._err = (
+            self._process.stdin.fileno(),
+            self._process.stdout.fileno(),
+            self._process.stderr.fileno(),
+        )
+        for handle in (self._in, self._out, self._err):
+            os.set_blocking(handle, False)
+        self.heard: float | None = None
+        self._began = self._beaten = time.monotonic()
+        self._unread, self._words = b"", b""
+        self._unsent = bytearray()
+        self.send({"have": have})
+
+    def send(self, *messages: Mapping[str, Any]) -> None:
+        for message in messages:
+            self._unsent += json.dumps(message).encode() + b"\n"
+
+    def messages(self) -> list[dict[str, Any]]:
+        """What came within a tenth of a second. Raises when the line is over, or stands still."""
+        now = time.monotonic()
+        if now - self._beaten >= BEAT_SECONDS and len(self._unsent) < UNSENT_BYTES:
+            self._beaten = now
+            self.send({"beat": 1})
+        readable, writable, _ = select.select([self._out, self._err], [self._in] if self._unsent else [], [], 0.1)
+        if writable:
+            with contextlib.suppress(BlockingIOError, BrokenPipeError):
+                del self._unsent[: os.write(self._in, self._unsent)]
+        if self._err in readable:
+            self._words = (self._words + os.read(self._err, 65536))[-4096:]
+        if self._out in readable:
+            data = os.read(self._out, 1 << 18)
+            if not data:
+                raise _BrokenLine(self._last_words())
+            self.heard = time.monotonic()
+            *lines, self._unread = (self._unread + data).split(b"\n")
+            # What a login shell says of its own accord is not for us.
+            return [json.loads(line) for line in lines if line.startswith(b"{")]
+        # Only when nothing waits to be read: it may be us who stood still.
+        since, patience = (self._began, CONNECT_SECONDS) if self.heard is None else (self.heard, SILENCE_SECONDS)
+        if now - since > patience:
+            raise _BrokenLine(f"the node's window said nothing for {now - since:.0f} s {self._last_words()}".strip())
+        return []
+
+    def _last_words(self) -> str:
+        """What ssh, or the far end, said last on its way out."""
+        until = time.monotonic() + 1.0
+        while self._process.poll() is None and time.monotonic() < until:
+            time.sleep(0.01)
+        with contextlib.suppress(BlockingIOError):
+            self._words += os.read(self._err, 65536)
+        lines = [line for line in self._words.decode(errors="replace").splitlines() if line.strip()]
+        return lines[-1] if lines else f"ssh ended with {self._process.returncode}"
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
+            assert pipe is not None
+            with contextlib.suppress(OSError):
+                pipe.close()
+
+
+def _boot_seconds() -> float:
+    """Runs on while a laptop sleeps, where the system has such a clock."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
+
+
+def _free_port() -> int:
+    """One that nobody listens on now. If somebody else takes it first, ssh says so and the next line gets another."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _answers(port: int) -> bool:
+    """Whether an HTTP server is behind the tunnel: ssh itself takes every connection, and drops it if nobody is."""
+    with contextlib.suppress(OSError):
+        with socket.create_connection(("127.0.0.1", port), timeout=DOOR_SECONDS) as connection:
+            connection.settimeout(DOOR_SECONDS)
+            connection.sendall(b"HEAD / HTTP/1.0\r\n\r\n")
+            return bool(connection.recv(1))
+    return False

@@ -1,0 +1,33 @@
+"""Plan a job on real clouds by everything that is known now: catalog, prices that were heard, reclaims, own discounts.
+
+The one place where the ledger and the tables meet the pure planner; `spotrl launch` and `spotrl check` plan alike.
+"""
+
+from pathlib import Path
+
+from sqlalchemy.orm import Session, sessionmaker
+
+from launcher.job import Job
+from launcher.ledger.exposure import pool_histories
+from launcher.ledger.prices import capacity_advice, latest_prices
+from launcher.market.advice import STALE_MS, what_clouds_say
+from launcher.market.offers import current_catalog
+from launcher.market.on_offer import on_offer
+from launcher.market.own_prices import as_you_pay
+from launcher.market.recorded import recorded_priors
+from launcher.placement.ask import market_view
+from launcher.placement.cloud_plan import CloudPlan, plan_cloud
+from launcher.placement.from_job import cloud_ask
+
+
+def cloud_plan(sessions: sessionmaker[Session], job: Job, catalogs: Path, now_ms: int) -> CloudPlan:
+    """Raises PlacementError where nothing fits the job, BudgetError where nothing fits its limits, CatalogError."""
+    with sessions() as session:
+        said = latest_prices(session, clouds=job.clouds)
+        histories = pool_histories(session, now_ms)
+        advice = what_clouds_say(capacity_advice(session, since_ms=now_ms - STALE_MS), now_ms)
+    listed = on_offer(current_catalog(catalogs).all_offers(), said, now_ms)
+    offers = as_you_pay(listed, job.price_overrides, job.discounts, now_ms)
+    priors = recorded_priors(offers) | dict(advice.priors)
+    market = market_view(offers, histories.values(), now_ms=now_ms, priors=priors, believed_odds=advice.odds)
+    return plan_cloud(cloud_ask(job), market)

@@ -1,0 +1,118 @@
+"""Puts together what a run on real clouds is looked after with: the clouds' own APIs, who we are, a provisioner.
+
+The one place that knows which implementation stands behind which protocol; nothing here decides or waits for nodes.
+What a run's nodes have in common (bundle, whose they are) is made once and kept in the run's folder, so that a
+controller that starts while a cloud is out of reach, or after an upgrade of spotrl, goes on with the same.
+"""
+
+import json
+import logging
+import os
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from engine.clock import Clock
+from launcher.cluster.bundle import Bundle, make_bundle
+from launcher.cluster.clouds.base import CloudApi
+from launcher.cluster.clouds.build import build_cloud_api
+from launcher.cluster.local import LocalProvisioner
+from launcher.cluster.node_link import NodeLink
+from launcher.cluster.provisioner import Provisioner
+from launcher.cluster.reclaims import reclaim_rule
+from launcher.cluster.sky import Sky
+from launcher.cluster.sky_provisioner import Purchases, SkyProvisioner
+from launcher.cluster.stores import run_store
+from launcher.exit_codes import Failure
+from launcher.job import Job
+from launcher.ledger.models import Run
+from launcher.placement.plan import sites_from
+
+log = logging.getLogger(__name__)
+
+CHECK_IP_URL = "https://checkip.amazonaws.com"
+"""Answers with the address that it sees us at, as text. `SPOTRL_CHECK_IP_URL` names another one."""
+
+BLOCKING_CALLS = 16
+"""Calls to clouds and SkyPilot that may wait at once: one for each node and region of a small run."""
+
+
+def cloud_apis(clouds: Iterable[str]) -> dict[str, CloudApi]:
+    """By cloud, with this user's credentials; nothing is asked of them yet."""
+    return {cloud: build_cloud_api(cloud) for cloud in clouds}
+
+
+def controller_address() -> str:
+    """The address that the world sees this machine at. Raises Failure when nobody can say."""
+    url = os.environ.get("SPOTRL_CHECK_IP_URL", CHECK_IP_URL)
+    try:
+        answer = httpx.get(url, timeout=10.0)
+        answer.raise_for_status()
+        return answer.text.strip()
+    except httpx.HTTPError as error:
+        raise Failure(
+            f"{url} did not say which address this machine is seen at ({error}); name it: --set ssh_from=203.0.113.7/32"
+        ) from None
+
+
+def ssh_from(job: Job) -> str:
+    """What may reach nodes by SSH, as CIDR."""
+    return job.ssh_from or f"{controller_address()}/32"
+
+
+def provisioner_of(run: Run, job: Job, clock: Clock) -> Provisioner:
+    """What buys and watches the nodes of this run."""
+    folder = Path(run.folder)
+    if not job.clouds:
+        return LocalProvisioner(folder, clock, reclaim_rule(job.reclaims))
+    apis = cloud_apis(job.clouds)
+    common = prepare_folder(folder, job, apis, None if run.workdir is None else Path(run.workdir))
+    secrets = {name: os.environ[name] for name in job.secrets if name in os.environ}
+    purchases = Purchases(
+        run=run.name,
+        owners=common["owners"],
+        folder=folder,
+        ssh_from=common["ssh_from"],
+        buckets=[run_store(job.store, cloud, run.name) for cloud in job.clouds],
+        bundle=Bundle(folder=folder / "bundles" / common["bundle"], digest=common["bundle"]),
+        regions=sorted({site.place for site in sites_from(run.plan)}),
+        images=job.image,
+    )
+    return SkyProvisioner(
+        purchases,
+        sky=Sky(),
+        clouds=apis,
+        clock=clock,
+        link=partial(NodeLink, secrets=secrets),
+        pool=ThreadPoolExecutor(max_workers=BLOCKING_CALLS, thread_name_prefix="cloud"),
+    )
+
+
+def prepare_folder(folder: Path, job: Job, apis: Mapping[str, CloudApi], workdir: Path | None) -> dict[str, Any]:
+    """What all nodes of a run have in common: asked for and made once, then read from the run's folder.
+
+    Only our own address is asked for again, because a laptop moves. Raises Failure when a cloud does not say who we
+    are, or the job's folder cannot be sent; `launch` calls it before anything is bought.
+    """
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    file = folder / "common.json"
+    common: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    try:
+        address = ssh_from(job)
+    except Failure as error:
+        if not common:
+            raise
+        log.warning("%s; nodes go on being reached from %s", error, common["ssh_from"])
+        address = common["ssh_from"]
+    if not common:
+        owners = {cloud: api.caller().owner for cloud, api in apis.items()}
+        common = {"owners": owners, "bundle": make_bundle(folder / "bundles", workdir).digest}
+    common["ssh_from"] = address
+    part = file.with_suffix(".part")
+    part.write_text(json.dumps(common))
+    part.replace(file)
+    return common

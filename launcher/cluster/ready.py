@@ -1,0 +1,111 @@
+"""Before the first purchase on a real cloud: everything that would otherwise fail on a machine that is paid for.
+
+what the job lacks (limits, buckets, names that are too long) -> what this machine lacks (programs, SkyPilot, secrets)
+-> prices that are too old -> whose credentials these are -> buckets, tried for real
+
+Nothing is bought, and nothing is left behind. A fault is one Failure that says what would do.
+"""
+
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
+
+from launcher.cluster.clouds.base import Caller, CloudApi
+from launcher.cluster.stores import check_writable, run_store
+from launcher.exit_codes import Failure
+from launcher.job import CheckedJob
+from launcher.market.offers import TOO_OLD, CatalogError, age_of, age_text
+from launcher.money import hourly
+from launcher.placement.plan import Slot
+from launcher.preflight import check_disk, check_secrets
+from launcher.settings import runs_folder
+
+NODE_NAME_LIMIT = 35
+"""What SkyPilot and every cloud take for the name of a cluster of ours."""
+
+GENERATIONS = 99
+"""A node may be replaced so often before its name grows by another digit, which still fits."""
+
+PROGRAMS = ("ssh", "rsync")
+
+
+def check_job(checked: CheckedJob, slots: Sequence[Slot]) -> None:
+    """What the job lacks, without asking anyone. Raises JobError."""
+    job = checked.job
+    for field, flag in (("max_total", "--max-total 200"), ("max_hourly", "--max-hourly 15")):
+        if getattr(job.budget, field) is None:
+            raise checked.error(
+                f"budget.{field}",
+                f"budget.{field} is not set, and a run on a real cloud ({job.infra}) needs it",
+                f"say what it may cost at most, like {flag}",
+            )
+    without = [cloud for cloud in job.clouds if cloud not in job.store]
+    if without:
+        example = {"aws": "s3://my-bucket/spotrl", "gcp": "gs://my-bucket/spotrl"}
+        buckets = ", ".join(f"{cloud}: {example[cloud]}" for cloud in without)
+        raise checked.error(
+            "store",
+            f"store has no bucket on {' and '.join(without)}, where nodes may be bought (infra {job.infra}); "
+            "what only a node has is lost with it",
+            f"name a bucket of yours, like `store: {{{buckets}}}`, or leave {' and '.join(without)} out of infra",
+        )
+    longest = max((f"{job.name}-{slot.name}-g{GENERATIONS}" for slot in slots), key=len)
+    if len(longest) > NODE_NAME_LIMIT:
+        fits = len(job.name) - (len(longest) - NODE_NAME_LIMIT)
+        raise checked.error(
+            "name",
+            f"name is {job.name}, which makes nodes like {longest}; {NODE_NAME_LIMIT} characters fit",
+            f"use a name of up to {fits} characters (--name)",
+        )
+    if job.model.path is not None:
+        raise checked.error(
+            "model.path",
+            f"model.path is {job.model.path}, and bringing a model's weights to nodes of a cloud is not built yet",
+            "use a model that ships with spotrl (digits-ocr, shapes), or run this one here (--infra local)",
+        )
+
+
+def check_here(checked: CheckedJob, environ: Mapping[str, str]) -> None:
+    """What this machine lacks. Raises Failure."""
+    missing = [program for program in PROGRAMS if shutil.which(program) is None]
+    if missing:
+        raise Failure(
+            f"{' and '.join(missing)} cannot be found here, and nodes are reached with it; install it (Debian: "
+            "`apt-get install openssh-client rsync`)"
+        )
+    if find_spec("sky") is None:
+        raise Failure(
+            "SkyPilot is not installed here, and it is what buys nodes; `pip install 'spotrl[sky]'`, then try again"
+        )
+    check_disk(runs_folder())
+    check_secrets(checked, environ)
+
+
+def check_prices(slots: Sequence[Slot], now_ms: int) -> None:
+    """Whether the plan may be bought by its prices. Raises CatalogError."""
+    for slot in slots:
+        place = slot.placement
+        if age_of(place.price_observed_at, place.market, now_ms) in TOO_OLD:
+            raise CatalogError(
+                f"the {place.market.value} price of {place.cloud} {place.instance_type} in {place.zone} "
+                f"({hourly(place.micro_usd_per_hour)}, {place.price_source}) is "
+                f"{age_text(place.price_observed_at, now_ms)}: too old to buy by; `spotrl catalog refresh`, or "
+                "--allow-old-prices if you know what it costs"
+            )
+
+
+def check_clouds(
+    checked: CheckedJob,
+    apis: Mapping[str, CloudApi],
+    try_bucket: Callable[[str], None] = check_writable,
+) -> dict[str, Caller]:
+    """Whose credentials these are, by cloud; and that the run's buckets can be used. Raises Failure."""
+    buckets = [run_store(checked.job.store, cloud, checked.job.name) for cloud in apis]
+    with ThreadPoolExecutor(max_workers=2 * len(apis)) as pool:
+        callers = {cloud: pool.submit(api.caller) for cloud, api in apis.items()}
+        tried = [pool.submit(try_bucket, url) for url in buckets]
+        found = {cloud: caller.result() for cloud, caller in callers.items()}
+        for one in tried:
+            one.result()
+    return found

@@ -1,0 +1,148 @@
+"""One controller per run, over machines: a lease in the run's bucket, beside the one in the ledger.
+
+The ledger's lease (lease.py) knows the controllers of this machine. A run launched under the same name and bucket
+from another machine has another ledger; what both see is the bucket. Whoever holds the object there goes on, the
+other refuses to start, or stops when it finds that the lease has gone to somebody else.
+
+A bucket that does not answer takes nobody's lease away: nodes are paid for, and somebody must look after them.
+"""
+
+import json
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+import obstore
+from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
+from obstore.store import ObjectStore
+
+from launcher.cluster.lease import LeaseHeld
+from launcher.cluster.stores import StoreError
+
+log = logging.getLogger(__name__)
+
+LEASE_OBJECT = "controller.json"
+
+LEASE_SECONDS = 90.0
+"""A holder that has not renewed for so long is gone (wall clocks of two machines may differ by a few seconds)."""
+
+RENEW_SECONDS = 20.0
+
+TROUBLE = (BaseError, OSError, StoreError)
+"""A bucket that does not answer, or cannot be opened."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Claim:
+    """What the object says, and which version of it that was."""
+
+    holder: str
+    host: str
+    until_ms: int
+    version: Any
+
+
+class StoreLease:
+    """The lease of one run. Taken by `take`, renewed by a thread of its own until `give_up`.
+
+    `token`: the run's own, which no other ledger has; so the successor of a controller that died holds the same lease.
+    """
+
+    def __init__(
+        self,
+        open_bucket: Callable[[], ObjectStore],
+        run: str,
+        token: str,
+        wall_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000,
+    ) -> None:
+        self._open, self._run, self._wall_ms = open_bucket, run, wall_ms
+        self._opened: ObjectStore | None = None
+        self._holder = blake2b(token.encode(), digest_size=8).hexdigest()
+        self._version: Any = None
+        self._ended = threading.Event()
+        self.lost: str | None = None
+        """Who has it now, once it went to somebody else; the controller must not act any more."""
+
+    def take(self) -> None:
+        """Become the holder, if the bucket answers. LeaseHeld names the machine that has it."""
+        try:
+            self._take()
+        except TROUBLE as error:
+            log.warning("nobody knows whether another machine controls %s: %s", self._run, _first_line(error))
+
+    def _take(self) -> None:
+        there = self._read()
+        if there is not None and there.holder != self._holder and there.until_ms > self._wall_ms():
+            seconds = (there.until_ms - self._wall_ms()) // 1000
+            raise LeaseHeld(
+                f"{self._run} is controlled from another machine ({there.host}), whose lease in the bucket lasts "
+                f"another {seconds} s; use that machine, another --name, or wait until the lease has run out"
+            )
+        try:
+            self._write(there)
+        except (AlreadyExistsError, PreconditionError):
+            raise LeaseHeld(
+                f"another machine has just taken {self._run}, in the same bucket; use that one, or another --name"
+            ) from None
+
+    def keep(self) -> None:
+        """Renew from now on, beside whatever this process does."""
+        threading.Thread(target=self._renew_for_ever, name="store lease", daemon=True).start()
+
+    def renew(self) -> None:
+        """One renewal; `lost` says so when somebody else has the lease."""
+        try:
+            there = self._read()
+            if there is not None and there.holder != self._holder:
+                self.lost = there.host
+                return
+            self._write(there)
+        except (AlreadyExistsError, PreconditionError):
+            self.lost = "another machine"
+        except TROUBLE as error:
+            log.warning("the lease in the bucket could not be renewed: %s", _first_line(error))
+
+    def give_up(self) -> None:
+        """The run is over here: the next controller may start at once."""
+        self._ended.set()
+        try:
+            there = self._read()
+            if there is not None and there.holder == self._holder:
+                obstore.delete(self._store, LEASE_OBJECT)
+        except TROUBLE as error:
+            log.warning("the lease in the bucket stays until it runs out: %s", _first_line(error))
+
+    def _renew_for_ever(self) -> None:
+        while self.lost is None and not self._ended.wait(RENEW_SECONDS):
+            self.renew()
+
+    @property
+    def _store(self) -> ObjectStore:
+        if self._opened is None:
+            self._opened = self._open()
+        return self._opened
+
+    def _read(self) -> Claim | None:
+        try:
+            answer = obstore.get(self._store, LEASE_OBJECT)
+        except FileNotFoundError:
+            return None
+        meta, raw = answer.meta, json.loads(bytes(answer.bytes()))
+        version = {name: meta[name] for name in ("e_tag", "version") if meta.get(name)}
+        return Claim(holder=raw["holder"], host=raw["host"], until_ms=raw["until_ms"], version=version)
+
+    def _write(self, over: Claim | None) -> None:
+        """Only if the object is still what was read: of two who write at once, one fails."""
+        until_ms = self._wall_ms() + round(LEASE_SECONDS * 1000)
+        claim = {"holder": self._holder, "host": socket.gethostname(), "until_ms": until_ms}
+        mode: Any = "create" if over is None else over.version
+        obstore.put(self._store, LEASE_OBJECT, json.dumps(claim).encode(), mode=mode)
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)

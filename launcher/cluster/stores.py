@@ -1,0 +1,137 @@
+"""The buckets of a run: where its checkpoints and logs are kept on real clouds, one bucket for each cloud.
+
+Nodes write to the bucket of their own cloud, with their own identity. When a run moves to another cloud, its newest
+whole checkpoint is carried over before a trainer starts there: files first, the manifest last, so that a copy that
+was cut short does not count and is done again.
+
+The launcher's own credentials come from where boto3 and Google's libraries find them; endpoints from the environment.
+"""
+
+import secrets
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import obstore
+from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
+from obstore.store import GCSStore, ObjectStore, S3Store, from_url
+
+from launcher.exit_codes import ExitCode, Failure
+
+if TYPE_CHECKING:
+    from obstore.store import RetryConfig
+
+PROBE = "spotrl-probe"
+
+RETRIES: "RetryConfig" = {"max_retries": 3, "retry_timeout": timedelta(seconds=20)}
+"""A bucket that does not answer is said so within half a minute; who needs it later asks again."""
+
+
+class StoreError(Failure):
+    """A bucket that cannot be used as it must be."""
+
+
+class StoreDenied(StoreError):
+    """A bucket that these credentials may not use."""
+
+    exit_code = ExitCode.CREDENTIALS
+
+
+def run_store(store: Mapping[str, str], cloud: str, run: str) -> str:
+    """Where a run keeps its checkpoints on this cloud: an obstore URL. KeyError when the job names no bucket of it."""
+    return f"{store[cloud].rstrip('/')}/{run}"
+
+
+def open_store(url: str) -> ObjectStore:
+    """The store behind a URL, with this user's credentials. Raises StoreError."""
+    bucket = url.partition("://")[2].partition("/")[0]
+    try:
+        if url.startswith("s3://"):
+            return _s3(url, bucket)
+        if url.startswith("gs://"):
+            return GCSStore.from_url(url, retry_config=RETRIES)
+        return from_url(url)
+    except (BaseError, ValueError) as error:
+        raise StoreError(
+            f"{url} cannot be opened ({_first_line(error)}); check its name and your credentials"
+        ) from None
+
+
+def check_writable(url: str) -> None:
+    """Write, read and delete a small object. Raises StoreError, which names the bucket and what to do."""
+    store = open_store(url)
+    path, words = f"{PROBE}-{secrets.token_hex(8)}", b"may this run keep its checkpoints here?"
+    try:
+        obstore.put(store, path, words)
+        whole = bytes(obstore.get(store, path).bytes()) == words
+        obstore.delete(store, path)
+    except (PermissionDeniedError, UnauthenticatedError) as error:
+        raise StoreDenied(
+            f"{url} may not be written, read and deleted in with these credentials ({_first_line(error)}); "
+            "`spotrl check --print-policy aws` (or gcp) prints what they need"
+        ) from None
+    except (BaseError, OSError) as error:
+        raise StoreError(
+            f"{url} cannot be used ({_first_line(error)}); does the bucket exist, in this account?"
+        ) from None
+    if not whole:
+        raise StoreError(f"{url} gave back other bytes than it was given; use another bucket")
+
+
+def bucket_region(url: str) -> str:
+    """The region of an S3 bucket, `us-east-1` style. Raises StoreError."""
+    import boto3  # only where a run uses AWS
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    bucket = url.partition("://")[2].partition("/")[0]
+    try:
+        place = boto3.client("s3").get_bucket_location(Bucket=bucket).get("LocationConstraint")
+    except (BotoCoreError, ClientError) as error:
+        raise StoreError(f"nobody says in which region {bucket} is ({_first_line(error)}); does it exist?") from None
+    return {None: "us-east-1", "": "us-east-1", "EU": "eu-west-1"}.get(place, place)
+
+
+def newest_checkpoint(store: ObjectStore) -> str | None:
+    """The name of the newest whole checkpoint (engine/training/checkpoint.py): the one whose manifest is there."""
+    return max(_whole(store), default=None)
+
+
+def carry_over(source: ObjectStore, target: ObjectStore) -> str | None:
+    """Copy the newest whole checkpoint, and which lineages there were. Returns its name; None: there is none yet.
+
+    May be repeated, and cut short anywhere: what counts is the manifest, which is copied last. Bytes pass through this
+    machine, because no cloud copies from the other's buckets.
+    """
+    for path in _paths(source, "lineages/"):
+        obstore.put(target, path, b"claimed")
+    name = newest_checkpoint(source)
+    if name is None or name in _whole(target):
+        return name
+    for path in sorted(_paths(source, f"checkpoints/{name}/"), key=lambda path: path.endswith("/manifest.json")):
+        with obstore.open_writer(target, path) as writer:  # piece by piece: a checkpoint need not fit in memory
+            for piece in obstore.get(source, path).stream():
+                writer.write(piece)
+    return name
+
+
+def _s3(url: str, bucket: str) -> ObjectStore:
+    import boto3  # only where a run uses AWS
+    from obstore.auth.boto3 import Boto3CredentialProvider
+
+    session = boto3.Session(region_name=bucket_region(url))
+    if session.get_credentials() is None:
+        raise StoreDenied(f"there are no AWS credentials for {bucket}; `aws configure`, or AWS_PROFILE, then try again")
+    credentials = Boto3CredentialProvider(session)
+    return S3Store.from_url(url, credential_provider=credentials, retry_config=RETRIES)
+
+
+def _whole(store: ObjectStore) -> set[str]:
+    return {path.split("/")[1] for path in _paths(store, "checkpoints/") if path.endswith("/manifest.json")}
+
+
+def _paths(store: ObjectStore, prefix: str) -> list[str]:
+    return [item["path"] for page in obstore.list(store, prefix=prefix) for item in page]
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -1,0 +1,120 @@
+"""A cloud that keeps its inventory in this process, as slow to believe as a real one: what was told to end lingers."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from engine.events import Market
+from launcher.cluster.clouds.base import Caller, CloudRefused, CloudUnreachable, Machine, MachineState, Place, Thing
+
+ME = "ada"
+ACCOUNT = "123456789012"
+
+
+ADA = Caller(account=ACCOUNT, identity=f"arn:aws:iam::{ACCOUNT}:user/{ME}", owner=ME)
+
+
+def machine(id: str = "i-1", run: str = "digits", slot: str = "trainer", **more: object) -> Machine:
+    known = {"cloud": "aws", "region": "us-east-1", "zone": "us-east-1a", "owner": ME, "state": MachineState.RUNNING}
+    named = {"id": id, "run": run, "name": f"{run}-{slot}-g1", "market": Market.SPOT, "instance_type": "g6.xlarge"}
+    return Machine(**{**known, **named, **more})  # type: ignore[arg-type]
+
+
+def thing(kind: str = "disk", id: str = "vol-1", run: str = "digits", **more: object) -> Thing:
+    known = {"cloud": "aws", "region": "us-east-1", "owner": ME}
+    return Thing(**{**known, "kind": kind, "id": id, "run": run, **more})  # type: ignore[arg-type]
+
+
+@dataclass
+class FakeCloud:
+    """`lingers`: how many looks a machine stays in its region's list after it was told to end."""
+
+    cloud: str = "aws"
+    home: str = "us-east-1"
+    its_regions: tuple[str, ...] = ("us-east-1", "us-west-2")
+    lingers: int = 2
+    has: dict[str, Machine] = field(default_factory=dict)
+    other: dict[str, Thing] = field(default_factory=dict)
+    silent: set[str] = field(default_factory=set)
+    """Regions that do not answer; `caller` for who asks."""
+    immortal: set[str] = field(default_factory=set)
+    late: dict[str, tuple[int, Machine]] = field(default_factory=dict)
+    """Machines that are listed only after so many looks at their region."""
+    orders: list[str] = field(default_factory=list)
+    who: Caller | None = ADA
+    _dying: dict[str, int] = field(default_factory=dict)
+
+    def caller(self) -> Caller:
+        if "caller" in self.silent:
+            raise CloudUnreachable(f"{self.cloud} did not answer")
+        if self.who is None:
+            raise CloudRefused(f"{self.cloud} found no credentials")
+        return self.who
+
+    def regions(self) -> Sequence[str]:
+        return self.its_regions
+
+    def machines(self, region: str, *, owner: str | None = None, run: str | None = None) -> Sequence[Machine]:
+        self._answer(region)
+        for id, (looks, one) in list(self.late.items()):
+            if one.region == region:
+                self.late[id] = (looks - 1, one)
+                if looks <= 1:
+                    self.has[id] = self.late.pop(id)[1]
+        for id in [id for id, one in self.has.items() if one.region == region and id in self._dying]:
+            self._dying[id] -= 1
+            if self._dying[id] < 0:
+                self.has[id] = replace(self.has[id], state=MachineState.GONE)
+                self.other = {key: one for key, one in self.other.items() if one.node != self.has[id].name}
+        return [one for one in self.has.values() if one.region == region and owner in (None, one.owner)]
+
+    def end_of(self, machine: Machine) -> Machine:
+        return replace(machine, state=MachineState.GONE)
+
+    def things(self, region: str, *, owner: str | None = None, run: str | None = None) -> Sequence[Thing]:
+        self._answer(region)
+        here = {region, ""} if region == self.home else {region}
+        return [one for one in self.other.values() if one.region in here and owner in (None, one.owner)]
+
+    def end(self, machines: Sequence[Machine]) -> None:
+        for one in machines:
+            self._answer(one.region)
+            self.orders.append(f"end {one.id}")
+            if one.id in self.immortal:
+                raise CloudRefused(f"{one.id} is protected against termination")
+            if one.id not in self._dying:
+                self._dying[one.id] = self.lingers
+                self.has[one.id] = replace(self.has[one.id], state=MachineState.STOPPING)
+
+    def remove(self, things: Sequence[Thing]) -> Sequence[Thing]:
+        left = []
+        for one in things:
+            self._answer(one.region)
+            self.orders.append(f"remove {one.id}")
+            alive = [each for each in self.has.values() if each.state is not MachineState.GONE]
+            if any(each.name == one.node if one.node else each.run == one.run for each in alive):
+                left.append(one)
+            else:
+                self.other.pop(one.id, None)
+        return left
+
+    def prepare(self, region: str, *, run: str, owner: str, ssh_from: str, buckets: Sequence[str]) -> Place:
+        raise NotImplementedError
+
+    def open_rules(self, place: Place) -> Sequence[str]:
+        raise NotImplementedError
+
+    def _answer(self, region: str) -> None:
+        if region in self.silent:
+            raise CloudUnreachable(f"{self.cloud} {region} did not answer")
+
+    def add(self, *ones: Machine | Thing) -> "FakeCloud":
+        for one in ones:
+            if isinstance(one, Machine):
+                self.has[one.id] = one
+            else:
+                self.other[one.id] = one
+        return self
+
+    @property
+    def alive(self) -> list[str]:
+        return sorted(one.id for one in self.has.values() if one.state is not MachineState.GONE)

@@ -1,0 +1,102 @@
+"""A real sshd on loopback for one test: throw-away keys, the current user, no configuration of this machine's."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Mapping
+from getpass import getuser
+from pathlib import Path
+
+import psutil
+
+from launcher.cluster.node_link import Login
+from tests.engine.fleet import free_port
+
+CONFIG = """
+Port {port}
+ListenAddress {address}
+HostKey {folder}/host_key
+AuthorizedKeysFile {folder}/user_key.pub
+PidFile none
+UsePAM no
+StrictModes no
+PasswordAuthentication no
+KbdInteractiveAuthentication no
+PermitRootLogin yes
+SetEnv {environment}
+"""
+
+
+def why_no_sshd() -> str | None:
+    """Why none can be started here; None: it can."""
+    missing = [program for program in ("ssh", "ssh-keygen") if shutil.which(program) is None]
+    if _sshd() is None:
+        missing.append("sshd")
+    return f"needs {', '.join(missing)} (package openssh-server)" if missing else None
+
+
+def _sshd() -> str | None:
+    return shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin")
+
+
+class Sshd:
+    """Listens on one loopback address. `environment`: what its sessions find set, as from /etc/environment."""
+
+    def __init__(
+        self, folder: Path, *, address: str = "127.0.0.1", environment: Mapping[str, str] | None = None
+    ) -> None:
+        folder.mkdir()
+        for name in ("host_key", "user_key"):
+            subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)], check=True)
+        self.login = Login(host=address, user=getuser(), key=folder / "user_key", port=free_port())
+        # The machine has SPOTRL_SHUTDOWN from here, so that no node can end it.
+        variables = {"SPOTRL_SHUTDOWN": "true", **(environment or {})}
+        text = CONFIG.format(
+            port=self.login.port,
+            address=address,
+            folder=folder,
+            environment=" ".join(f'"{name}={value}"' for name, value in variables.items()),
+        )
+        (folder / "sshd_config").write_text(text)
+        self._command = [str(_sshd()), "-D", "-e", "-f", str(folder / "sshd_config")]
+        self._log = folder / "sshd.log"
+        self.start()
+
+    def start(self) -> None:
+        """Listen, again perhaps."""
+        if os.getuid() == 0:
+            Path("/run/sshd").mkdir(exist_ok=True)  # where sshd, started by root, wants to have nothing
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        until = time.monotonic() + 10
+        while True:
+            try:
+                socket.create_connection((self.login.host, self.login.port), timeout=1).close()
+                return
+            except OSError:
+                assert self._process.poll() is None, self._log.read_text()
+                assert time.monotonic() < until, self._log.read_text()
+                time.sleep(0.02)
+
+    def sessions(self) -> list[psutil.Process]:
+        """The processes of sshd that serve a connection, and what they started; not what left their session tree."""
+        return [child for child in psutil.Process(self._process.pid).children(recursive=True) if child.is_running()]
+
+    def windows(self) -> list[psutil.Process]:
+        return [process for process in self.sessions() if "engine.runtime.window" in process.cmdline()]
+
+    def cut(self, number: signal.Signals = signal.SIGKILL) -> None:
+        """Kill (or stop) the processes that carry connections; what they started stays."""
+        for process in self.sessions():
+            if process.name().startswith("sshd"):
+                process.send_signal(number)
+
+    def stop(self) -> None:
+        """Nobody listens any more; connections end too."""
+        if self._process.poll() is None:
+            self.cut()
+            self._process.kill()
+            self._process.wait()

@@ -1,0 +1,334 @@
+"""What nodes are sent and what they make of it: the bundle here, its set-up in a home folder made for the test."""
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import time
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from launcher.cluster import bundle as bundles
+from launcher.cluster.bundle import Bundle, WorkdirRefused, make_bundle
+from tests.launcher.node_lock import node_lock
+
+ROOT = Path(__file__).parents[3]
+
+UV = """#!/bin/sh
+# A uv of ours: what the set-up asks of it, done with pip.
+pip="$REAL_PYTHON -m pip --quiet --python"
+case "$1 $2" in
+"venv --quiet") for env; do :; done; exec "$REAL_PYTHON" -m venv --without-pip "$env" ;;
+"pip install") [ "$3 $4" = "--quiet --python" ] || exit 9; on=$5; shift 5; exec $pip "$on" install "$@" ;;
+esac
+exit 9
+"""
+
+
+class Machine:
+    """A home folder, and a wheel or two that stand for what node.lock names: no network, no torch."""
+
+    def __init__(self, folder: Path) -> None:
+        self.home = folder / "home"
+        self.home.mkdir()
+        self.wheels = folder / "wheels"
+        self.wheels.mkdir()
+        self.bin = folder / "bin"
+        self.bin.mkdir()
+        for program in ("sh", "cat", "date", "mkdir", "mv", "rm", "cp", "flock"):
+            (self.bin / program).symlink_to(str(shutil.which(program)))
+        (self.home / "spotrl").mkdir()
+        self.write_wheel("pinned", "1.0")
+
+    def write_wheel(self, name: str, version: str) -> None:
+        info = f"{name}-{version}.dist-info"
+        with zipfile.ZipFile(self.wheels / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
+            wheel.writestr(f"{name}.py", f"version = {version!r}\n")
+            wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+            wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+            wheel.writestr(f"{info}/RECORD", "")
+
+    def has_python(self) -> "Machine":
+        # A script, because a link to an environment's interpreter is not that environment.
+        python = self.bin / "python3.11"
+        python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+        python.chmod(0o755)
+        return self
+
+    def has_uv(self) -> "Machine":
+        uv = self.home / ".local/bin/uv"
+        uv.parent.mkdir(parents=True)
+        uv.write_text(UV)
+        uv.chmod(0o755)
+        return self
+
+    def send(self, bundle: Bundle) -> None:
+        shutil.copytree(bundle.folder, self.home / "spotrl/bundle", dirs_exist_ok=True)
+
+    def start(self, bundle: Bundle) -> "subprocess.Popen[str]":
+        environment = {
+            "HOME": str(self.home),
+            "PATH": str(self.bin),
+            "REAL_PYTHON": sys.executable,
+            "PIP_NO_INDEX": "1",
+            "PIP_FIND_LINKS": str(self.wheels),
+        }
+        return subprocess.Popen(
+            ["/bin/sh", "-c", bundle.setup],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def set_up(self, bundle: Bundle, exit_code: int = 0) -> str:
+        self.send(bundle)
+        process = self.start(bundle)
+        out = process.communicate(timeout=60)[0]
+        assert process.returncode == exit_code, out
+        return out
+
+    @property
+    def env(self) -> Path:
+        return self.home / "spotrl/env"
+
+    def python(self, code: str) -> str:
+        command = [str(self.env / "bin/python"), "-c", code]
+        return subprocess.run(command, cwd=self.home, check=True, capture_output=True, text=True).stdout.strip()
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
+
+
+@pytest.fixture
+def workdir(tmp_path: Path) -> Path:
+    folder = tmp_path / "job"
+    (folder / "mine").mkdir(parents=True)
+    (folder / "job.yaml").write_text("name: x\n")
+    (folder / "prompts.txt").write_text("1234\n")
+    (folder / "mine/reward.py").write_text("def score(pictures, prompts): ...\n")
+    return folder
+
+
+def bundle_of(tmp_path: Path, workdir: Path | None, lock: str = "pinned==1.0\n") -> Bundle:
+    return make_bundle(tmp_path / "bundles", workdir, lock=lock)
+
+
+def sent(bundle: Bundle) -> set[str]:
+    work = bundle.folder / "work"
+    return {path.relative_to(work).as_posix() for path in work.rglob("*") if path.is_file()}
+
+
+# --- the lock -------------------------------------------------------------------------------------
+
+
+def test_node_lock_is_what_the_tests_run_with():
+    assert (ROOT / "engine/node.lock").read_text() == node_lock(), (
+        "python -m tests.launcher.node_lock > engine/node.lock"
+    )
+
+
+def test_node_lock_is_a_part_of_versions_lock():
+    everything = set((ROOT / "engine/versions.lock").read_text().splitlines())
+    pins = {line for line in node_lock().splitlines() if not line.startswith("#")}
+    left = {pin for pin in pins - everything if not pin.startswith("setuptools==")}  # which pip does not list
+    assert not left
+    assert {"torch==2.13.0", "ray==2.60.0"} <= pins
+
+
+def test_a_node_gets_neither_a_cloud_sdk_nor_skypilot():
+    names = {line.partition("==")[0].lower() for line in node_lock().splitlines()}
+    assert not names & {"boto3", "botocore", "google-cloud-compute", "google-auth", "skypilot", "pytest", "moto"}
+
+
+# --- the bundle -----------------------------------------------------------------------------------
+
+
+def test_equal_inputs_are_one_bundle(tmp_path, workdir):
+    one = bundle_of(tmp_path, workdir)
+    os.utime(workdir / "prompts.txt", (0, 0))
+    assert bundle_of(tmp_path, workdir) == one
+    assert make_bundle(tmp_path / "elsewhere", workdir, lock="pinned==1.0\n").digest == one.digest
+    assert [path.name for path in (tmp_path / "bundles").iterdir()] == [one.digest]
+
+
+@pytest.mark.parametrize("change", ["content", "name", "folder", "mode", "lock"])
+def test_any_change_is_another_bundle(tmp_path, workdir, change):
+    one, lock = bundle_of(tmp_path, workdir), "pinned==1.0\n"
+    match change:
+        case "content":
+            (workdir / "prompts.txt").write_text("1235\n")
+        case "name":
+            (workdir / "prompts.txt").rename(workdir / "texts.txt")
+        case "folder":
+            (workdir / "mine").rename(workdir / "yours")
+        case "mode":
+            (workdir / "prompts.txt").chmod(0o755)
+        case "lock":
+            lock = "pinned==1.1\n"
+    assert bundle_of(tmp_path, workdir, lock).digest != one.digest
+
+
+def test_our_wheel_is_a_wheel(tmp_path):
+    (wheel,) = bundle_of(tmp_path, None).folder.glob("spotrl-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        assert archive.testzip() is None
+        assert archive.read("engine/node.lock") == (ROOT / "engine/node.lock").read_bytes()
+    assert {"engine/runtime/agent.py", "engine/runtime/window.py", "launcher/cluster/set_up_node.sh"} <= set(names)
+    assert any(name.endswith(".safetensors") for name in names)
+    assert not [name for name in names if "__pycache__" in name or name.startswith("tests/")]
+
+
+def test_our_wheel_has_all_our_packages():
+    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]["find"]["include"]
+    assert sorted(bundles.PACKAGES) == sorted(pattern.rstrip("*") for pattern in patterns)
+
+
+def test_what_begins_with_a_dot_stays_at_home(tmp_path, workdir):
+    for name in (".env", ".aws/credentials", ".git/config", ".venv/x.py", "mine/__pycache__/reward.pyc"):
+        (workdir / name).parent.mkdir(exist_ok=True)
+        (workdir / name).write_text("secret")
+    (workdir / "environment/lib").mkdir(parents=True)
+    (workdir / "environment/pyvenv.cfg").write_text("")
+    (workdir / "environment/lib/torch.py").write_text("")
+    assert sent(bundle_of(tmp_path, workdir)) == {"job.yaml", "prompts.txt", "mine/reward.py"}
+
+
+def test_the_bundle_is_for_its_owner_alone(tmp_path, workdir):
+    bundle = bundle_of(tmp_path, workdir)
+    assert (tmp_path / "bundles").stat().st_mode & 0o077 == 0
+    assert (bundle.folder / "work/prompts.txt").stat().st_mode & 0o077 == 0
+
+
+def test_a_link_to_a_file_is_sent_as_the_file(tmp_path, workdir):
+    (tmp_path / "far.txt").write_text("far")
+    (workdir / "near.txt").symlink_to(tmp_path / "far.txt")
+    copied = bundle_of(tmp_path, workdir).folder / "work/near.txt"
+    assert copied.read_text() == "far"
+    assert not copied.is_symlink()
+
+
+def test_a_link_to_a_folder_is_refused_by_name(tmp_path, workdir):
+    (workdir / "loop").symlink_to(workdir)
+    with pytest.raises(WorkdirRefused, match="loop is a link"):
+        bundle_of(tmp_path, workdir)
+    assert not list((tmp_path / "bundles").iterdir())
+
+
+def test_a_private_key_is_refused_by_name(tmp_path, workdir):
+    (workdir / "robot.json").write_text('{"private_key": "-----BEGIN PRIVATE KEY-----\\nMII"}')
+    with pytest.raises(WorkdirRefused, match=r"robot\.json holds a private key"):
+        bundle_of(tmp_path, workdir)
+
+
+def test_a_home_folder_is_refused(tmp_path, workdir, monkeypatch):
+    monkeypatch.setenv("HOME", str(workdir / "mine"))
+    with pytest.raises(WorkdirRefused, match="whole home folder"):
+        bundle_of(tmp_path, workdir)
+
+
+def test_a_large_folder_is_refused_and_named(tmp_path, workdir):
+    (workdir / "pictures").mkdir()
+    with (workdir / "pictures/all.bin").open("wb") as file:
+        file.truncate(bundles.MOST_BYTES + 1)  # a hole: it takes no room
+    with pytest.raises(WorkdirRefused, match=r"most of it in pictures \(200 MB\).*at most 200 MB"):
+        bundle_of(tmp_path, workdir)
+
+
+def test_an_installed_wheel_makes_the_bundle_that_it_came_with(tmp_path):
+    """A user without a checkout launches the same code."""
+    bundle = bundle_of(tmp_path, None)
+    (wheel,) = bundle.folder.glob("spotrl-*.whl")
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "install", "--no-deps", "--no-index"]
+    subprocess.run([*pip, "--target", str(tmp_path / "site"), str(wheel)], check=True)
+    code = f"""
+import launcher
+from pathlib import Path
+from launcher.cluster.bundle import make_bundle
+print(launcher.__file__, make_bundle(Path({str(tmp_path / "theirs")!r}), None, lock="pinned==1.0\\n").digest)
+"""
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
+    command = [sys.executable, "-P", "-c", code]
+    out = subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True, text=True).stdout
+    assert out.split() == [str(tmp_path / "site/launcher/__init__.py"), bundle.digest]
+
+
+# --- the set-up -----------------------------------------------------------------------------------
+
+
+def test_a_machine_becomes_a_node_and_the_second_run_has_nothing_to_do(tmp_path, machine, workdir):
+    bundle = bundle_of(tmp_path, workdir)
+    machine.has_python().set_up(bundle)
+    assert (machine.env / ".digest").read_text() == bundle.digest
+    assert machine.python("import pinned, engine.clock; print(pinned.version)") == "1.0"
+    assert (machine.home / "spotrl/work/mine/reward.py").exists()
+    began = time.monotonic()
+    assert "there already" in machine.set_up(bundle)
+    assert time.monotonic() - began < 2
+
+
+def test_another_prompt_file_installs_nothing_anew(tmp_path, machine, workdir):
+    machine.has_uv().set_up(bundle_of(tmp_path, workdir))
+    (machine.env / "witness").touch()
+    (workdir / "prompts.txt").write_text("9876\n")
+    bundle = bundle_of(tmp_path, workdir)
+    assert "the environment is there already" in machine.set_up(bundle)
+    assert (machine.env / "witness").exists()
+    assert (machine.home / "spotrl/work/prompts.txt").read_text() == "9876\n"
+    assert (machine.env / ".digest").read_text() == bundle.digest
+
+
+def test_uv_is_used_where_it_is_and_another_lock_is_a_new_environment(tmp_path, machine):
+    machine.has_uv().set_up(bundle_of(tmp_path, None))
+    assert machine.python("import pinned; print(pinned.version)") == "1.0"
+    machine.write_wheel("pinned", "2.0")
+    (machine.env / "witness").touch()
+    machine.set_up(bundle_of(tmp_path, None, "pinned==2.0\n"))
+    assert machine.python("import pinned; print(pinned.version)") == "2.0"
+    assert not (machine.env / "witness").exists()
+
+
+def test_a_run_that_was_killed_is_done_again_and_two_at_once_are_one(tmp_path, machine):
+    bundle = bundle_of(tmp_path, None)
+    machine.has_python().send(bundle)
+    first = machine.start(bundle)
+    until = time.monotonic() + 20
+    while not (machine.env / "bin").exists():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    os.killpg(first.pid, 9)
+    first.communicate()
+    assert not (machine.env / ".digest").exists()
+    two = [machine.start(bundle), machine.start(bundle)]
+    said = sorted(process.communicate(timeout=60)[0].splitlines()[-1] for process in two)
+    assert [process.returncode for process in two] == [0, 0], said
+    assert "done" in said[0] + said[1]
+    assert sum("there already" in line for line in said) == 1
+    assert machine.python("import pinned; print(pinned.version)") == "1.0"
+
+
+def test_a_lock_that_cannot_be_installed_fails_with_words_and_leaves_no_digest(tmp_path, machine):
+    out = machine.has_uv().set_up(bundle_of(tmp_path, None, "pinned==7.7\n"), exit_code=1)
+    assert "No matching distribution found for pinned==7.7" in out
+    assert "while what node.lock names was installed" in out.splitlines()[-1]
+    assert not (machine.env / ".digest").exists()
+
+
+def test_an_image_without_python_is_told_what_it_lacks(tmp_path, machine):
+    out = machine.set_up(bundle_of(tmp_path, None), exit_code=1)
+    assert "neither uv nor Python 3.11" in out.splitlines()[-1]
+
+
+def test_the_digest_of_a_bundle_does_not_depend_on_its_zip(tmp_path):
+    """The wheel is made of stored files dated at the epoch, so its bytes are those of the code."""
+    (one,) = bundle_of(tmp_path / "a", None).folder.glob("*.whl")
+    (two,) = bundle_of(tmp_path / "b", None).folder.glob("*.whl")
+    assert hashlib.sha256(one.read_bytes()).digest() == hashlib.sha256(two.read_bytes()).digest()

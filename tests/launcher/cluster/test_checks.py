@@ -1,0 +1,620 @@
+"""What `spotrl check` finds, and how it is told: one line a check, in words, and an exit code for scripts."""
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from functools import partial
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+from botocore.exceptions import ClientError
+
+from engine.events import Market
+from launcher.cluster.checks import (
+    Check,
+    Verdict,
+    bucket,
+    clock,
+    cloud_lines,
+    ending,
+    failed,
+    job_lines,
+    need_of,
+    of_job,
+    one_will_do,
+    permissions,
+    prices,
+    programs,
+    quotas,
+    run_checks,
+    skypilot,
+    skypilot_config,
+)
+from launcher.cluster.clouds.aws_limits import AwsLimits, quota_code
+from launcher.cluster.clouds.base import CloudRefused, CloudUnreachable
+from launcher.cluster.clouds.gce_limits import GceLimits
+from launcher.cluster.clouds.limits import Permissions, Quota
+from launcher.exit_codes import ExitCode, Failure
+from launcher.job import load_job
+from launcher.market.machines import MACHINES, machine_of
+from launcher.placement.moves import Option, SiteOptions
+from launcher.placement.placement import Placement
+from launcher.placement.plan import Plan, Slot
+from tests.launcher.cluster.fake_cloud import FakeCloud
+
+NOW_MS = 1_795_000_000_000
+MINUTE_MS = 60_000
+
+
+def placement(**more: object) -> Placement:
+    known = {"cloud": "aws", "region": "us-east-2", "zone": "us-east-2a", "instance_type": "g6.xlarge", "gpus": 1}
+    priced = {"accelerator": "L4", "market": Market.ON_DEMAND, "micro_usd_per_hour": 800_000, "price_source": "made up"}
+    seen = datetime.fromtimestamp(NOW_MS / 1000, UTC).isoformat()
+    return Placement(**{**known, **priced, "price_observed_at": seen, **more})  # type: ignore[arg-type]
+
+
+def option(**more: object) -> Option:
+    return Option(placement=placement(**more), on_demand_micro_usd_per_hour=800_000)
+
+
+def site(cloud: str = "aws", region: str = "us-east-2", **more: object) -> SiteOptions:
+    where = {"cloud": cloud, "region": region, "zone": f"{region}a", **more}
+    spot = option(**where, market=Market.SPOT)
+    return SiteOptions(cloud=cloud, region=region, trainer=(option(**where),), rollout=(spot,))
+
+
+def plan(*sites: SiteOptions, spot_nodes: int = 2) -> Plan:
+    spot = placement(market=Market.SPOT)
+    slots = [Slot(name="trainer", role="trainer", placement=placement(), on_demand_micro_usd_per_hour=800_000)]
+    slots += [
+        Slot(name=f"spot-{number}", role="rollout", placement=spot, on_demand_micro_usd_per_hour=800_000)
+        for number in range(spot_nodes)
+    ]
+    return Plan(
+        region="us-east-2",
+        slots=tuple(slots),
+        max_total_micro_usd=100_000_000,
+        max_hourly_micro_usd=10_000_000,
+        sites=sites or (site(),),
+    )
+
+
+@dataclass
+class FakeLimits:
+    """Says what it was told to say. A quota that is no key of `has` is not told."""
+
+    cloud: str = "aws"
+    off_ms: int = 0
+    said: Permissions = field(default_factory=Permissions)
+    has: dict[str, dict[str, Quota]] = field(default_factory=dict)
+    silent: set[str] = field(default_factory=set)
+    where: str = "us-east-2"
+
+    def clock_ms(self) -> int:
+        return NOW_MS + self.off_ms
+
+    def permissions(self) -> Permissions:
+        return self.said
+
+    def draws_on(self, want: Placement) -> Mapping[str, int]:
+        return {} if want.instance_type == "odd" else {f"vcpus-{want.market.value}": 4}
+
+    def quotas(self, region: str, names: Collection[str]) -> Mapping[str, Quota]:
+        if region in self.silent:
+            raise CloudUnreachable(f"{region} did not answer; it is asked again")
+        return {name: quota for name, quota in self.has.get(region, {}).items() if name in names}
+
+    def bucket_region(self, url: str) -> str:
+        if not self.where:
+            raise CloudRefused("you may not ask")
+        return self.where
+
+
+def enough(on_demand: int = 8, spot: int = 8, used: int = 0) -> dict[str, Quota]:
+    return {
+        "vcpus-on_demand": Quota(name="vcpus-on_demand", title="Running G", limit=on_demand, used=used),
+        "vcpus-spot": Quota(name="vcpus-spot", title="Spot G", limit=spot, used=used),
+    }
+
+
+def verdicts(checks: Sequence[Check]) -> list[str]:
+    return [check.verdict.value for check in checks]
+
+
+# --- lines -------------------------------------------------------------------------------------------
+
+
+def test_every_check_is_made_and_one_that_cannot_be_hides_no_other():
+    def breaks() -> list[Check]:
+        raise Failure("the bucket is not there; make it")
+
+    good = Check(what="job", verdict=Verdict.OK, found="fine")
+    checks = run_checks([("bucket", breaks), ("job", lambda: [good])])
+    assert checks[0] == Check(what="bucket", verdict=Verdict.FAIL, found="the bucket is not there", remedy="make it")
+    assert checks[1] == good
+
+
+def test_a_check_that_breaks_says_so_and_hides_no_other():
+    def breaks() -> list[Check]:
+        raise KeyError("quota")
+
+    checks = run_checks([("quotas", breaks), ("programs", programs)])
+    assert checks[0].found == "this check itself failed (KeyError: 'quota')"
+    assert checks[1].what == "programs"
+
+
+def test_a_silent_cloud_is_not_said_to_be_asked_again():
+    line = failed("aws clock", CloudUnreachable("aws did not answer; it is asked again"))
+    assert (line.found, line.remedy) == ("aws did not answer", "see that it can be reached from here, then check again")
+
+
+def fail(code: ExitCode, verdict: Verdict = Verdict.FAIL) -> Check:
+    return Check(what="x", verdict=verdict, found="", code=code)
+
+
+@pytest.mark.parametrize(
+    ("checks", "code"),
+    [
+        ([fail(ExitCode.FAILURE, Verdict.OK), fail(ExitCode.CREDENTIALS, Verdict.WARN)], ExitCode.OK),
+        ([fail(ExitCode.FAILURE), fail(ExitCode.INVALID_JOB), fail(ExitCode.CREDENTIALS)], ExitCode.CREDENTIALS),
+        ([fail(ExitCode.STALE_CATALOG), fail(ExitCode.INVALID_JOB)], ExitCode.INVALID_JOB),
+        ([fail(ExitCode.STALE_CATALOG)], ExitCode.FAILURE),
+        ([], ExitCode.OK),
+    ],
+)
+def test_the_exit_code_is_that_of_the_worst_fault(checks, code):
+    assert ending(checks) is code
+
+
+# --- this machine ------------------------------------------------------------------------------------
+
+
+def test_ssh_and_rsync_are_looked_for(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert programs()[0].found == "no ssh and no rsync here"
+    for name in ("ssh", "rsync"):
+        (tmp_path / name).touch(0o755)
+    assert verdicts(programs()) == ["OK"]
+
+
+def test_another_skypilot_than_the_tested_one_is_a_warning_and_none_a_fault():
+    def none(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    assert verdicts(skypilot(lambda name: "0.14.1")) == ["OK"]
+    assert verdicts(skypilot(lambda name: "0.15.0")) == ["WARN"]
+    assert verdicts(skypilot(none)) == ["FAIL"]
+
+
+def test_a_users_skypilot_configuration_that_gets_in_the_way_is_shown(tmp_path):
+    (tmp_path / ".sky").mkdir()
+    (tmp_path / ".sky" / "config.yaml").write_text("aws:\n  vpc_name: ours\n  remote_identity: LOCAL_CREDENTIALS\n")
+    (tmp_path / ".sky.yaml").write_text("admin_policy: our.policy\n")
+    checks = skypilot_config({"HOME": str(tmp_path)}, tmp_path)
+    assert verdicts(checks) == ["WARN"] * 3
+    assert [check.found.partition(":")[0] for check in checks] == [
+        "aws.vpc_name is 'ours'",
+        "aws.remote_identity is 'LOCAL_CREDENTIALS'",
+        "admin_policy is 'our.policy'",
+    ]
+    assert checks[0].remedy.startswith("take it out of")
+    assert checks[1].remedy == ""  # ours wins, so there is nothing to do
+
+
+@pytest.mark.parametrize(
+    ("text", "verdict"), [("", "OK"), ("kubernetes: {ports: ingress}\n", "OK"), ("a: [\n", "WARN")]
+)
+def test_other_configuration_is_left_alone(tmp_path, text, verdict):
+    (tmp_path / "other.yaml").write_text(text)
+    environ = {"HOME": str(tmp_path), "SKYPILOT_GLOBAL_CONFIG": str(tmp_path / "other.yaml")}
+    assert verdicts(skypilot_config(environ, tmp_path)) == [verdict]
+
+
+# --- a cloud -----------------------------------------------------------------------------------------
+
+
+def test_a_cloud_that_knows_us_is_asked_everything():
+    lines = cloud_lines(FakeCloud(), FakeLimits(), lambda: NOW_MS)
+    assert [line.what for line in lines] == ["aws credentials", "aws clock", "aws permissions"]
+    assert verdicts(lines) == ["OK"] * 3
+    assert "user/ada in 123456789012" in lines[0].found
+
+
+def test_without_credentials_the_rest_is_not_asked_and_the_code_is_that_of_credentials():
+    (line,) = cloud_lines(FakeCloud(who=None), FakeLimits(), lambda: NOW_MS)
+    assert (line.verdict, line.code) == (Verdict.FAIL, ExitCode.CREDENTIALS)
+
+
+def test_a_clock_that_is_why_signatures_are_refused_is_said():
+    lines = cloud_lines(FakeCloud(who=None), FakeLimits(off_ms=-6 * MINUTE_MS), lambda: NOW_MS)
+    assert [line.what for line in lines] == ["aws credentials", "aws clock"]
+    assert lines[1].found == "6m away from ours"
+
+
+@pytest.mark.parametrize(
+    ("off_ms", "verdict"), [(30_000, "OK"), (-30_000, "OK"), (4 * MINUTE_MS, "WARN"), (-301_000, "FAIL")]
+)
+def test_a_clock_more_than_five_minutes_off_is_a_fault(off_ms, verdict):
+    assert clock(FakeLimits(off_ms=off_ms), lambda: NOW_MS).verdict.value == verdict
+
+
+def test_missing_permissions_are_named_as_far_as_a_line_goes():
+    many = Permissions(missing=tuple(f"ec2:Do{number}" for number in range(8)))
+    line = permissions(FakeLimits(said=many))
+    assert line.code is ExitCode.CREDENTIALS
+    assert line.found == "not allowed: ec2:Do0, ec2:Do1, ec2:Do2, ec2:Do3, ec2:Do4, ec2:Do5 and 2 more"
+    assert "--print-policy aws" in line.remedy
+
+
+def test_permissions_that_nobody_can_say_are_a_warning():
+    line = permissions(FakeLimits(said=Permissions(unsaid=("iam:PassRole",), why="you may not simulate")))
+    assert line.verdict is Verdict.WARN
+    assert "1 could not be asked about (you may not simulate)" in line.found
+
+
+def test_a_cloud_that_nobody_named_may_be_unknown_where_another_knows_us():
+    lines = [
+        *cloud_lines(FakeCloud(), FakeLimits(), lambda: NOW_MS),
+        *cloud_lines(FakeCloud(cloud="gcp", who=None), FakeLimits(cloud="gcp"), lambda: NOW_MS),
+    ]
+    assert ending(lines) is ExitCode.CREDENTIALS
+    assert ending(one_will_do(lines)) is ExitCode.OK
+    assert ending(one_will_do(lines[3:])) is ExitCode.CREDENTIALS
+
+
+# --- quotas ------------------------------------------------------------------------------------------
+
+
+def test_a_cluster_needs_the_sum_of_its_machines():
+    need = need_of(site(), 3, FakeLimits().draws_on)
+    assert (need.trainer, need.whole) == ({"vcpus-on_demand": 4}, {"vcpus-on_demand": 4, "vcpus-spot": 12})
+
+
+def test_enough_quota_reads_as_needed_of_free():
+    (line,) = quotas(plan(), {"aws": FakeLimits(has={"us-east-2": enough(spot=16, used=4)})})
+    assert line.verdict is Verdict.OK
+    assert line.found == "Running G: 4 of 4, Spot G: 8 of 12"
+
+
+def test_too_little_spot_quota_leaves_a_run_without_its_spot_nodes():
+    (line,) = quotas(plan(), {"aws": FakeLimits(has={"us-east-2": enough(spot=4)})})
+    assert line.verdict is Verdict.WARN
+    assert line.found == "Spot G (vcpus-spot) needs 8, has 4 free of 4: spot nodes would be missing"
+    assert line.remedy.endswith("quotas?region=us-east-2")
+
+
+def test_a_trainer_that_fits_elsewhere_is_a_warning_and_nowhere_a_fault():
+    sites = [site(), site(region="us-west-2")]
+    none, some = {"us-east-2": enough(on_demand=0)}, {"us-west-2": enough()}
+    here = quotas(plan(*sites), {"aws": FakeLimits(has={**none, **some})})
+    assert verdicts(here) == ["WARN", "OK"]
+    nowhere = quotas(plan(*sites), {"aws": FakeLimits(has={**none, "us-west-2": enough(on_demand=3)})})
+    assert verdicts(nowhere) == ["WARN", "WARN", "FAIL"]
+    assert nowhere[-1].found == "the trainer fits into no quota of 2 regions"
+
+
+def test_quotas_that_are_not_told_are_not_taken_for_none():
+    odd = plan(site(instance_type="odd"), site(region="us-west-2"), site(region="eu-west-1"))
+    lines = quotas(odd, {"aws": FakeLimits(silent={"us-west-2"})})
+    assert verdicts(lines) == ["WARN"] * 3
+    assert lines[0].found == "not told for on_demand odd, spot odd"
+    assert "did not answer" in lines[1].found
+    assert lines[2].found == "not told for vcpus-on_demand, vcpus-spot"
+
+
+def test_only_clouds_that_may_be_bought_from_are_asked():
+    assert quotas(plan(site("gcp", "us-central1")), {"aws": FakeLimits()}) == []
+
+
+@pytest.mark.parametrize("machine", [m for m in MACHINES if m.cloud == "aws"], ids=lambda m: m.instance_type)
+@pytest.mark.parametrize("market", Market)
+def test_every_aws_machine_that_we_know_has_a_quota_of_its_family(machine, market):
+    spot = market is Market.SPOT
+    by_family = {
+        "g": "L-3819A6DF" if spot else "L-DB2E81BA",
+        "p": "L-7212CCBC" if spot else "L-417A185B",
+    }
+    expected: str | None = by_family[machine.instance_type[0]]
+    if spot and machine.instance_type.startswith("p5"):
+        expected = "L-C4BD4855"
+    if spot and machine.instance_type.startswith("p6"):
+        expected = None  # not told by the lists that there are, so not guessed
+    assert quota_code(machine.instance_type, market) == expected
+
+
+def test_types_without_a_gpu_have_the_standard_quota():
+    assert quota_code("m6i.large", Market.ON_DEMAND) == "L-1216C47A"
+    assert quota_code("t3.large", Market.SPOT) == "L-34B43A08"
+    assert quota_code("trn1.2xlarge", Market.SPOT) is None
+    assert quota_code("inf2.xlarge", Market.SPOT) is None
+
+
+@pytest.mark.parametrize(
+    ("instance_type", "market", "draws"),
+    [
+        ("g2-standard-48", Market.ON_DEMAND, {"NVIDIA_L4_GPUS": 4, "GPUS_ALL_REGIONS": 4}),
+        ("g2-standard-4", Market.SPOT, {"PREEMPTIBLE_NVIDIA_L4_GPUS": 1, "GPUS_ALL_REGIONS": 1}),
+        ("a2-ultragpu-1g", Market.SPOT, {"PREEMPTIBLE_NVIDIA_A100_80GB_GPUS": 1, "GPUS_ALL_REGIONS": 1}),
+        ("a3-highgpu-8g", Market.SPOT, {"PREEMPTIBLE_NVIDIA_H100_GPUS": 8, "GPUS_ALL_REGIONS": 8}),
+        ("a3-highgpu-8g", Market.ON_DEMAND, {}),
+        ("a4-highgpu-8g", Market.SPOT, {}),
+    ],
+)
+def test_google_counts_gpus_by_model_and_over_all_regions(instance_type, market, draws):
+    machine = machine_of("gcp", instance_type)
+    assert machine is not None
+    want = placement(
+        cloud="gcp", instance_type=instance_type, market=market, gpus=machine.gpus, accelerator=machine.accelerator
+    )
+    assert GceLimits({}).draws_on(want) == draws
+
+
+# --- buckets, prices, the job ------------------------------------------------------------------------
+
+
+def test_a_bucket_in_another_region_is_a_warning_because_traffic_is_paid_for():
+    near = partial(bucket, "aws", "s3://mine/runs", plan(), try_it=lambda url: None)
+    assert verdicts(near(FakeLimits())) == ["OK"]
+    far = near(FakeLimits(where="eu-west-1"))
+    assert verdicts(far) == ["OK", "WARN"]
+    assert "is in eu-west-1, and the run would begin in us-east-2" in far[1].found
+    assert verdicts(near(FakeLimits(where=""))) == ["OK", "WARN"]
+
+
+def test_a_bucket_of_a_continent_is_near_all_its_regions():
+    look = partial(bucket, "gcp", "gs://mine", plan(site("gcp", "us-central1")), try_it=lambda url: None)
+    assert verdicts(look(FakeLimits(where="us"))) == ["OK"]
+    assert verdicts(look(FakeLimits(where="eu"))) == ["OK", "WARN"]
+
+
+def test_a_bucket_that_cannot_be_written_is_a_fault():
+    def no(url: str) -> None:
+        raise Failure(f"{url} may not be written; ask its owner")
+
+    look = partial(bucket, "aws", "s3://mine", plan(), FakeLimits(), no)
+    assert run_checks([("aws bucket", look)])[0].remedy == "ask its owner"
+
+
+@pytest.mark.parametrize(("days", "verdict"), [(0, "OK"), (10, "WARN"), (40, "FAIL")])
+def test_the_oldest_price_counts(days, verdict):
+    seen = datetime.fromtimestamp((NOW_MS - days * 86_400_000) / 1000, UTC).isoformat()
+    whole = plan()
+    old = replace(whole.slots[0], placement=placement(price_observed_at=seen))
+    assert verdicts(prices(replace(whole, slots=(old, *whole.slots[1:])), NOW_MS)) == [verdict]
+
+
+JOB = """
+name: digits
+infra: aws
+iterations: 30
+model: digits-ocr
+prompts: digits
+reward: ocr
+secrets: [HF_TOKEN]
+store: {aws: s3://mine/runs}
+budget: {max_total: $100, max_hourly: $10}
+"""
+
+
+def a_job(folder: Path, text: str = JOB):
+    (folder / "job.yaml").write_text(text)
+    return load_job(folder / "job.yaml")
+
+
+def test_a_job_that_lacks_nothing_is_one_line(tmp_path):
+    (line,) = job_lines(a_job(tmp_path), plan(), {"HF_TOKEN": "x"}, tmp_path)
+    assert line.verdict is Verdict.OK
+    assert "secrets HF_TOKEN set" in line.found
+
+
+def test_everything_that_a_job_lacks_is_said_at_once(tmp_path):
+    job = a_job(tmp_path, JOB.replace("budget: {max_total: $100, max_hourly: $10}", "budget: {max_total: $100}"))
+    lines = job_lines(job, plan(), {}, tmp_path)
+    assert verdicts(lines) == ["FAIL", "FAIL"]
+    assert ending(lines) is ExitCode.INVALID_JOB
+    assert "max_hourly" in lines[0].found
+    assert "HF_TOKEN" in lines[1].found
+
+
+def test_a_job_is_checked_from_end_to_end(tmp_path):
+    asks = of_job(
+        a_job(tmp_path),
+        plan(),
+        {"aws": FakeLimits(has={"us-east-2": enough()})},
+        runs=tmp_path,
+        now_ms=lambda: NOW_MS,
+        ssh_from=lambda: "203.0.113.7/32",
+        environ={"HF_TOKEN": "x"},
+        try_bucket=lambda url: None,
+    )
+    checks = run_checks(asks)
+    assert [check.what for check in checks] == ["job", "prices", "ssh from", "aws bucket", "quota aws/us-east-2"]
+    assert ending(checks) is ExitCode.OK
+
+
+# --- AWS's answers -----------------------------------------------------------------------------------
+
+
+def refused(code: str, operation: str = "Any") -> ClientError:
+    metadata: Any = {"HTTPHeaders": {"date": "Sun, 22 Nov 2026 13:00:00 GMT"}, "HTTPStatusCode": 403}
+    return ClientError({"Error": {"Code": code, "Message": "no"}, "ResponseMetadata": metadata}, operation)
+
+
+@dataclass
+class FakeAws:
+    """As much of a client as is asked: what it allows, its quotas, its instances."""
+
+    denied: set[str] = field(default_factory=set)
+    may_simulate: bool = True
+    may_sign: bool = True
+    limits: dict[str, int] = field(default_factory=dict)
+    defaults: dict[str, int] = field(default_factory=dict)
+    instances: list[dict[str, Any]] = field(default_factory=list)
+    asked: list[dict[str, Any]] = field(default_factory=list)
+    arn: str = "arn:aws:sts::123456789012:assumed-role/launcher/session"
+
+    def get_caller_identity(self) -> dict[str, Any]:
+        if not self.may_sign:
+            raise refused("SignatureDoesNotMatch")
+        metadata = {"HTTPHeaders": {"date": "Sun, 22 Nov 2026 13:00:00 GMT"}}
+        return {"Account": "123456789012", "Arn": self.arn, "ResponseMetadata": metadata}
+
+    def get_paginator(self, name: str) -> "FakeAws":
+        return self
+
+    def paginate(self, **asked: Any) -> list[dict[str, Any]]:
+        self.asked.append(asked)
+        if "ActionNames" not in asked:
+            return [{"Reservations": [{"Instances": self.instances}]}]
+        if not self.may_simulate:
+            raise refused("AccessDenied")
+        results = [
+            {"EvalActionName": name, "EvalDecision": "implicitDeny" if name in self.denied else "allowed"}
+            for name in asked["ActionNames"]
+        ]
+        return [{"EvaluationResults": results}]
+
+    def get_service_quota(self, *, ServiceCode: str, QuotaCode: str) -> dict[str, Any]:
+        return self._quota(self.limits, QuotaCode)
+
+    def get_aws_default_service_quota(self, *, ServiceCode: str, QuotaCode: str) -> dict[str, Any]:
+        return self._quota(self.defaults, QuotaCode)
+
+    def _quota(self, known: dict[str, int], code: str) -> dict[str, Any]:
+        if code not in known:
+            raise refused("NoSuchResourceException")
+        return {"Quota": {"Value": float(known[code])}}
+
+    def _dry(self, action: str) -> None:
+        raise refused("UnauthorizedOperation" if action in self.denied else "DryRunOperation")
+
+    def run_instances(self, **_: Any) -> None:
+        self._dry("ec2:RunInstances")
+
+    def terminate_instances(self, **_: Any) -> None:
+        self._dry("ec2:TerminateInstances")
+
+    def create_security_group(self, **_: Any) -> None:
+        self._dry("ec2:CreateSecurityGroup")
+
+    def describe_instances(self, **_: Any) -> None:
+        self._dry("ec2:DescribeInstances")
+
+    def describe_volumes(self, **_: Any) -> None:
+        self._dry("ec2:DescribeVolumes")
+
+
+def aws(**more: Any) -> tuple[AwsLimits, FakeAws]:
+    client = FakeAws(**more)
+    return AwsLimits(lambda service, region: client), client
+
+
+def test_iam_is_asked_of_the_role_on_the_resources_of_the_policy():
+    limits, client = aws(denied={"iam:PassRole"})
+    assert limits.permissions() == Permissions(missing=("iam:PassRole",))
+    assert {asked["PolicySourceArn"] for asked in client.asked} == {"arn:aws:iam::123456789012:role/launcher"}
+    (passing,) = [asked for asked in client.asked if "iam:PassRole" in asked["ActionNames"]]
+    assert passing["ResourceArns"] == ["arn:aws:iam::123456789012:role/spotrl/*"]
+
+
+def test_what_iam_does_not_say_is_tried_without_doing_it():
+    limits, _ = aws(may_simulate=False, denied={"ec2:RunInstances"})
+    said = limits.permissions()
+    assert said.missing == ("ec2:RunInstances",)
+    assert "iam:PassRole" in said.unsaid
+    assert "SimulatePrincipalPolicy" in said.why
+
+
+def test_the_clock_is_read_even_from_a_refusal():
+    at_ms = round(datetime(2026, 11, 22, 13, tzinfo=UTC).timestamp() * 1000)
+    for may_sign in (True, False):
+        limits, _ = aws(may_sign=may_sign)
+        assert limits.clock_ms() == at_ms
+
+
+def instance(type_: str, vcpus: int, **more: Any) -> dict[str, Any]:
+    return {"InstanceType": type_, "CpuOptions": {"CoreCount": vcpus // 2, "ThreadsPerCore": 2}, **more}
+
+
+def test_vcpus_of_what_runs_are_taken_from_the_quota_of_its_family_and_market():
+    limits, _ = aws(
+        limits={"L-DB2E81BA": 16},
+        defaults={"L-3819A6DF": 0},
+        instances=[
+            instance("g5.2xlarge", 8),
+            instance("g6.xlarge", 4, InstanceLifecycle="spot"),
+            instance("m6i.large", 2),
+        ],
+    )
+    found = limits.quotas("us-east-2", ["L-DB2E81BA", "L-3819A6DF", "L-C4BD4855"])
+    assert {code: (quota.limit, quota.used, quota.free) for code, quota in found.items()} == {
+        "L-DB2E81BA": (16, 8, 8),
+        "L-3819A6DF": (0, 4, 0),
+    }
+    assert limits.draws_on(placement(instance_type="g6.12xlarge")) == {"L-DB2E81BA": 48}
+
+
+# --- Google's answers --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def google():
+    """A project over HTTP: its quotas, and every permission but one."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def log_message(self, *_: object) -> None:
+            pass
+
+        def _say(self, answer: Mapping[str, Any]) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps(answer).encode())
+
+        def do_HEAD(self) -> None:
+            self.send_response(404)
+            self.end_headers()
+
+        def do_GET(self) -> None:
+            metrics = {"NVIDIA_L4_GPUS": (1.0, 1.0)} if "/regions/" in self.path else {"GPUS_ALL_REGIONS": (4.0, 1.0)}
+            rows = [{"metric": name, "limit": limit, "usage": used} for name, (limit, used) in metrics.items()]
+            self._say({"quotas": rows})
+
+        def do_POST(self) -> None:
+            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["permissions"]
+            self._say({"permissions": [name for name in asked if name != "compute.instances.create"]})
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    url = f"http://127.0.0.1:{server.server_port}"
+    yield GceLimits(
+        {
+            "SPOTRL_GCP_COMPUTE_ENDPOINT": url,
+            "SPOTRL_GCP_RESOURCE_MANAGER_ENDPOINT": url,
+            "GOOGLE_CLOUD_PROJECT": "mine",
+        }
+    )
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_google_says_what_is_missing(google):
+    assert google.permissions() == Permissions(missing=("compute.instances.create",))
+
+
+def test_google_tells_quotas_of_the_region_and_of_all(google):
+    found = google.quotas("us-central1", ["NVIDIA_L4_GPUS", "GPUS_ALL_REGIONS"])
+    assert {name: (quota.limit, quota.free) for name, quota in found.items()} == {
+        "NVIDIA_L4_GPUS": (1, 0),
+        "GPUS_ALL_REGIONS": (4, 3),
+    }
+
+
+def test_google_says_what_time_it_is(google):
+    assert abs(google.clock_ms() - datetime.now(UTC).timestamp() * 1000) < 5_000

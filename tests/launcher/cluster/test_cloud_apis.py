@@ -1,0 +1,397 @@
+"""The clouds' own APIs: what is found by label, why it ended, what is made for a run and that all of it goes again.
+
+AWS is moto in this process; Google Cloud is our own slice of it (tests/fakes/clouds), over HTTP on loopback.
+"""
+
+import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import parse_qsl, urlsplit
+
+import boto3
+import pytest
+from moto import mock_aws
+
+from engine.events import Market
+from launcher.cluster.clouds.aws import AwsApi, node_policy
+from launcher.cluster.clouds.base import CloudRefused, CloudUnreachable, MachineState
+from launcher.cluster.clouds.build import build_cloud_api
+from launcher.cluster.clouds.gce import GceApi, node_conditions
+from launcher.cluster.clouds.labels import run_name, slug
+from tests.fakes.clouds.addresses import PROJECT, Pool
+from tests.fakes.clouds.faults import Faults
+from tests.fakes.clouds.gce import Gce, LostReply, Refused
+
+FROM = "203.0.113.7/32"
+
+
+# --- names ----------------------------------------------------------------------------------------------
+
+
+def test_names_fit_every_cloud():
+    assert slug("Alice.Smith@Example.com") == "alice-smith-example-com"
+    assert run_name("ocr-1") == "spotrl-ocr-1"
+    long = [run_name(f"a-run-with-quite-a-long-name-{n}", limit=30) for n in range(3)]
+    assert [len(name) for name in long] == [30, 30, 30]
+    assert len(set(long)) == 3
+
+
+def test_a_cloud_is_built_by_its_name():
+    assert (build_cloud_api("aws").cloud, build_cloud_api("gcp", {}).cloud) == ("aws", "gcp")
+    with pytest.raises(ValueError, match="there are aws and gcp"):
+        build_cloud_api("azure")
+
+
+# --- AWS ------------------------------------------------------------------------------------------------
+
+REGION = "us-east-1"
+
+
+@pytest.fixture
+def aws(monkeypatch):
+    for name, value in {
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_DEFAULT_REGION": REGION,
+    }.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("AWS_ENDPOINT_URL", raising=False)
+    with mock_aws():
+        yield AwsApi()
+
+
+def buy(node="run-rollout-0-g0", run="run", owner="me", region=REGION):
+    """As SkyPilot does: tags on the instance and on its volume."""
+    tags = [
+        {"Key": f"spotrl-{key}", "Value": value} for key, value in {"run": run, "node": node, "owner": owner}.items()
+    ]
+    ec2 = boto3.client("ec2", region_name=region)
+    image = ec2.describe_images(Owners=["amazon"])["Images"][0]["ImageId"]
+    made = ec2.run_instances(
+        ImageId=image,
+        InstanceType="m6i.large",
+        MinCount=1,
+        MaxCount=1,
+        TagSpecifications=[{"ResourceType": kind, "Tags": tags} for kind in ("instance", "volume")],
+    )
+    return made["Instances"][0]["InstanceId"]
+
+
+def test_aws_machines_are_found_by_label_in_their_region(aws):
+    ours, _, _ = buy(), buy(run="other"), buy(region="us-west-2")
+    (machine,) = aws.machines(REGION, run="run")
+    assert (machine.id, machine.name, machine.run, machine.owner) == (ours, "run-rollout-0-g0", "run", "me")
+    assert (machine.state, machine.market) == (MachineState.RUNNING, Market.ON_DEMAND)
+    assert machine.address
+    assert abs(machine.launched_ms - time.time() * 1000) < 60_000
+    assert len(aws.machines(REGION)) == 2
+    assert aws.machines(REGION, owner="somebody-else") == []
+
+
+def test_aws_ends_machines_and_says_why_they_ended(aws):
+    buy()
+    aws.end(aws.machines(REGION, run="run"))
+    (machine,) = aws.machines(REGION, run="run")
+    assert machine.state in (MachineState.STOPPING, MachineState.GONE)
+    assert "User initiated" in machine.reason
+    assert not machine.reclaimed
+    aws.end([machine])  # once more is no error
+    assert aws.end_of(machine).reason
+
+
+def test_aws_says_that_it_took_a_spot_machine_back(aws, monkeypatch):
+    buy()
+    told = boto3.client("ec2", region_name=REGION).describe_instances()
+    told["Reservations"][0]["Instances"][0] |= {
+        "State": {"Code": 48, "Name": "terminated"},
+        "InstanceLifecycle": "spot",
+        "StateReason": {"Code": "Server.SpotInstanceTermination", "Message": "Spot instance termination"},
+        "StateTransitionReason": "Service initiated (2026-03-04 05:06:07 GMT)",
+    }
+
+    class Client:
+        def describe_instances(self, InstanceIds):
+            return told
+
+    (machine,) = aws.machines(REGION, run="run")
+    end = AwsApi(client=lambda service, region: Client()).end_of(machine)
+    assert (end.state, end.reclaimed, end.market) == (MachineState.GONE, True, Market.SPOT)
+    assert end.reason.startswith("Server.SpotInstanceTermination")
+    assert end.ended_ms == 1772600767000
+
+
+def test_aws_makes_one_group_and_one_role_for_a_run_and_takes_them_away(aws):
+    place = aws.prepare(REGION, run="run", owner="me", ssh_from=FROM, buckets=["s3://bucket/runs/run"])
+    again = aws.prepare(REGION, run="run", owner="me", ssh_from=FROM, buckets=["s3://bucket/runs/run"])
+    assert place == again
+    assert (place.group, place.identity) == ("spotrl-run", "spotrl-run")
+    assert aws.open_rules(place) == []
+    policy = boto3.client("iam").get_role_policy(RoleName="spotrl-run", PolicyName="node")["PolicyDocument"]
+    ends = next(one for one in policy["Statement"] if "ec2:TerminateInstances" in one["Action"])
+    assert ends["Condition"] == {"StringEquals": {"ec2:ResourceTag/spotrl-run": "run"}}
+    kinds = {(one.kind, one.id if one.kind == "role" else "") for one in aws.things(REGION, run="run")}
+    assert kinds == {("group", ""), ("role", "spotrl-run")}
+    assert aws.remove(aws.things(REGION, run="run")) == []
+    assert aws.things(REGION, run="run") == []
+    assert aws.things(REGION, run="run", owner="me") == []
+
+
+def test_aws_ssh_comes_from_where_the_controller_is_now(aws):
+    aws.prepare(REGION, run="run", owner="me", ssh_from="198.51.100.1/32", buckets=[])
+    place = aws.prepare(REGION, run="run", owner="me", ssh_from=FROM, buckets=[])
+    (group,) = boto3.client("ec2").describe_security_groups(GroupNames=["spotrl-run"])["SecurityGroups"]
+    ssh = [rule for rule in group["IpPermissions"] if rule.get("FromPort") == 22]
+    assert [one["CidrIp"] for rule in ssh for one in rule["IpRanges"]] == [FROM]
+    assert aws.open_rules(place) == []
+
+
+def test_aws_names_the_rule_that_is_missing(aws):
+    place = aws.prepare(REGION, run="run", owner="me", ssh_from=FROM, buckets=[])
+    ec2 = boto3.client("ec2")
+    (group,) = ec2.describe_security_groups(GroupNames=["spotrl-run"])["SecurityGroups"]
+    inside = next(rule for rule in group["IpPermissions"] if rule["IpProtocol"] == "-1")
+    ec2.revoke_security_group_ingress(GroupId=group["GroupId"], IpPermissions=[inside])
+    assert aws.open_rules(place) == ["security group spotrl-run (us-east-1) lacks the rule: all traffic from itself"]
+    ec2.delete_security_group(GroupId=group["GroupId"])
+    assert "is not there" in aws.open_rules(place)[0]
+
+
+def test_aws_disks_are_found_by_label_and_go(aws):
+    buy()
+    (disk,) = [one for one in aws.things(REGION, run="run") if one.kind == "disk"]
+    assert (disk.node, disk.size_gib) == ("run-rollout-0-g0", 8)
+    assert aws.remove([disk]) == [disk]  # its machine still has it
+    aws.end(aws.machines(REGION, run="run"))
+    assert aws.remove([disk]) == []
+
+
+def test_aws_caller_fits_in_a_label(aws):
+    assert aws.caller().account == "123456789012"
+    assert aws.caller().owner == slug(aws.caller().owner)
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "kind"),
+    [
+        ("RequestLimitExceeded", 503, CloudUnreachable),
+        ("InternalError", 500, CloudUnreachable),
+        ("UnauthorizedOperation", 403, CloudRefused),
+        ("AuthFailure", 401, CloudRefused),
+    ],
+)
+def test_aws_that_cannot_answer_is_not_aws_that_says_no(code, status, kind):
+    from botocore.exceptions import ClientError
+
+    class Client:
+        def describe_regions(self):
+            raise ClientError(
+                {"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}}, "DescribeRegions"
+            )
+
+    with pytest.raises(kind, match=code):
+        AwsApi(client=lambda service, region: Client()).regions()
+
+
+def test_an_aws_node_reaches_its_own_prefix_alone():
+    policy = node_policy("run", ["s3://bucket/runs/run", "gs://elsewhere/x"])
+    resources = [one["Resource"] for one in policy["Statement"] if one["Sid"].startswith(("Keep", "List"))]
+    assert resources == ["arn:aws:s3:::bucket/runs/run/*", "arn:aws:s3:::bucket"]
+
+
+# --- Google Cloud ---------------------------------------------------------------------------------------
+
+ZONE = "us-central1-a"
+
+
+class GoogleServer:
+    """Our slice of Google Cloud behind one port; which service is meant is seen by the path."""
+
+    def __init__(self):
+        self.gce = Gce(Faults(), Pool(), lambda *_: b"{}", lambda text: None)
+        server = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def log_message(self, *_):
+                pass
+
+            def answer(self):
+                url = urlsplit(self.path)
+                body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                if url.path.startswith("/compute/"):
+                    host = "compute.googleapis.com"
+                elif "/serviceAccounts" in url.path or "/roles" in url.path:
+                    host = "iam.googleapis.com"
+                else:
+                    host = "cloudresourcemanager.googleapis.com"
+                try:
+                    status, said = (
+                        200,
+                        server.gce.answer(host, self.command, url.path, dict(parse_qsl(url.query)), body),
+                    )
+                except Refused as refused:
+                    reasons = [{"reason": refused.reason}]
+                    status, said = refused.status, {"error": {"message": str(refused), "errors": reasons}}
+                except LostReply:
+                    self.connection.close()
+                    return
+                data = json.dumps(said).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            do_GET = do_POST = do_PATCH = do_DELETE = answer
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+
+    def close(self):
+        self._server.shutdown()
+        self._server.server_close()
+
+
+@pytest.fixture
+def google():
+    server = GoogleServer()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def gcp(google):
+    endpoints = ("COMPUTE", "IAM", "RESOURCE_MANAGER")
+    return GceApi({f"SPOTRL_GCP_{name}_ENDPOINT": google.url for name in endpoints} | {"GOOGLE_CLOUD_PROJECT": PROJECT})
+
+
+def insert(gcp, node="run-rollout-0-g0", run="run", zone=ZONE, spot=True, owner="me"):
+    labels = {"spotrl-run": run, "spotrl-node": node, "spotrl-owner": owner}
+    scheduling = {"provisioningModel": "SPOT", "preemptible": True, "instanceTerminationAction": "DELETE"}
+    body = {
+        "name": f"{node}-head",
+        "machineType": f"zones/{zone}/machineTypes/n2-standard-2",
+        "labels": labels,
+        "disks": [{"boot": True, "autoDelete": True, "initializeParams": {"labels": labels, "diskSizeGb": 100}}],
+        "scheduling": scheduling if spot else {},
+        "networkInterfaces": [{"network": "default", "accessConfigs": [{}]}],
+        "serviceAccounts": [{"email": "spotrl-run@p.iam.gserviceaccount.com", "scopes": []}],
+    }
+    from launcher.cluster.clouds.gce import COMPUTE
+
+    gcp._done(gcp._ask("POST", COMPUTE, f"/zones/{zone}/instances", body))
+
+
+def test_gcp_machines_are_found_by_label_in_their_region(gcp):
+    insert(gcp)
+    insert(gcp, node="other-rollout-0-g0", run="other", spot=False)
+    insert(gcp, node="run-rollout-1-g0", zone="us-east4-b")
+    (machine,) = gcp.machines("us-central1", run="run")
+    assert (machine.id, machine.name, machine.zone) == ("run-rollout-0-g0-head", "run-rollout-0-g0", ZONE)
+    assert (machine.state, machine.market, machine.instance_type) == (
+        MachineState.RUNNING,
+        Market.SPOT,
+        "n2-standard-2",
+    )
+    assert machine.address.startswith("10.128.")
+    assert machine.identity == "spotrl-run@p.iam.gserviceaccount.com"
+    assert machine.public_address.startswith("203.0.113.")
+    assert abs(machine.launched_ms - time.time() * 1000) < 60_000
+    assert len(gcp.machines("us-central1")) == 2
+    assert gcp.machines("us-central1", run="run", owner="you") == []
+
+
+def test_gcp_operations_tell_a_preemption_from_a_deletion(gcp, google):
+    insert(gcp)
+    insert(gcp, node="run-rollout-1-g0")
+    first, second = gcp.machines("us-central1", run="run")
+    (found,) = [one for one in google.gce._instances() if one["name"] == first.id]
+    google.gce._preempt(found["id"])
+    stopping = next(one for one in gcp.machines("us-central1", run="run") if one.id == first.id)
+    assert stopping.state is MachineState.STOPPING
+    google.gce._preempted(found["id"])
+    gcp.end([second])
+    gcp.end([second])
+    assert gcp.machines("us-central1", run="run") == []
+    taken, ended = gcp.end_of(first), gcp.end_of(second)
+    assert (taken.state, taken.reclaimed) == (MachineState.GONE, True)
+    assert taken.reason.startswith("compute.instances.preempted")
+    assert (ended.reclaimed, ended.reason) == (False, "delete")
+    assert taken.ended_ms is not None
+
+
+def test_gcp_makes_a_network_and_an_identity_for_a_run_and_takes_them_away(gcp, google):
+    place = gcp.prepare("us-central1", run="run", owner="me", ssh_from=FROM, buckets=["gs://bucket/runs/run"])
+    gcp.prepare("us-east4", run="run", owner="me", ssh_from=FROM, buckets=["gs://bucket/runs/run"])
+    assert gcp.prepare("us-central1", run="run", owner="me", ssh_from=FROM, buckets=["gs://bucket/runs/run"]) == place
+    assert (place.network, place.identity) == ("spotrl-run", f"spotrl-run@{PROJECT}.iam.gserviceaccount.com")
+    assert gcp.open_rules(place) == []
+    member = f"serviceAccount:{place.identity}"
+    bound = [one for one in google.gce.policy["bindings"] if member in one["members"]]
+    assert {one["role"] for one in bound} == {f"projects/{PROJECT}/roles/spotrlNode", "roles/storage.objectAdmin"}
+    assert all("condition" in one for one in bound)
+    ranges = [one["ipCidrRange"] for one in google.gce._all_of("subnetworks") if one["name"] == "spotrl-run"]
+    assert len(set(ranges)) == 2
+    assert gcp.remove(gcp.things("us-east4", run="run")) == []
+    assert gcp.remove(gcp.things("us-central1", run="run")) == []
+    for region in ("us-east4", "us-central1"):
+        assert gcp.things(region, run="run") == []
+    assert not any(member in one["members"] for one in google.gce.policy["bindings"])
+
+
+def test_gcp_keeps_the_bindings_of_others(gcp, google):
+    theirs = {"role": "roles/owner", "members": ["user:boss@example.com"]}
+    google.gce.policy["bindings"] = [theirs]
+    place = gcp.prepare("us-central1", run="run", owner="me", ssh_from=FROM, buckets=[])
+    assert theirs in google.gce.policy["bindings"]
+    gcp._bind(place.identity, None)
+    assert google.gce.policy["bindings"] == [theirs]
+
+
+def test_gcp_names_the_rule_that_is_missing(gcp, google):
+    place = gcp.prepare("us-central1", run="run", owner="me", ssh_from=FROM, buckets=[])
+    google.gce.resources.pop(("global", "firewalls", "spotrl-run-ssh"))
+    missing = "network spotrl-run lacks the firewall rule spotrl-run-ssh: tcp 22 (SSH) from 203.0.113.7/32"
+    assert gcp.open_rules(place) == [missing]
+
+
+def test_gcp_ssh_comes_from_where_the_controller_is_now(gcp, google):
+    gcp.prepare("us-central1", run="run", owner="me", ssh_from="198.51.100.1/32", buckets=[])
+    place = gcp.prepare("us-central1", run="run", owner="me", ssh_from=FROM, buckets=[])
+    assert gcp.open_rules(place) == []
+    assert google.gce.resources["global", "firewalls", "spotrl-run-ssh"]["sourceRanges"] == [FROM]
+
+
+def test_gcp_disks_are_found_by_label_and_a_network_in_use_stays(gcp):
+    insert(gcp)
+    (disk,) = [one for one in gcp.things("us-central1", run="run") if one.kind == "disk"]
+    assert (disk.node, disk.size_gib) == ("run-rollout-0-g0", 100)
+    gcp.prepare("us-central1", run="run", owner="me", ssh_from=FROM, buckets=[])
+    networks = [one for one in gcp.things("us-central1", run="run") if one.kind == "network"]
+    assert gcp.remove(networks) == networks  # its subnet is there still
+
+
+@pytest.mark.parametrize(("kind", "error"), [("down", CloudUnreachable), ("throttled", CloudUnreachable)])
+def test_gcp_that_cannot_answer_is_not_gcp_that_says_no(gcp, google, kind, error):
+    google.gce.faults.add(kind)
+    with pytest.raises(error):
+        gcp.machines("us-central1", run="run")
+
+
+def test_gcp_needs_a_project(google):
+    with pytest.raises(CloudRefused, match="GOOGLE_CLOUD_PROJECT"):
+        GceApi({"SPOTRL_GCP_COMPUTE_ENDPOINT": google.url}).regions()
+
+
+def test_gcp_lists_its_regions(gcp):
+    assert gcp.regions() == ["us-central1", "us-east4"]
+
+
+def test_a_gcp_node_reaches_its_own_instances_and_prefix_alone():
+    grants = node_conditions("run", "projects/p/roles/spotrlNode", ["gs://bucket/runs/run", "s3://x/y"])
+    assert 'startsWith("run-")' in grants["end-our-own"][1]
+    assert grants["keep-0"] == (
+        "roles/storage.objectAdmin",
+        'resource.name == "projects/_/buckets/bucket" || '
+        'resource.name.startsWith("projects/_/buckets/bucket/objects/runs/run/")',
+    )

@@ -1,0 +1,447 @@
+"""A run on clouds that refuse, deny, reclaim, answer late and change their prices: where it goes, and what it pays.
+
+The controller, its ledger and every decision are real; the clouds are on paper, and so is the clock.
+"""
+
+import threading
+import time
+
+import pytest
+from sqlalchemy import select
+
+from engine.events import Market
+from launcher.cluster.controller import Controller, metered_micro_usd, node_records
+from launcher.cluster.reconcile import OVER
+from launcher.cluster.runs import request_stop
+from launcher.ledger.accounting import run_costs, side_micro_usd
+from launcher.ledger.billing import MINIMUM_BILLED_MS, interval_micro_usd, side_micro_usd_per_hour
+from launcher.ledger.models import BillingInterval, Node, NodeEvent, NodePrice, PriceRow, Run, RunStatus, SideCost
+from launcher.ledger.store import current_status, writing
+from tests.launcher.cluster.stage import (
+    CLOUD_SITES,
+    SPOT_RATE,
+    TRAINER_RATE,
+    HandClock,
+    PaperCloud,
+    cloud_run,
+    dead_pid,
+    ledger,
+)
+
+MINUTE = 60_000
+
+
+class Stage:
+    """A run with its controller on paper clouds."""
+
+    def __init__(self, sessions, **run_fields) -> None:
+        self.sessions = sessions
+        self.run: Run = cloud_run(sessions, **run_fields)
+        self.clock = HandClock(factor=1.0)
+        self.clock.at_ms = self.run.created_ms
+        self.cloud = PaperCloud(self.clock)
+        self.carried: list[tuple[str, str]] = []
+        self.controller = self.another()
+
+    def another(self, carry=None) -> Controller:
+        def copied(source: str, target: str) -> None:
+            self.carried.append((source, target))
+
+        return Controller(
+            self.sessions, self.run, self.cloud, self.clock, f"test-{time.monotonic_ns()}", dead_pid(), carry or copied
+        )
+
+    def passes(self, minutes: float, step_ms: int = 10_000) -> None:
+        until = self.clock.now_ms() + round(minutes * MINUTE)
+        while self.clock.now_ms() < until:
+            self.clock.pass_ms(step_ms)
+            self.controller.one_pass()
+
+    def records(self):
+        with self.sessions() as session:
+            return {record.name: record for record in node_records(session, self.run)}
+
+    def live(self) -> dict[str, tuple[str, str]]:
+        """Live nodes, and where they are."""
+        places = {name: record.wanted.placement for name, record in self.records().items() if record.is_live}
+        return {name: (place.cloud, place.region) for name, place in places.items()}
+
+    def reason(self) -> tuple[str, str]:
+        with self.sessions() as session:
+            status = current_status(session, self.run)
+            assert status is not None
+            return status.status, status.reason
+
+    def spent(self) -> int:
+        with self.sessions() as session:
+            now_ms = self.clock.now_ms()
+            total = metered_micro_usd(session, self.run, now_ms)
+            assert total == run_costs(session, self.run, now_ms).total
+            return total
+
+
+@pytest.fixture
+def sessions(home):
+    return ledger(home)
+
+
+def test_a_run_buys_its_plan_at_home_and_stays_there(sessions):
+    stage = Stage(sessions)
+    stage.passes(5)
+    assert stage.live() == {
+        "demo-trainer-g0": ("gcp", "g1"),
+        "demo-spot-0-g0": ("gcp", "g1"),
+        "demo-spot-1-g0": ("gcp", "g1"),
+    }
+    spec = stage.cloud.asked["demo-trainer-g0"][1]
+    assert (spec.cloud, spec.store, spec.clock.factor) == ("gcp", "gs://bucket/spotrl/demo", 1.0)
+
+
+def test_a_zone_without_capacity_is_left_for_the_next(sessions):
+    stage = Stage(sessions)
+    stage.cloud.answers["gcp/g1/g1-a"] = "refuse"
+    stage.passes(3)
+    zones = {name: stage.cloud.asked[name][0].zone for name in stage.live() if "spot" in name}
+    assert set(zones.values()) == {"g1-b"}
+    with sessions() as session:
+        [event] = session.scalars(select(NodeEvent).where(NodeEvent.kind == "no_capacity"))
+        assert event.evidence == "there is no capacity; tried gcp/g1/g1-a"
+
+
+def test_a_region_without_a_trainer_loses_the_run_and_its_spot_nodes_to_the_next(sessions):
+    stage = Stage(sessions)
+    stage.passes(5)
+    stage.cloud.end("demo-trainer-g0", "the machine is gone")
+    stage.cloud.answers["gcp/g1/"] = "refuse"
+    stage.passes(9)
+    assert all("g1" in where for where in stage.live().values())  # waited for
+    stage.passes(5)
+    assert set(stage.live().values()) == {("gcp", "g2")}
+    assert len(stage.live()) == 3
+    assert {"demo-spot-0-g0", "demo-spot-1-g0"} <= set(stage.cloud.released)
+
+
+def test_a_cloud_without_a_trainer_loses_the_run_and_its_checkpoint_is_carried_over_first(sessions):
+    stage = Stage(sessions)
+    stage.passes(5)
+    gate = threading.Event()
+
+    def slow(source: str, target: str) -> None:
+        assert gate.wait(10)
+        stage.carried.append((source, target))
+
+    stage.controller = stage.another(slow)
+    stage.cloud.end("demo-trainer-g0", "the machine is gone")
+    stage.cloud.answers["gcp/"] = "refuse"
+    stage.passes(12)
+    [intent] = [record for record in stage.records().values() if record.role == "trainer" and record.is_live]
+    assert intent.wanted.placement.cloud == "aws"
+    assert "requested" not in intent.happened  # nothing is bought before its checkpoint is there
+    gate.set()
+    for _ in range(100):
+        stage.passes(0.2)
+        if len(stage.live()) == 3 and set(stage.live().values()) == {("aws", "e1")}:
+            break
+        time.sleep(0.01)
+    assert set(stage.live().values()) == {("aws", "e1")}
+    assert stage.carried == [("gs://bucket/spotrl/demo", "s3://bucket/spotrl/demo")]
+    assert stage.cloud.asked[intent.name][1].store == "s3://bucket/spotrl/demo"
+
+
+def test_a_checkpoint_that_cannot_be_carried_now_is_carried_later(sessions, monkeypatch):
+    monkeypatch.setattr("launcher.cluster.controller.CARRY_SECONDS", 0.0)
+    stage, tries = Stage(sessions, spot=0, sites=(CLOUD_SITES[0], CLOUD_SITES[2])), []
+
+    def unreachable_twice(source: str, target: str) -> None:
+        tries.append(source)
+        if len(tries) < 3:
+            raise OSError("the bucket does not answer")
+        assert "the bucket does not answer" in stage.reason()[1]
+
+    stage.controller = stage.another(unreachable_twice)
+    stage.passes(3)
+    stage.cloud.end("demo-trainer-g0", "the machine is gone")
+    stage.cloud.answers["gcp/"] = "refuse"
+    for _ in range(200):
+        stage.passes(0.2)
+        if set(stage.live().values()) == {("aws", "e1")} and len(tries) == 3:
+            return
+        time.sleep(0.01)
+    pytest.fail(f"the run did not move: {stage.live()}, {len(tries)} tries")
+
+
+def test_capacity_gone_everywhere_is_waited_for_with_nothing_paid_and_comes_back(sessions):
+    stage = Stage(sessions)
+    stage.passes(5)
+    stage.cloud.end("demo-trainer-g0", "the machine is gone")
+    stage.cloud.answers |= {"gcp/": "refuse", "aws/": "refuse"}
+    stage.passes(20, step_ms=30_000)
+    assert stage.live() == {}
+    spent, launches = stage.spent(), len(stage.cloud.asked)
+    stage.passes(120, step_ms=180_000)
+    assert stage.spent() == spent
+    assert len(stage.cloud.asked) - launches < 30
+    assert stage.reason()[0] == "running"
+    with sessions() as session:
+        reasons = session.scalars(select(RunStatus.reason)).all()
+    assert any("no capacity for a trainer in gcp g1, gcp g2, aws e1" in reason for reason in reasons)
+    stage.cloud.answers.clear()
+    stage.passes(40, step_ms=60_000)
+    assert len(stage.live()) == 3
+    assert len(set(stage.live().values())) == 1
+
+
+def test_quota_0_everywhere_ends_the_run_and_names_them(sessions):
+    stage = Stage(sessions)
+    stage.cloud.answers |= {"gcp/": "deny", "aws/": "deny"}
+    stage.passes(15)
+    status, reason = stage.reason()
+    assert status == "failed"
+    for place in ("gcp g1", "gcp g2", "aws e1"):
+        assert f"quota GPUS is 0 in {place}" in reason
+    assert stage.live() == {}
+
+
+def test_quota_0_in_one_region_moves_the_run(sessions):
+    stage = Stage(sessions)
+    stage.cloud.answers["gcp/g1/"] = "deny"
+    stage.passes(5)
+    assert set(stage.live().values()) == {("gcp", "g2")}
+
+
+def test_the_successor_is_bought_at_the_notice_in_another_zone(sessions):
+    stage = Stage(sessions, spot=1)
+    stage.passes(5)
+    stage.cloud.notices["demo-spot-0-g0"] = stage.clock.now_ms() + 2 * MINUTE
+    stage.passes(0.2)
+    assert set(stage.live()) == {"demo-trainer-g0", "demo-spot-0-g0", "demo-spot-0-g1"}
+    assert stage.cloud.asked["demo-spot-0-g1"][0].zone == "g1-b"
+    stage.cloud.reclaim("demo-spot-0-g0")
+    stage.passes(0.2)
+    assert set(stage.live()) == {"demo-trainer-g0", "demo-spot-0-g1"}
+
+
+def test_an_api_that_does_not_answer_changes_nothing(sessions):
+    stage = Stage(sessions)
+    stage.passes(5)
+    before = stage.live()
+    stage.cloud.is_down = True
+    stage.passes(30, step_ms=120_000)
+    assert stage.live() == before
+    assert stage.cloud.released == []
+
+
+def test_a_controller_that_was_silent_for_longer_than_its_lease_catches_up(sessions):
+    stage = Stage(sessions)
+    stage.passes(5)
+    stage.cloud.reclaim("demo-spot-0-g0")
+    stage.clock.pass_ms(10 * MINUTE)  # SIGSTOP, SIGCONT
+    stage.controller.one_pass()
+    assert "demo-spot-0-g1" in stage.live()
+
+
+def test_another_controller_carries_on_from_the_ledger_alone(sessions):
+    stage = Stage(sessions)
+    stage.cloud.answers["gcp/g1/"] = "refuse"
+    for _ in range(30):
+        stage.passes(0.5)
+        stage.controller = stage.another()
+    assert set(stage.live().values()) == {("gcp", "g2")}
+    assert len(stage.live()) == 3
+
+
+# --- money --------------------------------------------------------------------------------------------
+
+
+def test_what_came_up_for_a_moment_is_billed_a_minute(sessions):
+    stage = Stage(sessions, spot=1)
+    stage.passes(1.2)
+    stage.cloud.reclaim("demo-spot-0-g0", "compute.instances.preempted")
+    stage.controller.one_pass()
+    with sessions() as session:
+        [interval] = session.scalars(select(BillingInterval))
+    assert interval.end_ms - interval.start_ms < MINIMUM_BILLED_MS
+    assert interval.micro_usd == interval_micro_usd(0, MINIMUM_BILLED_MS, SPOT_RATE)
+    stage.spent()
+
+
+@pytest.mark.parametrize(
+    ("site", "evidence", "is_free"),
+    [
+        (CLOUD_SITES[2], "Server.SpotInstanceTermination: Spot instance termination", True),
+        (CLOUD_SITES[2], "it stopped answering", False),
+        (CLOUD_SITES[0], "Server.SpotInstanceTermination", False),
+    ],
+)
+def test_aws_does_not_bill_the_first_hour_if_it_says_itself_that_it_took_the_node(sessions, site, evidence, is_free):
+    stage = Stage(sessions, spot=1, sites=(site,))
+    stage.passes(30, step_ms=60_000)
+    stage.cloud.reclaim("demo-spot-0-g0", evidence)
+    stage.passes(0.2)
+    with sessions() as session:
+        [interval] = session.scalars(select(BillingInterval))
+    assert (interval.micro_usd == 0) is is_free
+    assert ("first hour" in interval.basis) is is_free
+    assert evidence in interval.basis or not is_free
+
+
+def test_after_an_hour_aws_bills_what_it_took(sessions):
+    stage = Stage(sessions, spot=1, sites=(CLOUD_SITES[2],))
+    stage.passes(62, step_ms=30_000)
+    stage.cloud.reclaim("demo-spot-0-g0")
+    stage.passes(0.2)
+    with sessions() as session:
+        [interval] = session.scalars(select(BillingInterval))
+    assert interval.micro_usd > SPOT_RATE
+
+
+def price(stage: Stage, site, zone: str, micro_usd: int, instance_type: str = "g6.xlarge") -> None:
+    """The cloud says a new price."""
+    now_ms = stage.clock.now_ms()
+    row = PriceRow(
+        cloud=site.cloud,
+        region=site.region,
+        zone=zone,
+        zone_id=zone,
+        instance_type=instance_type,
+        market="spot",
+        micro_usd_per_hour=micro_usd,
+        currency="USD",
+        source="aws spot",
+        source_id="1",
+        effective_ms=now_ms,
+        observed_ms=now_ms,
+        last_seen_ms=now_ms,
+    )
+    with writing(stage.sessions) as session:
+        session.add(row)
+
+
+@pytest.fixture
+def prices_at_once(monkeypatch):
+    monkeypatch.setattr("launcher.cluster.controller.PRICE_SECONDS", 0.0)
+
+
+@pytest.mark.usefixtures("prices_at_once")
+def test_a_price_that_doubles_is_paid_from_then_on(sessions):
+    stage = Stage(sessions, spot=1, sites=(CLOUD_SITES[2],))
+    stage.passes(11, step_ms=30_000)  # up at 1 minute
+    price(stage, CLOUD_SITES[2], "e1-a", 2 * SPOT_RATE)
+    stage.passes(10)
+    record = stage.records()["demo-spot-0-g0"]
+    assert record.micro_usd_per_hour == 2 * SPOT_RATE
+    with sessions() as session:
+        costs = {node.node: node for node in run_costs(session, stage.run, stage.clock.now_ms()).nodes}
+    charges = costs["demo-spot-0-g0"].charges
+    assert [charge.micro_usd_per_hour for charge in charges] == [SPOT_RATE, 2 * SPOT_RATE]
+    request_stop(sessions, "demo")
+    stage.passes(3)
+    with sessions() as session:
+        spot = session.scalars(select(Node.id).where(Node.slot == "spot-0")).one()
+        rates = session.scalars(select(BillingInterval.micro_usd_per_hour).where(BillingInterval.node_id == spot)).all()
+    assert rates == [SPOT_RATE, 2 * SPOT_RATE]
+    stage.spent()
+
+
+@pytest.mark.usefixtures("prices_at_once")
+def test_a_price_beyond_the_hourly_limit_sheds_the_dearest_spot_node_never_the_trainer(sessions):
+    beside = sum(side_micro_usd_per_hour("aws", market) for market in (Market.ON_DEMAND, Market.SPOT, Market.SPOT))
+    limit = TRAINER_RATE + 3 * SPOT_RATE + beside
+    stage = Stage(sessions, spot=2, sites=(CLOUD_SITES[2],), max_hourly=limit)
+    stage.passes(5)
+    price(stage, CLOUD_SITES[2], "e1-b", 3 * SPOT_RATE)
+    stage.passes(1)
+    assert stage.cloud.released == ["demo-spot-1-g0"]
+    stage.passes(1)
+    assert "demo-trainer-g0" in stage.live()
+    assert stage.cloud.asked["demo-spot-1-g1"][0].zone == "e1-a"  # the cheaper zone, within the limit
+
+
+def test_what_was_bought_is_what_is_paid_for(sessions):
+    stage = Stage(sessions, spot=1, sites=(CLOUD_SITES[0],))
+    stage.cloud.really["demo-spot-0-g0"] = ("g1-c", "g6.2xlarge")
+    stage.passes(5)
+    record = stage.records()["demo-spot-0-g0"]
+    assert (record.zone, record.instance_type) == ("g1-c", "g6.2xlarge")
+    assert record.micro_usd_per_hour == TRAINER_RATE  # nobody knows its price, so it counts as on demand
+    with sessions() as session:
+        row = session.scalars(select(NodePrice).where(NodePrice.instance_type == "g6.2xlarge")).one()
+    assert "counted as on demand" in row.price_source
+
+
+def test_disks_and_addresses_are_counted_and_traffic_is_not_priced(sessions):
+    stage = Stage(sessions, spot=1, sites=(CLOUD_SITES[0],))
+    stage.passes(61, step_ms=60_000)
+    rate = side_micro_usd_per_hour("gcp", Market.SPOT) + side_micro_usd_per_hour("gcp", Market.ON_DEMAND)
+    with sessions() as session:
+        assert side_micro_usd(session, stage.run, stage.clock.now_ms()) == pytest.approx(rate, rel=0.02)
+    request_stop(sessions, "demo")
+    stage.passes(3)
+    with sessions() as session:
+        rows = session.scalars(select(SideCost)).all()
+        assert sorted(row.kind for row in rows) == ["address", "address", "disk", "disk", "egress"]
+        assert [row.micro_usd for row in rows if row.kind == "egress"] == [None]
+        total = side_micro_usd(session, stage.run, stage.clock.now_ms())
+    assert total == sum(row.micro_usd or 0 for row in rows)
+
+
+def test_the_budget_ends_a_run_while_it_launches(sessions):
+    stage = Stage(sessions, spot=2, max_total=150_000)
+    stage.passes(30, step_ms=30_000)
+    assert stage.reason() == ("stopped", "budget")
+    assert stage.live() == {}
+    assert stage.spent() <= 150_000
+
+
+def test_limits_of_all_runs_bind_their_sum_even_when_two_decide_at_the_same_moment(sessions):
+    limit = "$1.5/h"  # one trainer, not two
+    first = Stage(sessions, name="one", spot=0, all_runs={"max_hourly": limit})
+    second = Stage(sessions, name="two", spot=0, all_runs={"max_hourly": limit})
+    second.clock.at_ms = first.clock.at_ms
+    decided = second.controller._facts  # what the second sees, before the first has bought
+    seen = decided()
+    first.passes(0.2)
+    second.controller._facts = lambda: seen
+    second.controller.one_pass()
+    assert second.cloud.asked == {}
+    second.controller._facts = decided
+    second.passes(0.2)
+    assert "all_runs.max_hourly" in second.reason()[1]
+    request_stop(sessions, "one")
+    first.passes(3)
+    second.passes(1)
+    assert list(second.cloud.asked) == ["two-trainer-g0"]
+
+
+def test_launches_are_spaced(sessions):
+    stage = Stage(sessions, spot=9, recovery={"launches_per_minute": 10})
+    stage.clock.pass_ms(1000)
+    stage.controller.one_pass()
+    assert len(stage.cloud.asked) == 5
+    stage.passes(0.5, step_ms=3000)
+    assert len(stage.cloud.asked) == 10
+
+
+# --- the end ------------------------------------------------------------------------------------------
+
+
+def test_a_run_is_over_when_nothing_of_it_is_left(sessions):
+    stage = Stage(sessions, spot=1)
+    stage.passes(5)
+    stage.cloud.stays_untidy = True
+    request_stop(sessions, "demo")
+    stage.passes(3)
+    assert stage.reason()[0] in OVER
+    assert not stage.controller.one_pass()
+    stage.cloud.stays_untidy = False
+    assert stage.controller.one_pass()
+
+
+def test_what_cannot_be_taken_away_is_said_and_not_tried_for_ever(sessions):
+    stage = Stage(sessions, spot=1)
+    stage.passes(5)
+    stage.cloud.stays_untidy = True
+    request_stop(sessions, "demo")
+    stage.passes(20)
+    assert stage.controller.one_pass()
+    assert "`spotrl reap` lists them" in stage.reason()[1]

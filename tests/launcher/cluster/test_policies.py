@@ -1,0 +1,292 @@
+"""The printed policies allow what the code calls: ours, read from its source or recorded, and SkyPilot's, from its own.
+
+A permission that is missing shows on a real account only, on somebody's first launch.
+"""
+
+import ast
+import json
+import re
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import botocore.session
+import pytest
+from botocore import xform_name
+from ruamel.yaml import YAML
+
+from engine.events import Market
+from launcher.cluster.clouds.base import Machine, MachineState, Thing
+from launcher.cluster.clouds.gce import Answer, GceApi
+from launcher.cluster.clouds.gce_limits import GceLimits
+from launcher.cluster.clouds.policies import aws_policy, gcp_permissions, gcp_role
+from launcher.market.sources.aws import PERMISSIONS
+
+ROOT = Path(__file__).parents[3]
+SERVICES = {"ec2": "ec2", "iam": "iam", "sts": "sts", "service-quotas": "servicequotas", "pricing": "pricing"}
+"""By client's name: the prefix of its actions."""
+
+OURS = ["launcher/cluster/clouds/aws.py", "launcher/cluster/clouds/aws_limits.py", "launcher/market/sources/aws.py"]
+
+
+def skypilot_folder() -> Path:
+    """Where its source is, without importing it."""
+    spec = find_spec("sky")
+    assert spec is not None
+    assert spec.origin is not None
+    return Path(spec.origin).parent
+
+
+def statements() -> list[Mapping[str, Any]]:
+    return list(aws_policy("123456789012", ["s3://bucket/folder", "gs://other"])["Statement"])
+
+
+def allowed() -> set[str]:
+    return {action for statement in statements() for action in statement["Action"]}
+
+
+# --- AWS ---------------------------------------------------------------------------------------------
+
+
+@cache
+def actions_by_method() -> dict[str, set[str]]:
+    """Every call of the services' clients, and the action that it needs."""
+    session, found = botocore.session.get_session(), {}
+    for service, prefix in SERVICES.items():
+        for operation in session.get_service_model(service).operation_names:
+            found.setdefault(xform_name(operation), set()).add(f"{prefix}:{operation}")
+    return found
+
+
+def calls_in(path: Path) -> Iterator[str]:
+    """Names of methods that a file calls or hands on, and the names of paginators, resources and waiters."""
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def needed_by(path: Path) -> set[str]:
+    known = actions_by_method()
+    return {action for name in calls_in(path) for action in known.get(name, ())}
+
+
+@pytest.mark.parametrize("file", OURS)
+def test_what_we_call_on_aws_is_allowed(file):
+    needed = needed_by(ROOT / file)
+    assert needed
+    assert needed <= allowed()
+
+
+def test_what_prices_need_on_aws_is_allowed():
+    assert set(PERMISSIONS) <= allowed()
+
+
+SKYPILOT_NEVER = {
+    # Only for a group that SkyPilot made, for volumes, for images, for stopping, or for more than one node with EFA:
+    # sky/provision/aws/config.py (`managed_by_skypilot`, placement groups) and instance.py.
+    "ec2:AuthorizeSecurityGroupEgress",
+    "ec2:CreatePlacementGroup",
+    "ec2:DeletePlacementGroup",
+    "ec2:ModifyInstanceAttribute",
+    # Only without an identity of ours (`_configure_iam_role`), whose calls are the rest of this list.
+    "iam:AttachRolePolicy",
+    # Only with reservations, which are configured by a user: sky/clouds/utils/aws_utils.py.
+    "ec2:DescribeCapacityReservations",
+    # Words that are no calls of a client in those files.
+    "ec2:StartInstances",
+    "ec2:StopInstances",
+    "ec2:DescribeInstanceTypeOfferings",
+}
+SKYPILOT_FILES = ["provision/aws/config.py", "provision/aws/instance.py", "clouds/aws.py", "clouds/utils/aws_utils.py"]
+
+
+@pytest.mark.skipif(find_spec("sky") is None, reason="SkyPilot is not installed here")
+@pytest.mark.parametrize("file", SKYPILOT_FILES)
+def test_what_skypilot_calls_by_name_on_aws_is_allowed(file):
+    needed = needed_by(skypilot_folder() / file)
+    makes_roles = {action for action in needed if action.startswith("iam:")}
+    assert needed - SKYPILOT_NEVER - makes_roles <= allowed()
+
+
+def test_skypilots_resources_need_these_on_aws():
+    """What SkyPilot does through boto3's resources, which name no call: `ec2.instances.filter`, `create_instances`."""
+    assert {
+        "ec2:RunInstances",
+        "ec2:TerminateInstances",
+        "ec2:CreateTags",
+        "ec2:DescribeInstances",
+        "ec2:DescribeSubnets",
+        "ec2:DescribeVpcs",
+        "ec2:DescribeSecurityGroups",
+        "ec2:DescribeRouteTables",
+        "iam:PassRole",
+        "servicequotas:GetServiceQuota",
+    } <= allowed()
+
+
+def test_what_ends_or_changes_a_machine_is_tied_to_our_label():
+    for statement in statements():
+        ending = {"ec2:TerminateInstances", "ec2:DeleteVolume", "ec2:DeleteSecurityGroup"} & set(statement["Action"])
+        if ending:
+            assert statement["Condition"] == {"Null": {"aws:ResourceTag/spotrl-run": "false"}}
+            assert statement["Resource"] != "*"
+
+
+def test_a_machine_may_be_started_only_with_our_label():
+    starts = [one for one in statements() if "ec2:RunInstances" in one["Action"]]
+    of_machines = [one for one in starts if any(fnmatchcase(arn, "*:instance/*") for arn in one["Resource"])]
+    assert [one["Condition"] for one in of_machines] == [{"Null": {"aws:RequestTag/spotrl-run": "false"}}]
+
+
+def test_only_our_roles_may_be_made_and_given_away():
+    for statement in statements():
+        if any(action.startswith("iam:") and action != "iam:ListRoles" for action in statement["Action"]):
+            resources = statement["Resource"]
+            is_ours = resources != "*" and all("/spotrl/*" in arn for arn in resources)
+            assert is_ours or statement["Sid"] in ("See", "FirstSpotInstance")
+    (passing,) = [one for one in statements() if "iam:PassRole" in one["Action"]]
+    assert passing["Condition"] == {"StringEquals": {"iam:PassedToService": "ec2.amazonaws.com"}}
+
+
+def test_buckets_are_named_one_by_one():
+    resources = [arn for one in statements() for arn in one["Resource"] if arn.startswith("arn:aws:s3")]
+    assert resources == ["arn:aws:s3:::bucket", "arn:aws:s3:::bucket/folder/*"]
+    assert not [one for one in aws_policy()["Statement"] if "s3:GetObject" in one["Action"]]
+
+
+def test_a_policy_fits_into_what_iam_takes():
+    """6,144 characters without white space, for a managed policy."""
+    assert len(re.sub(r"\s", "", json.dumps(aws_policy("123456789012", ["s3://bucket/folder"])))) < 6144
+
+
+# --- Google Cloud ------------------------------------------------------------------------------------
+
+NEEDS = {
+    ("GET", r"/regions"): "compute.regions.list",
+    ("GET", r"/regions/[^/]+"): "compute.regions.get",
+    ("GET", r""): "compute.projects.get",
+    ("GET", r"/aggregated/(instances|disks|subnetworks)"): "compute.{0}.list",
+    ("GET", r"/zones/[^/]+/operations"): "compute.zoneOperations.list",
+    ("GET", r"/zones/[^/]+/operations/[^/]+"): "compute.zoneOperations.get",
+    ("GET", r"/regions/[^/]+/operations/[^/]+"): "compute.regionOperations.get",
+    ("GET", r"/global/operations/[^/]+"): "compute.globalOperations.get",
+    ("DELETE", r"/zones/[^/]+/(instances|disks)/[^/]+"): "compute.{0}.delete",
+    ("GET", r"/regions/[^/]+/subnetworks"): "compute.subnetworks.list",
+    ("GET", r"/regions/[^/]+/subnetworks/[^/]+"): "compute.subnetworks.get",
+    ("POST", r"/regions/[^/]+/subnetworks"): "compute.subnetworks.create",
+    ("DELETE", r"/regions/[^/]+/subnetworks/[^/]+"): "compute.subnetworks.delete",
+    ("GET", r"/global/(networks|firewalls)"): "compute.{0}.list",
+    ("GET", r"/global/(networks|firewalls)/[^/]+"): "compute.{0}.get",
+    ("POST", r"/global/(networks|firewalls)"): "compute.{0}.create",
+    ("PATCH", r"/global/(firewalls)/[^/]+"): "compute.{0}.update",
+    ("DELETE", r"/global/(networks|firewalls)/[^/]+"): "compute.{0}.delete",
+    ("GET", r"/serviceAccounts"): "iam.serviceAccounts.list",
+    ("POST", r"/serviceAccounts"): "iam.serviceAccounts.create",
+    ("DELETE", r"/serviceAccounts/[^/]+"): "iam.serviceAccounts.delete",
+    ("POST", r"/roles"): "iam.roles.create",
+    ("GET", r"/roles/[^/]+"): "iam.roles.get",
+    ("POST", r":getIamPolicy"): "resourcemanager.projects.getIamPolicy",
+    ("POST", r":setIamPolicy"): "resourcemanager.projects.setIamPolicy",
+    ("POST", r":testIamPermissions"): None,
+}
+"""A call's path behind the project, and the permission that Google's reference names for it."""
+
+ENVIRON = {
+    "SPOTRL_GCP_COMPUTE_ENDPOINT": "http://compute",
+    "SPOTRL_GCP_IAM_ENDPOINT": "http://iam",
+    "SPOTRL_GCP_RESOURCE_MANAGER_ENDPOINT": "http://projects",
+    "GOOGLE_CLOUD_PROJECT": "mine",
+}
+
+
+class Recording(GceLimits):
+    """Every call, answered as a project would that has nothing but what was just made."""
+
+    def __init__(self) -> None:
+        super().__init__(ENVIRON)
+        self.calls: list[tuple[str, str]] = []
+        self.made: set[str] = set()
+
+    def _call(
+        self, method: str, url: str, body: Mapping[str, Any] | None = None, query: Mapping[str, str] | None = None
+    ) -> dict[str, Any]:
+        path = url.partition("/projects/mine")[2]
+        self.calls.append((method, path))
+        if method == "POST" and body and "name" in body:
+            self.made.add(f"{path}/{body['name']}")
+        if method == "GET" and re.fullmatch(r"/(global|regions/[^/]+)/(networks|subnetworks|firewalls)/[^/]+", path):
+            if path not in self.made:
+                raise Answer(404, "notFound", "nothing of that name")
+            return {"name": path.rpartition("/")[2], "selfLink": path, "sourceRanges": ["0.0.0.0/0"]}
+        if method in ("POST", "DELETE", "PATCH") and not path.startswith(":"):
+            where = re.match(r"/(global|regions/[^/]+|zones/[^/]+)/", path)
+            return {"status": "PENDING", "selfLink": f"x/projects/mine/{where[1]}/operations/op"} if where else {}
+        return {"status": "DONE"} if "/operations/" in path else {}
+
+
+def permission_of(method: str, path: str) -> str | None:
+    for (of_method, pattern), permission in NEEDS.items():
+        found = re.fullmatch(pattern, path)
+        if method == of_method and found:
+            return permission and permission.format(*found.groups())
+    raise AssertionError(f"nobody knows which permission {method} {path} needs; add it to NEEDS, and to the policy")
+
+
+def test_every_call_to_google_is_allowed(monkeypatch):
+    monkeypatch.setattr("launcher.cluster.clouds.gce.time.sleep", lambda seconds: None)
+    cloud = Recording()
+    cloud.caller()
+    cloud.regions()
+    cloud.machines("us-central1", owner="ada", run="digits")
+    machine = Machine(
+        cloud="gcp", region="us-central1", zone="us-central1-a", id="vm", name="vm", run="digits", owner="ada",
+        state=MachineState.RUNNING, market=Market.SPOT, instance_type="g2-standard-4",
+    )  # fmt: skip
+    cloud.end_of(machine)
+    cloud.end([machine])
+    cloud.things("us-central1", owner="ada")
+    things = [
+        Thing(cloud="gcp", region="us-central1", kind=kind, id=id)
+        for kind, id in (
+            ("disk", "us-central1-a/d"),
+            ("firewall", "f"),
+            ("subnet", "s"),
+            ("network", "n"),
+            ("identity", "a@mine.iam.gserviceaccount.com"),
+        )
+    ]
+    assert cloud.remove(things) == []
+    for _ in range(2):  # the second time it finds what is there, with another address
+        place = cloud.prepare("us-central1", run="digits", owner="ada", ssh_from="203.0.113.7/32", buckets=["gs://b/f"])
+    cloud.open_rules(place)
+    cloud.permissions()
+    cloud.quotas("us-central1", ["NVIDIA_L4_GPUS", "GPUS_ALL_REGIONS"])
+    needed = {permission_of(*call) for call in cloud.calls} - {None}
+    assert len(needed) > 20
+    assert needed <= set(gcp_permissions())
+    assert isinstance(cloud, GceApi)
+
+
+@pytest.mark.skipif(find_spec("sky") is None, reason="SkyPilot is not installed here")
+def test_what_skypilot_tests_for_on_google_is_allowed():
+    tree = ast.parse((skypilot_folder() / "provision/gcp/constants.py").read_text("utf-8"))
+    lists = {"VM_MINIMAL_PERMISSIONS", "GCP_MINIMAL_PERMISSIONS", "FIREWALL_PERMISSIONS"}
+    asked = [
+        name
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id in lists
+        for name in ast.literal_eval(node.value)
+    ]
+    assert len(asked) > 20
+    assert set(asked) <= set(gcp_permissions())
+
+
+def test_the_role_can_be_read_by_whoever_makes_it():
+    role = YAML(typ="safe").load(gcp_role())
+    assert role["includedPermissions"] == gcp_permissions()
+    assert role["stage"] == "GA"

@@ -1,0 +1,143 @@
+"""What a launch on real clouds looks at before it buys anything."""
+
+import time
+from dataclasses import replace
+
+import pytest
+
+from engine.events import Market
+from launcher.cluster import ready
+from launcher.cluster.clouds.base import Caller, CloudRefused
+from launcher.cluster.ready import check_clouds, check_here, check_job, check_prices
+from launcher.exit_codes import ExitCode, Failure
+from launcher.job import JobError, load_job
+from launcher.market.offers import CatalogError
+from launcher.market.prices import iso
+from launcher.money import HOUR_MS
+from launcher.placement.placement import Placement
+from launcher.placement.plan import Slot
+
+NOW_MS = time.time_ns() // 1_000_000
+
+JOB = """\
+name: digits
+infra: aws,gcp
+store: {aws: s3://runs/ours, gcp: gs://runs}
+budget: {max_total: 40, max_hourly: 9}
+"""
+
+
+def slot(name, *, market=Market.SPOT, age_ms=0):
+    placement = Placement(
+        cloud="aws",
+        region="us-east-1",
+        zone="us-east-1a",
+        instance_type="g6.xlarge",
+        gpus=1,
+        accelerator="L4",
+        market=market,
+        micro_usd_per_hour=300_000,
+        price_source="the account",
+        price_observed_at=iso(NOW_MS - age_ms),
+    )
+    role = "trainer" if name == "trainer" else "rollout"
+    return Slot(name=name, role=role, placement=placement, on_demand_micro_usd_per_hour=800_000)
+
+
+SLOTS = (slot("trainer", market=Market.ON_DEMAND), slot("spot-0"))
+
+
+@pytest.fixture
+def job(tmp_path):
+    def write(text=JOB, **overrides):
+        (tmp_path / "job.yaml").write_text(text)
+        return load_job(tmp_path / "job.yaml", overrides)
+
+    return write
+
+
+class Api:
+    """A cloud that knows who asks, or refuses to say."""
+
+    def __init__(self, cloud, refusal=None):
+        self.cloud, self._refusal = cloud, refusal
+
+    def caller(self):
+        if self._refusal:
+            raise CloudRefused(self._refusal)
+        return Caller(account="1234", identity="someone", owner="someone")
+
+
+def test_a_job_with_limits_and_buckets_may_go_on(job):
+    check_job(job(), SLOTS)
+
+
+@pytest.mark.parametrize(
+    ("line", "field", "words"),
+    [
+        ("budget: {max_total: 40, max_hourly: 9}", "budget.max_total", "--max-total 200"),
+        ("store: {aws: s3://runs/ours, gcp: gs://runs}", "store", "no bucket on aws and gcp"),
+    ],
+)
+def test_what_a_real_cloud_needs_is_asked_for(job, line, field, words):
+    with pytest.raises(JobError, match=words) as caught:
+        check_job(job(JOB.replace(line, "seed: 0")), SLOTS)
+    assert caught.value.field == field
+    assert caught.value.exit_code is ExitCode.INVALID_JOB
+
+
+def test_a_cloud_without_a_bucket_is_named_alone(job):
+    with pytest.raises(JobError, match="no bucket on gcp,"):
+        check_job(job(JOB.replace(", gcp: gs://runs", "")), SLOTS)
+
+
+def test_a_name_that_would_grow_too_long_is_refused_with_the_length_that_fits(job):
+    with pytest.raises(JobError, match="up to 23 characters"):
+        check_job(job(name="digits-for-the-whole-team-today"), SLOTS)
+    check_job(job(name="a" * 23), SLOTS)
+
+
+def test_weights_that_nobody_brings_to_a_node_are_refused(job, tmp_path):
+    with pytest.raises(JobError, match="not built yet"):
+        check_job(job(JOB + "model: {name: qwen-image, path: there}\n"), SLOTS)
+
+
+def test_old_prices_are_not_bought_by():
+    check_prices([slot("spot-0", age_ms=HOUR_MS)], NOW_MS)
+    with pytest.raises(CatalogError, match=r"g6.xlarge in us-east-1a .*--allow-old-prices"):
+        check_prices([slot("spot-0", age_ms=30 * HOUR_MS)], NOW_MS)
+
+
+def test_programs_and_secrets_are_looked_for_here(job, monkeypatch):
+    checked = job(JOB + "secrets: [HF_TOKEN]\n")
+    with pytest.raises(JobError, match="HF_TOKEN"):
+        check_here(checked, {})
+    check_here(checked, {"HF_TOKEN": "x"})
+    monkeypatch.setattr(ready, "PROGRAMS", ("ssh", "no-such-program"))
+    with pytest.raises(Failure, match="no-such-program cannot be found"):
+        check_here(checked, {"HF_TOKEN": "x"})
+
+
+def test_every_clouds_credentials_and_bucket_are_tried(job):
+    tried = []
+    callers = check_clouds(job(), {"aws": Api("aws"), "gcp": Api("gcp")}, tried.append)
+    assert {cloud: caller.identity for cloud, caller in callers.items()} == {"aws": "someone", "gcp": "someone"}
+    assert sorted(tried) == ["gs://runs/digits", "s3://runs/ours/digits"]
+    with pytest.raises(CloudRefused, match="no credentials"):
+        check_clouds(job(), {"aws": Api("aws", "no credentials")}, tried.append)
+
+
+def test_a_bucket_that_cannot_be_used_stops_the_launch(job):
+    def refuse(url):
+        raise Failure(f"{url} may not be written in")
+
+    with pytest.raises(Failure, match="may not be written in"):
+        check_clouds(job(), {"aws": Api("aws")}, refuse)
+
+
+def test_a_slot_is_judged_by_its_own_markets_age():
+    """On-demand prices rarely move, and hold for a month."""
+    old = slot("trainer", market=Market.ON_DEMAND, age_ms=48 * HOUR_MS)
+    check_prices([old], NOW_MS)
+    with pytest.raises(CatalogError):
+        check_prices([replace(old, placement=replace(old.placement, market=Market.SPOT))], NOW_MS)

@@ -1,0 +1,360 @@
+"""What is found on the clouds and taken away: in which order, how patiently, and what is said of what stays."""
+
+import sqlite3
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from engine.events import Market
+from launcher.cluster.clouds.base import Caller, MachineState
+from launcher.cluster.reaping import (
+    Cleared,
+    Inventory,
+    clear_away,
+    cloud_runs,
+    count_text,
+    known_clouds,
+    live_runs,
+    look,
+    only_of,
+    price_of,
+    sign_in,
+    split,
+    stop_cloud_runs,
+    things_that_may_go,
+)
+from launcher.ledger.store import current_status, find_run, open_ledger, writing
+from launcher.market.offers import Offer
+from tests.launcher.cluster.fake_cloud import ACCOUNT, FakeCloud, machine, thing
+from tests.launcher.made_ledger import a_run
+
+OTHER = {"owner": "bob"}
+
+
+@dataclass
+class Stopwatch:
+    """Time passes only by waiting."""
+
+    s: float = 0.0
+    waited: list[float] = field(default_factory=list)
+    at: dict[int, Callable[[], None]] = field(default_factory=dict)
+    """What happens at the n-th wait."""
+
+    def now(self) -> float:
+        return self.s
+
+    def wait(self, seconds: float) -> None:
+        self.s += seconds
+        self.waited.append(seconds)
+        self.at.pop(len(self.waited), lambda: None)()
+
+
+def clear(*clouds: FakeCloud, all_owners: bool = False, timeout_s: float = 300.0, **more) -> Cleared:
+    watch = more.pop("watch", Stopwatch())
+    accounts, refused = sign_in({cloud.cloud: cloud for cloud in clouds}, all_owners=all_owners)
+    assert not refused
+    may_go = more.pop("may_go", lambda found: found)
+    return clear_away(accounts, may_go, timeout_s=timeout_s, now_s=watch.now, wait=watch.wait, **more)
+
+
+def found_on(*clouds: FakeCloud, all_owners: bool = False) -> Inventory:
+    return look(sign_in({cloud.cloud: cloud for cloud in clouds}, all_owners=all_owners)[0])
+
+
+# --- looking -----------------------------------------------------------------------------------------
+
+
+def test_every_region_of_every_cloud_is_looked_at():
+    aws = FakeCloud().add(machine("i-1"), machine("i-2", region="us-west-2"))
+    gcp = FakeCloud(cloud="gcp", its_regions=("us-central1",)).add(machine("vm-1", cloud="gcp", region="us-central1"))
+    assert [one.id for one in found_on(aws, gcp).machines] == ["i-1", "i-2", "vm-1"]
+
+
+def test_what_has_ended_is_not_found_and_what_belongs_to_others_only_when_asked_for():
+    cloud = FakeCloud().add(machine("i-1", state=MachineState.GONE), machine("i-2"), machine("i-3", **OTHER))
+    assert [one.id for one in found_on(cloud).machines] == ["i-2"]
+    assert [one.id for one in found_on(cloud, all_owners=True).machines] == ["i-2", "i-3"]
+
+
+def test_a_region_that_cannot_be_asked_is_named_and_the_others_are_looked_at():
+    cloud = FakeCloud(silent={"us-east-1"}).add(machine("i-1"), machine("i-2", region="us-west-2"))
+    found = found_on(cloud)
+    assert [one.id for one in found.machines] == ["i-2"]
+    assert [(one.place, one.silent) for one in found.unasked] == [("aws/us-east-1", True)]
+
+
+def test_a_cloud_without_credentials_is_told_apart_from_one_that_is_silent():
+    accounts, refused = sign_in({"aws": FakeCloud(who=None), "gcp": FakeCloud(cloud="gcp", silent={"caller"})})
+    assert accounts == []
+    assert [(one.place, one.silent) for one in refused] == [("aws", False), ("gcp", True)]
+
+
+def test_a_cloud_that_is_silent_for_a_moment_is_asked_again():
+    cloud = FakeCloud(silent={"caller"})
+    watch = Stopwatch(at={2: cloud.silent.clear})
+    accounts, refused = sign_in({"aws": cloud}, patience_s=30, now_s=watch.now, wait=watch.wait)
+    assert ([account.cloud for account in accounts], refused, watch.s) == (["aws"], [], 10.0)
+
+
+def test_one_that_stays_silent_is_given_up():
+    watch = Stopwatch()
+    clouds = {"aws": FakeCloud(silent={"caller"}), "gcp": FakeCloud(cloud="gcp", who=None)}
+    accounts, refused = sign_in(clouds, patience_s=12, now_s=watch.now, wait=watch.wait)
+    assert (accounts, [one.cloud for one in refused], watch.s) == ([], ["aws", "gcp"], 12.0)
+
+
+def test_what_every_region_lists_is_found_once():
+    cloud = FakeCloud().add(thing("role", "spotrl-digits", region=""))
+    cloud.home = "us-west-2"
+    assert found_on(cloud).ids == ["role spotrl-digits (aws/global)"]
+
+
+def test_looking_says_how_far_it_is():
+    said: list[str] = []
+    look(sign_in({"aws": FakeCloud()})[0], said.append)
+    assert said == ["looked at 1 of 2 regions (aws/us-east-1)", "looked at 2 of 2 regions (aws/us-west-2)"]
+
+
+# --- choosing ----------------------------------------------------------------------------------------
+
+
+def test_a_live_run_keeps_everything_and_what_all_runs_share():
+    shared = thing("network", "net-1", run="")
+    cloud = FakeCloud().add(machine("i-1"), thing(), machine("i-2", run="old"), thing("group", "sg-2", "old"), shared)
+    goes, stays = split(found_on(cloud), {"digits"})
+    assert goes.ids == ["machine i-2 (aws/us-east-1)", "group sg-2 (aws/us-east-1)"]
+    assert stays.ids == ["machine i-1 (aws/us-east-1)", "disk vol-1 (aws/us-east-1)", "network net-1 (aws/us-east-1)"]
+
+
+def test_without_a_live_run_what_all_runs_share_goes_too():
+    goes, stays = split(found_on(FakeCloud().add(thing("network", "net-1", run=""))), set())
+    assert goes.ids == ["network net-1 (aws/us-east-1)"]
+    assert stays.is_empty
+
+
+def test_a_silent_region_is_not_lost_by_choosing():
+    goes, stays = split(found_on(FakeCloud(silent={"us-west-2"})), set())
+    assert [one.place for one in only_of(goes, ()).unasked] == ["aws/us-west-2"]
+    assert stays.unasked == ()
+
+
+def offer(zone: str, micro_usd: int, **more) -> Offer:
+    known = {"cloud": "aws", "region": "us-east-1", "instance_type": "g6.xlarge", "accelerator": "L4", "gpus": 1}
+    listed = {"market": Market.SPOT, "source": "made up", "observed_at": "2026-11-22T00:00:00Z"}
+    return Offer(**{**known, **listed, "zone": zone, "micro_usd_per_hour": micro_usd, **more})
+
+
+def test_a_machine_costs_what_its_zone_costs_or_the_dearest_of_its_region():
+    offers = [offer("us-east-1a", 300), offer("us-east-1b", 500), offer("us-east-1a", 900, market=Market.ON_DEMAND)]
+    assert price_of(machine(), offers) == 300
+    assert price_of(machine(zone="us-east-1f"), offers) == 500
+    assert price_of(machine(market=Market.ON_DEMAND), offers) == 900
+    assert price_of(machine(instance_type="p5.48xlarge"), offers) is None
+
+
+# --- taking away -------------------------------------------------------------------------------------
+
+
+def test_machines_end_before_what_they_live_on_goes():
+    cloud = FakeCloud().add(
+        machine(),
+        thing("disk", "vol-1", node="digits-trainer-g1"),
+        thing("disk", "vol-2", node="digits-spot-0-g1"),
+        thing("group", "sg-1"),
+        thing("role", "spotrl-digits", region=""),
+    )
+    cleared = clear(cloud)
+    assert cleared.is_complete
+    assert cleared.troubles == ()
+    assert len(cleared.ended) == 5
+    assert not cloud.alive
+    assert not cloud.other
+    # The disk without a machine goes at once; the boot disk goes with its machine, by itself.
+    assert cloud.orders[:2] == ["end i-1", "remove vol-2"]
+    assert cloud.orders[-2:] == ["remove spotrl-digits", "remove sg-1"]
+    assert "remove vol-1" not in cloud.orders
+
+
+def test_a_machine_that_shows_up_late_is_ended_too():
+    cloud = FakeCloud(late={"i-9": (2, machine("i-9"))}).add(machine("i-1"))
+    assert clear(cloud).is_complete
+    assert {"end i-1", "end i-9"} <= set(cloud.orders)
+
+
+def test_one_that_shows_up_after_the_first_empty_look_is_ended_too():
+    cloud = FakeCloud(late={"i-9": (2, machine("i-9"))})
+    assert clear(cloud).ended == ("machine i-9 (aws/us-east-1)",)
+
+
+def test_a_machine_that_refuses_to_die_is_left_by_name_with_what_the_cloud_said():
+    cloud = FakeCloud(immortal={"i-2"}).add(machine("i-1", run="old"), machine("i-2"), thing("group", "sg-2"))
+    watch = Stopwatch()
+    cleared = clear(cloud, watch=watch, timeout_s=60)
+    assert not cleared.is_complete
+    assert cleared.left.ids == ["machine i-2 (aws/us-east-1)", "group sg-2 (aws/us-east-1)"]
+    assert cleared.ended == ("machine i-1 (aws/us-east-1)",)
+    assert cleared.troubles == ("i-2 is protected against termination",)
+    assert watch.s == 60
+    # Its group is what it talks through; nobody pulls it from under a machine that runs.
+    assert "remove sg-2" not in cloud.orders
+
+
+def test_a_region_that_comes_back_in_time_is_cleared():
+    cloud = FakeCloud(silent={"us-west-2"}).add(machine("i-2", region="us-west-2"))
+    watch = Stopwatch(at={3: cloud.silent.clear})
+    assert clear(cloud, watch=watch).is_complete
+    assert cloud.alive == []
+
+
+def test_a_region_that_breaks_the_client_does_not_keep_the_others_alive(monkeypatch):
+    cloud = FakeCloud().add(machine("i-1"), machine("i-2", region="us-west-2"))
+    things = cloud.things
+
+    def breaks(region: str, **whose: str) -> object:
+        if region == "us-west-2":
+            raise ValueError("<html> is no XML")
+        return things(region, **whose)
+
+    monkeypatch.setattr(cloud, "things", breaks)
+    cleared = clear(cloud, timeout_s=40)
+    assert cloud.alive == ["i-2"]
+    assert [(one.place, one.why) for one in cleared.left.unasked] == [("aws/us-west-2", "ValueError: <html> is no XML")]
+
+
+def test_a_region_that_stays_silent_counts_as_left_and_keeps_the_identity_that_its_machines_need():
+    cloud = FakeCloud(silent={"us-west-2"}).add(
+        machine("i-1"), machine("i-2", region="us-west-2"), thing("role", "spotrl-digits", region="")
+    )
+    cleared = clear(cloud, timeout_s=40)
+    assert not cleared.is_complete
+    assert [one.place for one in cleared.left.unasked] == ["aws/us-west-2"]
+    assert "i-1" not in cloud.alive
+    assert "remove spotrl-digits" not in cloud.orders
+
+
+def test_what_is_shared_by_all_runs_waits_for_all_machines():
+    cloud = FakeCloud().add(machine(), thing("network", "net-1", run=""))
+    found = found_on(cloud)
+    assert things_that_may_go("aws", found, found) == []
+    cloud.end(found.machines)
+    assert clear(cloud).is_complete
+
+
+def test_a_machine_that_may_stay_keeps_its_group_from_going():
+    cloud = FakeCloud().add(machine(**OTHER), thing("group", "sg-1"))
+    accounts, _ = sign_in({"aws": cloud}, all_owners=True)
+    whole = look(accounts)
+    mine = Inventory(things=whole.things)
+    assert things_that_may_go("aws", mine, whole) == []
+
+
+def test_killed_half_way_and_run_again_it_ends_the_rest():
+    class Killed(BaseException):
+        pass
+
+    def die() -> None:
+        raise Killed
+
+    cloud = FakeCloud(lingers=6).add(machine("i-1"), machine("i-2", region="us-west-2"), thing("group", "sg-1"))
+    for step in range(1, 4):
+        with pytest.raises(Killed):
+            clear(cloud, watch=Stopwatch(at={step: die}))
+    assert clear(cloud).is_complete
+    assert not cloud.alive
+    assert not cloud.other
+
+
+def test_what_may_go_is_chosen_anew_at_every_look():
+    """A run that is launched in the meantime is not touched."""
+    cloud = FakeCloud().add(machine("i-1", run="old"))
+    live: set[str] = set()
+    watch = Stopwatch(at={1: lambda: (cloud.add(machine("i-5", run="new")), live.add("new"))})  # type: ignore[dict-item]
+    assert clear(cloud, watch=watch, may_go=lambda found: split(found, live)[0]).is_complete
+    assert cloud.alive == ["i-5"]
+
+
+def test_nothing_to_do_is_done_after_two_looks():
+    watch = Stopwatch()
+    assert clear(FakeCloud(), watch=watch).ended == ()
+    assert len(watch.waited) == 1
+
+
+def test_counts_read_as_words():
+    found = found_on(FakeCloud().add(machine("i-1"), machine("i-2"), thing(), thing("group", "sg-1")))
+    assert count_text(found) == "2 x machine, 1 x disk, 1 x group"
+    assert count_text(Inventory()) == "nothing"
+
+
+def test_an_account_says_whose_things_are_looked_at():
+    (mine,), _ = sign_in({"aws": FakeCloud()})
+    (all_,), _ = sign_in({"aws": FakeCloud()}, all_owners=True)
+    assert (mine.owner, all_.owner, mine.caller.account) == ("ada", None, ACCOUNT)
+    assert isinstance(mine.caller, Caller)
+
+
+# --- the ledger --------------------------------------------------------------------------------------
+
+
+def a_ledger(path: Path, **runs: tuple[str, str]) -> Path:
+    """Runs by name: infra and status."""
+    with writing(open_ledger(path)) as session:
+        for name, (infra, status) in runs.items():
+            made = a_run(session, name)
+            made.run.infra = infra
+            made.status(status, 0)
+    return path
+
+
+def test_live_runs_are_those_that_are_not_over(tmp_path):
+    path = a_ledger(tmp_path / "ledger.sqlite", digits=("aws", "running"), old=("gcp,aws", "finished"))
+    sessions = open_ledger(path)
+    assert live_runs(sessions) == {"digits": "running, and no controller looks after it"}
+    assert known_clouds(sessions) == {"aws", "gcp"}
+
+
+def test_every_run_on_a_cloud_is_told_to_stop_and_runs_of_this_machine_are_not(tmp_path):
+    path = a_ledger(
+        tmp_path / "ledger.sqlite",
+        digits=("aws,gcp", "running"),
+        shapes=("gcp", "planned"),
+        here=("local", "running"),
+        old=("aws", "stopped"),
+    )
+    assert cloud_runs(path).names == ("digits", "shapes")
+    assert stop_cloud_runs(path, "panic").names == ("digits", "shapes")
+    with open_ledger(path)() as session:
+        how = {name: current_status(session, find_run(session, name)) for name in ("digits", "here", "old")}
+    assert {name: (row.status, row.reason) for name, row in how.items() if row} == {
+        "digits": ("stopping", "panic"),
+        "here": ("running", ""),
+        "old": ("stopped", ""),
+    }
+
+
+def test_a_ledger_that_is_missing_has_nobody_to_tell_and_is_not_made(tmp_path):
+    told = stop_cloud_runs(tmp_path / "ledger.sqlite", "panic")
+    assert (told.names, told.trouble) == ((), "")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_ledger_that_is_broken_is_said(tmp_path):
+    path = tmp_path / "ledger.sqlite"
+    path.write_bytes(b"this was a database once" * 100)
+    told = stop_cloud_runs(path, "panic")
+    assert told.names == ()
+    assert "file is not a database" in told.trouble
+
+
+def test_a_ledger_that_somebody_holds_is_said(tmp_path, monkeypatch):
+    monkeypatch.setattr("launcher.ledger.store.BUSY_MS", 50)
+    path = a_ledger(tmp_path / "ledger.sqlite", digits=("aws", "running"))
+    holder = sqlite3.connect(path, isolation_level=None)
+    holder.execute("BEGIN EXCLUSIVE")
+    try:
+        told = stop_cloud_runs(path, "panic")
+    finally:
+        holder.close()
+    assert told.names == ("digits",)
+    assert "database is locked" in told.trouble

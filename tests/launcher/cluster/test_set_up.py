@@ -1,0 +1,56 @@
+"""The short look at a machine, through a real sshd on loopback."""
+
+import os
+import pwd
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from launcher.cluster.set_up import MachineUnreachable, ask_set_up
+from tests.engine.fleet import free_port
+from tests.launcher.cluster.sshd import Sshd, why_no_sshd
+
+pytestmark = pytest.mark.skipif(why_no_sshd() is not None, reason=str(why_no_sshd()))
+
+
+@pytest.fixture(scope="module")
+def sshd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sshd]:
+    server = Sshd(tmp_path_factory.mktemp("machine") / "sshd")
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def set_up_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Sshd, Path]]:
+    """A machine whose home has an environment in it."""
+    home = tmp_path_factory.mktemp("home")
+    (home / "spotrl" / "env").mkdir(parents=True)
+    (home / "spotrl" / "env" / ".digest").write_text("0123abcd\n")
+    server = Sshd(tmp_path_factory.mktemp("machine") / "sshd", environment={"HOME": str(home)})
+    yield server, home
+    server.stop()
+
+
+def test_a_machine_that_is_not_set_up_tells_its_home_alone(sshd):
+    found = ask_set_up(sshd.login)
+    assert found.home == pwd.getpwuid(os.getuid()).pw_dir
+    assert found.digest == ""
+
+
+def test_a_machine_tells_what_it_was_set_up_from(set_up_home):
+    server, home = set_up_home
+    found = ask_set_up(server.login)
+    assert (found.home, found.digest) == (str(home), "0123abcd")
+
+
+def test_a_machine_that_does_not_answer_is_said_in_sshs_words(sshd):
+    with pytest.raises(MachineUnreachable, match="refused"):
+        ask_set_up(replace(sshd.login, port=free_port()))
+
+
+def test_another_key_than_the_machines_is_not_let_in(sshd, set_up_home):
+    stranger = replace(sshd.login, key=set_up_home[0].login.key)
+    with pytest.raises(MachineUnreachable, match="Permission denied"):
+        ask_set_up(stranger)

@@ -1,0 +1,897 @@
+"""SkyProvisioner against a SkyPilot, a cloud and a line that we own: every rule, and a crash at every step.
+
+A crash is a new SkyProvisioner over the same folder. Time is moved by hand; the pool does at once what it is given.
+"""
+
+import json
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+
+from engine.config import ClockConfig, EngineConfig, NodeSpec
+from engine.events import Market
+from launcher.cluster.bundle import Bundle
+from launcher.cluster.clouds.base import (
+    CloudRefused,
+    CloudUnreachable,
+    Machine,
+    MachineState,
+    Place,
+    Thing,
+)
+from launcher.cluster.provisioner import NodeStatus
+from launcher.cluster.set_up import MachineUnreachable, SetUp
+from launcher.cluster.sky import Failed, Outcome, SkyLogin, SkyUnreachable
+from launcher.cluster.sky_provisioner import Purchases, SkyProvisioner
+from launcher.placement.placement import Placement
+
+START_MS = 1_800_000_000_000
+REGION = "us-east-1"
+
+
+@dataclass
+class Time:
+    """A clock whose hands are ours."""
+
+    ms: int = START_MS
+
+    def now_ms(self) -> int:
+        return self.ms
+
+    def wall_seconds(self, duration_ms: int) -> float:
+        return duration_ms / 1000
+
+    def monotonic(self) -> float:
+        return self.ms / 1000
+
+
+class AtOnce(Executor):
+    """Does what it is given before it returns; or never, when the process is to die with it half done."""
+
+    def submit(self, fn, /, *args, **kwargs):
+        fn(*args, **kwargs)
+        return Future()
+
+
+class Killed(BaseException):
+    """The process ends here."""
+
+
+@dataclass
+class FakeSky:
+    """A SkyPilot that launches when told to, on a cloud of ours."""
+
+    cloud: "FakeCloud"
+    requests: dict[str, Outcome | None] = field(default_factory=dict)
+    names: dict[str, str] = field(default_factory=dict)
+    known: dict[str, str] = field(default_factory=dict)
+    launches: list = field(default_factory=list)
+    downs: list = field(default_factory=list)
+    rearmed: list = field(default_factory=list)
+    cancelled: list = field(default_factory=list)
+    down_for_good: bool = False
+    reply_lost: bool = False
+    set_ups: dict[str, Outcome] = field(default_factory=dict)
+
+    def _answer(self):
+        if self.down_for_good:
+            raise SkyUnreachable("no answer")
+
+    def start(self, launch):
+        self._answer()
+        request = f"request-{len(self.launches)}"
+        self.launches.append(launch)
+        self.requests[request], self.names[launch.name] = None, request
+        self.known.setdefault(launch.name, "INIT")
+        if self.reply_lost:
+            self.reply_lost = False
+            raise Killed
+        return request
+
+    def finish(self, name, outcome=None):
+        """The launch is through: a machine, unless something failed."""
+        outcome = outcome or Outcome()
+        self.requests[self.names[name]] = outcome
+        if outcome.failed is None:
+            self.known[name] = "UP"
+            if not any(one.name == name and one.state is MachineState.RUNNING for one in self.cloud.there):
+                self.cloud.start(name, self.launches[-1].want)
+
+    def poll(self, requests):
+        self._answer()
+        return {one: self.requests[one] for one in requests if one in self.requests}
+
+    def pending(self, prefix):
+        self._answer()
+        return {name: one for name, one in self.names.items() if name.startswith(prefix) and self.requests[one] is None}
+
+    def clusters(self, prefix):
+        self._answer()
+        return {name: status for name, status in self.known.items() if name.startswith(prefix)}
+
+    def login(self, name):
+        self._answer()
+        machine = next(one for one in self.cloud.there if one.name == name and one.state is MachineState.RUNNING)
+        return SkyLogin(host=machine.public_address, user="ubuntu", private_key="KEY", address=machine.address)
+
+    def set_up(self, name):
+        self._answer()
+        return self.set_ups.get(name)
+
+    def cancel(self, request):
+        self._answer()
+        self.cancelled.append(request)
+        if self.requests.get(request) is None:
+            self.requests[request] = Outcome(failed=Failed.CANCELLED)
+
+    def down(self, name):
+        self._answer()
+        self.downs.append(name)
+        self.known.pop(name, None)
+
+    def rearm(self, name, minutes):
+        self._answer()
+        self.rearmed.append((name, minutes))
+
+
+@dataclass
+class FakeCloud:
+    """A cloud with one inventory, whose machines end when we say so."""
+
+    time: Time
+    cloud: str = "aws"
+    home: str = REGION
+    there: list[Machine] = field(default_factory=list)
+    disks: list[Thing] = field(default_factory=list)
+    groups: list[Thing] = field(default_factory=list)
+    missing_rules: tuple[str, ...] = ()
+    unreachable: bool = False
+    refuses: str = ""
+    ends_slowly: bool = False
+    end_words: dict[str, dict] = field(default_factory=dict)
+    ended: list[str] = field(default_factory=list)
+
+    def start(self, name, want, region=REGION):
+        number = len(self.there) + 1
+        machine = Machine(
+            cloud=self.cloud,
+            region=region,
+            zone=want.zone_name or f"{region}a",
+            id=f"i-{number}",
+            name=name,
+            run="run",
+            owner="me",
+            state=MachineState.RUNNING,
+            market=want.market,
+            instance_type=want.instance_type,
+            address=f"10.0.0.{number}",
+            public_address=f"198.51.100.{number}",
+            launched_ms=self.time.ms,
+        )
+        self.there.append(machine)
+        self.disks.append(Thing(cloud=self.cloud, region=region, kind="disk", id=f"vol-{number}", run="run", node=name))
+        return machine
+
+    def change(self, name, **how):
+        self.there = [replace(one, **how) if one.name == name else one for one in self.there]
+
+    def vanish(self, name, **words):
+        """As Google Cloud does: not listed any more; operations know."""
+        for machine in [one for one in self.there if one.name == name]:
+            self.there.remove(machine)
+            self.end_words[machine.id] = words
+        self.disks = [one for one in self.disks if one.node != name]
+
+    def take_back(self, name):
+        self.change(
+            name,
+            state=MachineState.GONE,
+            reclaimed=True,
+            ended_ms=self.time.ms,
+            reason="Server.SpotInstanceTermination",
+        )
+        self.disks = [one for one in self.disks if one.node != name]
+
+    def _answer(self):
+        if self.unreachable:
+            raise CloudUnreachable("aws does not answer")
+
+    def machines(self, region, *, owner=None, run=None):
+        self._answer()
+        return [one for one in self.there if one.region == region and run in (None, one.run)]
+
+    def end_of(self, machine):
+        self._answer()
+        listed = [one for one in self.there if one.id == machine.id]
+        known = listed[0] if listed else replace(machine, **self.end_words.get(machine.id, {}))
+        return replace(known, state=MachineState.GONE)
+
+    def things(self, region, *, owner=None, run=None):
+        self._answer()
+        return [one for one in self.disks + self.groups if one.region == region]
+
+    def end(self, machines):
+        self._answer()
+        for machine in machines:
+            self.ended.append(machine.id)
+            state = MachineState.STOPPING if self.ends_slowly else MachineState.GONE
+            self.there = [replace(one, state=state) if one.id == machine.id else one for one in self.there]
+            if state is MachineState.GONE:
+                self.disks = [one for one in self.disks if one.node != machine.name]
+
+    def remove(self, things):
+        self._answer()
+        self.disks = [one for one in self.disks if one not in things]
+        self.groups = [one for one in self.groups if one not in things]
+        return []
+
+    def prepare(self, region, *, run, owner, ssh_from, buckets):
+        self._answer()
+        if self.refuses:
+            raise CloudRefused(self.refuses)
+        self.groups = [Thing(cloud=self.cloud, region=region, kind="group", id="sg-1", run=run)]
+        return Place(cloud=self.cloud, region=region, group="spotrl-run", identity="spotrl-run", ssh_from=ssh_from)
+
+    def open_rules(self, place):
+        self._answer()
+        return self.missing_rules
+
+
+class FakeLink:
+    """A line whose other end we are."""
+
+    def __init__(self, login, mirror):
+        self.login, self.mirror = login, mirror
+        self.heard_s, self.trouble = 0.0, ""
+        self.specs, self.money, self.notices, self.closed = [], [], [], False
+
+    def run(self, spec):
+        self.specs.append(spec)
+
+    def rearm(self, left_ms):
+        self.money.append(left_ms)
+
+    def notice(self, deadline_ms):
+        self.notices.append(deadline_ms)
+
+    def door(self, port):
+        return ("127.0.0.1", port + 1)
+
+    def close(self):
+        self.closed = True
+
+    def shows(self, what, **facts):
+        (self.mirror / f"{what}.json").write_text(json.dumps(facts))
+
+
+class Stage:
+    """A run of one region, with everything around it ours."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.time = folder, Time()
+        self.cloud = FakeCloud(self.time)
+        self.sky = FakeSky(self.cloud)
+        self.links: dict[str, FakeLink] = {}
+        self.digest = "d1"
+        self.provisioner = self.process()
+
+    def process(self) -> SkyProvisioner:
+        """Another process over the same folder."""
+
+        def link(login, mirror):
+            self.links[mirror.name] = FakeLink(login, mirror)
+            return self.links[mirror.name]
+
+        self.links.clear()
+        self.provisioner = SkyProvisioner(
+            Purchases(
+                run="run",
+                owners={"aws": "me", "gcp": "me"},
+                folder=self.folder,
+                ssh_from="203.0.113.7/32",
+                buckets=("s3://bucket/runs/run",),
+                bundle=Bundle(folder=self.folder / "bundle", digest="d1", setup="sh set_up.sh"),
+                regions=[("aws", REGION)],
+            ),
+            sky=self.sky,
+            clouds={"aws": self.cloud},
+            clock=self.time,
+            link=link,
+            pool=AtOnce(),
+            ask_set_up=self.ask_set_up,
+            monotonic=self.time.monotonic,
+        )
+        return self.provisioner
+
+    def ask_set_up(self, login):
+        """What stands on the machine; nothing while nobody can get in."""
+        if self.digest is None:
+            raise MachineUnreachable("ssh: timed out")
+        return SetUp(home="/home/ubuntu", digest=self.digest)
+
+    def ask(self, name="run-rollout-0-g0", zone="us-east-1a", money_deadline_ms=START_MS + 3_600_000):
+        spec = NodeSpec(
+            run="run",
+            node=name,
+            role="trainer" if "trainer" in name else "rollout",
+            market=Market.ON_DEMAND if "trainer" in name else Market.SPOT,
+            folder="/elsewhere",
+            store="s3://bucket/runs/run",
+            coordinator_port=7000,
+            token="token",
+            clock=ClockConfig(origin_ms=START_MS),
+            engine=EngineConfig(),
+            money_deadline_ms=money_deadline_ms,
+        )
+        self.provisioner.request(placement(zone, spec.market), spec)
+        return name
+
+    def passes(self, seconds=3.0, step=0.5):
+        """The controller looks, again and again. What it saw last, by name."""
+        facts = ()
+        for _ in range(max(1, round(seconds / step))):
+            self.time.ms += round(step * 1000)
+            facts = self.provisioner.observe()
+        return {fact.name: fact for fact in facts}
+
+    def bring_up(self, name):
+        """Asked for, launched, set up, heard and ready."""
+        self.ask(name)
+        self.passes(1)
+        self.sky.finish(name)
+        self.passes(5)
+        self.links[name].shows("agent", pid=5)
+        self.links[name].shows("ready", at_ms=self.time.ms, pid=5)
+        return self.passes(1)[name]
+
+    def file(self, name, what):
+        return json.loads((self.folder / "nodes" / name / f"{what}.json").read_text())
+
+
+def placement(zone="us-east-1a", market=Market.SPOT):
+    return Placement(
+        cloud="aws",
+        region=REGION,
+        zone=zone,
+        instance_type="g6.xlarge",
+        gpus=1,
+        accelerator="L4",
+        market=market,
+        micro_usd_per_hour=300_000,
+        price_source="table",
+        price_observed_at="2026-11-01T00:00:00Z",
+    )
+
+
+@pytest.fixture
+def stage(tmp_path):
+    return Stage(tmp_path)
+
+
+NODE = "run-rollout-0-g0"
+TRAINER = "run-trainer-g0"
+
+
+# --- starting -------------------------------------------------------------------------------------------
+
+
+def test_a_node_is_launched_once_with_labels_our_group_and_a_timer(stage):
+    stage.ask()
+    stage.ask()
+    stage.passes(5)
+    (launch,) = stage.sky.launches
+    assert launch.labels == {"spotrl-run": "run", "spotrl-node": NODE, "spotrl-owner": "me"}
+    assert (launch.place.group, launch.want.zone_name) == ("spotrl-run", "us-east-1a")
+    assert launch.autostop_minutes == 60 + 30  # the money lasts an hour
+    assert stage.file(NODE, "launch")["request_id"] == "request-0"
+
+
+def test_a_node_is_up_when_its_workers_called_in(stage):
+    trainer = stage.bring_up(TRAINER)
+    fact = stage.bring_up(NODE)
+    assert (trainer.status, fact.status) == (NodeStatus.UP, NodeStatus.UP)
+    assert (fact.zone, fact.instance_type) == ("us-east-1a", "g6.xlarge")
+    assert fact.started_ms == stage.cloud.there[1].launched_ms
+    assert fact.ready_ms is not None
+
+
+def test_files_that_hold_secrets_are_for_their_owner(stage):
+    stage.bring_up(TRAINER)
+    folder = stage.folder / "nodes" / TRAINER
+    assert oct((folder / "ssh.key").stat().st_mode & 0o777) == "0o600"
+    assert oct((folder / "spec.json").stat().st_mode & 0o777) == "0o600"
+    assert oct(folder.stat().st_mode & 0o777) == "0o700"
+
+
+def test_an_agent_is_told_where_the_newest_trainer_is(stage):
+    stage.ask(NODE)
+    stage.passes(1)
+    stage.sky.finish(NODE)
+    stage.passes(4)
+    assert stage.links[NODE].specs == []  # nobody to work for yet
+    stage.bring_up(TRAINER)
+    (told,) = stage.links[NODE].specs
+    assert (told.coordinator_host, told.cloud, told.digest) == ("10.0.0.2", "aws", "d1")
+    assert told.folder == "/home/ubuntu/spotrl/node"
+    assert (told.money_deadline_ms, told.money_left_ms) == (None, told.money_left_ms)
+    assert 3_500_000 < told.money_left_ms < 3_600_000
+    stage.provisioner.release([TRAINER])
+    stage.passes(5)
+    stage.bring_up("run-trainer-g1")
+    assert [spec.coordinator_host for spec in stage.links[NODE].specs] == ["10.0.0.2", "10.0.0.3"]
+
+
+def test_the_trainer_listens_on_its_own_private_address(stage):
+    stage.bring_up(TRAINER)
+    assert stage.links[TRAINER].specs[0].coordinator_host == "10.0.0.1"
+    assert stage.provisioner.door(TRAINER, 7000) == ("127.0.0.1", 7001)
+    assert stage.provisioner.door(NODE, 7000) is None
+
+
+# --- refusals -------------------------------------------------------------------------------------------
+
+
+def test_no_capacity_names_the_zone_that_was_tried(stage):
+    stage.ask()
+    stage.passes(1)
+    stage.sky.finish(NODE, Outcome(failed=Failed.NO_CAPACITY, text="InsufficientInstanceCapacity"))
+    fact = stage.passes(5)[NODE]
+    assert (fact.status, fact.tried) == (NodeStatus.NO_CAPACITY, ("aws/us-east-1/us-east-1a",))
+    assert fact.started_ms is None
+    assert stage.sky.downs == [NODE]
+
+
+def test_a_quota_is_a_denial_with_the_clouds_words(stage):
+    stage.ask()
+    stage.passes(1)
+    stage.sky.finish(NODE, Outcome(failed=Failed.DENIED, text="VcpuLimitExceeded: ask for more"))
+    fact = stage.passes(5)[NODE]
+    assert (fact.status, fact.evidence) == (NodeStatus.DENIED, "VcpuLimitExceeded: ask for more")
+
+
+def test_a_permission_that_is_missing_beforehand_is_a_denial_too(stage):
+    stage.cloud.refuses = "iam:CreateRole is not allowed"
+    stage.ask()
+    fact = stage.passes(5)[NODE]
+    assert (fact.status, fact.evidence) == (NodeStatus.DENIED, "iam:CreateRole is not allowed")
+    assert stage.sky.launches == []
+
+
+def test_a_machine_that_runs_as_somebody_else_is_refused(stage):
+    """SkyPilot's own identity may do everything; with a server that is not ours, a machine may come with it."""
+    stage.ask()
+    stage.passes(1)
+    stage.cloud.start(NODE, placement())
+    stage.cloud.change(NODE, identity="skypilot-v1")
+    fact = stage.passes(6)[NODE]
+    assert fact.status is NodeStatus.DENIED
+    assert "it runs as skypilot-v1 and not as spotrl-run" in fact.evidence
+    assert stage.cloud.ended == ["i-1"]
+
+
+def test_a_failed_set_up_is_a_node_that_ended_and_its_machine_goes(stage):
+    stage.ask()
+    stage.passes(1)
+    stage.cloud.start(NODE, placement())
+    stage.sky.finish(NODE, Outcome(failed=Failed.SETUP, text="exit 127: No such file"))
+    fact = stage.passes(6)[NODE]
+    assert fact.status is NodeStatus.GONE
+    assert "No such file" in fact.evidence
+    assert stage.cloud.ended == ["i-1"]
+    assert fact.started_ms is not None  # it was paid for
+
+
+def test_an_agent_is_started_when_the_set_up_is_through_and_not_before(stage):
+    """SkyPilot calls a launch done when it has handed the set-up over."""
+    stage.digest = ""
+    stage.ask(TRAINER)
+    stage.passes(1)
+    stage.sky.finish(TRAINER)
+    stage.passes(30)
+    assert stage.links == {}
+    stage.digest = "d1"
+    stage.passes(3)
+    assert len(stage.links[TRAINER].specs) == 1
+
+
+def test_a_set_up_that_fails_behind_our_back_is_found_out(stage):
+    stage.digest = ""
+    stage.ask(TRAINER)
+    stage.passes(1)
+    stage.sky.finish(TRAINER)
+    stage.sky.set_ups[TRAINER] = Outcome(failed=Failed.SETUP, text="FAILED_SETUP: /tmp/sky_setup_x: No such file")
+    fact = stage.passes(20)[TRAINER]
+    assert fact.status is NodeStatus.GONE
+    assert "/tmp/sky_setup_x: No such file" in fact.evidence
+    assert stage.cloud.ended == ["i-1"]
+
+
+def test_a_node_that_was_set_up_from_something_else_is_refused(stage):
+    stage.digest = "of yesterday"
+    stage.ask(TRAINER)
+    stage.passes(1)
+    stage.sky.finish(TRAINER)
+    assert stage.passes(20)[TRAINER].status is NodeStatus.PENDING  # an image may bring one; the set-up replaces it
+    stage.sky.set_ups[TRAINER] = Outcome()
+    fact = stage.passes(20)[TRAINER]
+    assert (fact.status, stage.links) == (NodeStatus.GONE, {})
+    assert "bundle of yesterday" in fact.evidence
+    assert "d1" in fact.evidence
+
+
+def test_a_machine_that_nobody_gets_into_is_given_up_and_the_missing_rule_named(stage):
+    stage.digest = None
+    stage.cloud.missing_rules = ("tcp 22 (SSH) is missing",)
+    stage.ask(TRAINER)
+    stage.passes(1)
+    stage.sky.finish(TRAINER)
+    stage.passes(30)
+    stage.time.ms += 1_800_000
+    assert "tcp 22 (SSH) is missing" in stage.passes(10)[TRAINER].evidence
+
+
+def test_a_launch_that_failed_for_no_reason_is_tried_again_and_not_for_ever(stage):
+    stage.ask()
+    for _ in range(5):
+        stage.passes(1)
+        stage.sky.finish(NODE, Outcome(failed=Failed.UNKNOWN, text="server restarted"))
+        fact = stage.passes(150)[NODE]
+    assert len(stage.sky.launches) == 5
+    assert fact.status is NodeStatus.GONE
+    assert "server restarted" in fact.evidence
+
+
+def test_a_machine_that_stops_during_its_launch_is_not_waited_for_as_long_as_skypilot_does(stage):
+    stage.ask()
+    stage.passes(1)
+    stage.cloud.start(NODE, placement())
+    stage.passes(4)
+    stage.cloud.change(NODE, state=MachineState.STOPPING, reason="Client.InstanceInitiatedShutdown")
+    fact = stage.passes(60)[NODE]
+    assert (fact.status, fact.notice_deadline_ms) == (NodeStatus.PENDING, None)
+    fact = stage.passes(90)[NODE]
+    assert (fact.status, fact.evidence) == (NodeStatus.GONE, "Client.InstanceInitiatedShutdown")
+    assert stage.sky.cancelled == ["request-0"]
+    assert stage.cloud.ended == ["i-1"]
+
+
+def test_a_launch_whose_machine_skypilot_ended_says_why_itself(stage):
+    stage.ask()
+    stage.passes(1)
+    stage.cloud.start(NODE, placement())
+    stage.passes(4)
+    stage.cloud.change(NODE, state=MachineState.GONE, reason="Client.UserInitiatedShutdown")
+    stage.passes(10)
+    stage.sky.finish(NODE, Outcome(failed=Failed.NO_CAPACITY, text="InsufficientInstanceCapacity"))
+    assert stage.passes(6)[NODE].status is NodeStatus.NO_CAPACITY
+
+
+def test_a_machine_whose_making_was_not_confirmed_is_made_again(stage):
+    """The reply to its creation was lost; SkyPilot ended it, and gives no reason that is the cloud's."""
+    stage.ask()
+    stage.passes(1)
+    stage.cloud.start(NODE, placement())
+    stage.passes(4)
+    stage.cloud.change(NODE, state=MachineState.GONE, reason="delete")
+    stage.sky.finish(NODE, Outcome(failed=Failed.UNKNOWN, text="Remote end closed connection"))
+    assert stage.passes(30)[NODE].status is NodeStatus.PENDING
+    stage.sky.finish(NODE)
+    stage.passes(200)
+    assert len(stage.sky.launches) == 2
+    assert stage.file(NODE, "machine")["id"] == "i-2"
+    assert stage.file(NODE, "login")["address"] == "10.0.0.2"
+
+
+def test_a_node_that_never_comes_up_is_given_up(stage):
+    stage.ask()
+    assert stage.passes(60, step=1)[NODE].status is NodeStatus.PENDING
+    stage.time.ms += 1_800_000
+    fact = stage.passes(5)[NODE]
+    assert fact.status is NodeStatus.GONE
+    assert "did not come up" in fact.evidence
+    assert stage.sky.cancelled == ["request-0"]
+
+
+# --- crashes --------------------------------------------------------------------------------------------
+
+
+def test_a_crash_before_the_launch_loses_nothing(stage):
+    stage.ask()
+    stage.process()
+    stage.passes(2)
+    assert len(stage.sky.launches) == 1
+
+
+def test_a_request_whose_reply_was_lost_is_adopted(stage):
+    stage.ask()
+    stage.sky.reply_lost = True
+    with pytest.raises(Killed):
+        stage.passes(1)
+    stage.process()
+    stage.passes(3)
+    assert len(stage.sky.launches) == 1
+    assert stage.file(NODE, "launch")["request_id"] == "request-0"
+
+
+def test_a_cluster_that_came_up_meanwhile_is_adopted(stage):
+    stage.ask()
+    stage.sky.reply_lost = True
+    with pytest.raises(Killed):
+        stage.passes(1)
+    stage.sky.finish(NODE)
+    stage.process()
+    stage.passes(5)
+    assert len(stage.sky.launches) == 1
+    assert stage.file(NODE, "login")["host"] == "198.51.100.1"
+
+
+def test_a_machine_that_skypilot_forgot_is_completed_and_an_extra_one_ended(stage):
+    stage.ask()
+    stage.sky.reply_lost = True
+    with pytest.raises(Killed):
+        stage.passes(1)
+    stage.cloud.start(NODE, placement())
+    stage.sky.requests.clear()
+    stage.sky.names.clear()
+    stage.sky.known.clear()
+    stage.process()
+    stage.passes(3)
+    assert len(stage.sky.launches) == 2
+    stage.cloud.there.insert(0, replace(stage.cloud.there[0], id="i-9", public_address="198.51.100.9"))
+    stage.sky.finish(NODE)
+    stage.passes(4)
+    alive = [one.id for one in stage.cloud.there if one.state is MachineState.RUNNING]
+    assert len(alive) == 1
+
+
+@pytest.mark.parametrize("seconds", [0.5, 1.0, 2.0, 4.0, 8.0])
+def test_a_process_that_dies_at_any_time_is_carried_on_with(stage, seconds):
+    stage.ask(TRAINER)
+    stage.passes(seconds)
+    stage.process()
+    if stage.sky.launches:
+        stage.sky.finish(TRAINER)
+    stage.passes(seconds)
+    stage.process()
+    stage.passes(2)
+    stage.sky.finish(TRAINER)
+    stage.passes(5)
+    assert len(stage.sky.launches) == 1
+    assert len(stage.cloud.there) == 1
+    assert len(stage.links[TRAINER].specs) == 1
+
+
+def test_a_release_survives_a_crash(stage):
+    stage.bring_up(TRAINER)
+    stage.provisioner.release([TRAINER])
+    stage.process()
+    fact = stage.passes(4)[TRAINER]
+    assert (fact.status, fact.evidence) == (NodeStatus.GONE, "released")
+    assert stage.cloud.ended == ["i-1"]
+
+
+# --- ends -----------------------------------------------------------------------------------------------
+
+
+def test_a_reclaim_is_the_clouds_word(stage):
+    stage.bring_up(NODE)
+    stage.time.ms += 60_000
+    stage.cloud.take_back(NODE)
+    taken_ms = stage.time.ms
+    fact = stage.passes(5)[NODE]
+    assert (fact.status, fact.reclaimed, fact.with_notice) == (NodeStatus.GONE, True, False)
+    assert (fact.ended_ms, fact.evidence) == (taken_ms, "Server.SpotInstanceTermination")
+    assert stage.cloud.ended == []
+    assert stage.sky.downs == [NODE]
+
+
+def test_a_reclaim_is_known_within_a_few_seconds(stage):
+    stage.bring_up(NODE)
+    stage.cloud.take_back(NODE)
+    assert stage.passes(4, step=0.25)[NODE].status is NodeStatus.GONE
+
+
+def test_a_machine_that_is_not_listed_twice_is_gone_for_the_reason_that_its_operations_tell(stage):
+    stage.bring_up(NODE)
+    stage.cloud.vanish(NODE, reclaimed=True, reason="compute.instances.preempted", ended_ms=START_MS + 9000)
+    fact = stage.passes(6)[NODE]
+    assert (fact.status, fact.reclaimed, fact.ended_ms) == (NodeStatus.GONE, True, START_MS + 9000)
+
+
+def test_one_empty_list_is_not_the_end(stage):
+    stage.bring_up(NODE)
+    (machine,), stage.cloud.there = stage.cloud.there, []
+    stage.passes(2, step=1)
+    stage.cloud.there = [machine]
+    assert stage.passes(6)[NODE].status is NodeStatus.UP
+
+
+def test_a_notice_leaves_the_machine_to_the_cloud_even_when_its_agent_has_drained(stage):
+    """AWS bills a spot instance of less than an hour only if we end it."""
+    stage.bring_up(NODE)
+    stage.links[NODE].shows("notice", deadline_ms=stage.time.ms + 120_000, source="imds")
+    stage.links[NODE].shows("exit", code=0, at_ms=stage.time.ms)
+    fact = stage.passes(60, step=1)[NODE]
+    assert fact.notice_deadline_ms is not None
+    assert stage.cloud.ended == []
+    stage.cloud.take_back(NODE)
+    fact = stage.passes(5)[NODE]
+    assert (fact.reclaimed, fact.with_notice) == (True, True)
+    assert stage.cloud.ended == []
+
+
+def test_a_cloud_that_does_not_keep_its_notice_is_not_waited_for_for_ever(stage):
+    stage.bring_up(NODE)
+    stage.links[NODE].shows("notice", deadline_ms=stage.time.ms + 120_000, source="imds")
+    stage.links[NODE].shows("exit", code=0, at_ms=stage.time.ms)
+    stage.passes(5)
+    stage.time.ms += 800_000
+    assert stage.passes(6)[NODE].status is NodeStatus.GONE
+    assert stage.cloud.ended == ["i-1"]
+
+
+def test_a_machine_that_is_stopping_is_a_notice(stage):
+    stage.bring_up(NODE)
+    stage.cloud.change(NODE, state=MachineState.STOPPING, reason="STOPPING")
+    fact = stage.passes(4)[NODE]
+    assert fact.notice_deadline_ms is not None
+    assert len(stage.links[NODE].notices) == 1
+    stage.cloud.vanish(NODE, reclaimed=True, reason="compute.instances.preempted")
+    fact = stage.passes(6)[NODE]
+    assert (fact.status, fact.reclaimed, fact.with_notice) == (NodeStatus.GONE, True, False)
+
+
+def test_an_agent_that_exits_ends_its_node(stage):
+    stage.bring_up(TRAINER)
+    stage.links[TRAINER].shows("exit", code=0, text="finished", at_ms=stage.time.ms)
+    fact = stage.passes(8)[TRAINER]
+    assert (fact.status, fact.evidence) == (NodeStatus.GONE, "its agent exited with code 0: finished")
+    assert stage.cloud.ended == ["i-1"]
+
+
+def test_a_released_name_is_never_launched(stage):
+    stage.provisioner.release([NODE])
+    stage.ask()
+    fact = stage.passes(5)[NODE]
+    assert (fact.status, fact.evidence) == (NodeStatus.GONE, "released before it was started")
+    assert stage.sky.launches == []
+
+
+def test_a_release_ends_the_machine_itself_and_waits_for_the_clouds_word(stage):
+    stage.bring_up(NODE)
+    stage.cloud.ends_slowly = True
+    stage.provisioner.release([NODE])
+    assert stage.passes(5)[NODE].status is NodeStatus.PENDING
+    assert stage.file(NODE, "ending")["evidence"] == "released"
+    assert not (stage.folder / "nodes" / NODE / "ended.json").exists()
+    stage.cloud.change(NODE, state=MachineState.GONE)
+    fact = stage.passes(90, step=1)[NODE]
+    assert fact.status is NodeStatus.GONE
+    assert stage.cloud.disks == []  # found by its label, and removed
+
+
+def test_a_release_during_the_launch_cancels_it(stage):
+    stage.ask()
+    stage.passes(1)
+    stage.provisioner.release([NODE])
+    fact = stage.passes(4)[NODE]
+    assert (fact.status, fact.evidence) == (NodeStatus.GONE, "released")
+    assert stage.sky.cancelled == ["request-0"]
+
+
+def test_what_comes_up_after_its_end_is_ended_again(stage):
+    """A cancelled launch may have been in the middle of a purchase."""
+    stage.ask()
+    stage.passes(1)
+    stage.provisioner.release([NODE])
+    stage.passes(4)
+    stage.cloud.start(NODE, placement())
+    stage.passes(130)
+    assert stage.cloud.ended == ["i-1"]
+
+
+def test_a_stranger_with_our_label_is_reported_and_can_be_released(stage):
+    stage.cloud.start("run-rollout-7-g3", placement())
+    assert stage.passes(2)["run-rollout-7-g3"].status is NodeStatus.PENDING
+    stage.provisioner.release(["run-rollout-7-g3"])
+    assert stage.passes(5)["run-rollout-7-g3"].status is NodeStatus.GONE
+    assert stage.cloud.ended == ["i-1"]
+
+
+# --- doubt ----------------------------------------------------------------------------------------------
+
+
+def test_an_api_that_does_not_answer_proves_nothing(stage):
+    stage.bring_up(NODE)
+    stage.cloud.unreachable = stage.sky.down_for_good = True
+    assert stage.passes(300, step=1)[NODE].status is NodeStatus.UP  # its line is good
+    stage.links[NODE].heard_s = 400.0
+    fact = stage.passes(900, step=1)[NODE]
+    assert (fact.status, fact.evidence) == (NodeStatus.UNKNOWN, "aws does not answer")
+    stage.cloud.unreachable, stage.links[NODE].heard_s = False, 0.0
+    assert stage.passes(10)[NODE].status is NodeStatus.UP
+
+
+def test_a_silent_node_that_the_cloud_calls_running_is_ended_after_a_while(stage):
+    stage.bring_up(TRAINER)
+    stage.bring_up(NODE)
+    stage.links[NODE].heard_s, stage.links[NODE].trouble = 30.0, "ssh: timed out"
+    assert stage.passes(60)[NODE].status is NodeStatus.UP
+    fact = stage.passes(60)[NODE]
+    assert fact.status is NodeStatus.GONE
+    assert "stopped answering" in fact.evidence
+    assert "ssh: timed out" in fact.evidence
+
+
+def test_a_firewall_rule_that_was_removed_is_named(stage):
+    stage.bring_up(TRAINER)
+    stage.bring_up(NODE)
+    stage.cloud.missing_rules = ("security group spotrl-run lacks the rule: tcp 22 (SSH) from 203.0.113.7/32",)
+    stage.links[NODE].heard_s = 30.0
+    assert "tcp 22 (SSH) from 203.0.113.7/32" in stage.passes(120)[NODE].evidence
+
+
+def test_an_agent_that_cannot_reach_its_trainer_says_which_rule_is_missing(stage):
+    stage.bring_up(TRAINER)
+    stage.ask(NODE)
+    stage.passes(1)
+    stage.sky.finish(NODE)
+    stage.cloud.missing_rules = ("security group spotrl-run lacks the rule: all traffic from itself",)
+    assert "all traffic from itself" in stage.passes(80)[NODE].evidence
+
+
+def test_when_nobody_is_heard_it_may_be_us(stage):
+    stage.bring_up(TRAINER)
+    stage.links[TRAINER].heard_s = 30.0
+    assert stage.passes(200)[TRAINER].status is NodeStatus.UP
+    assert stage.passes(250)[TRAINER].status is NodeStatus.GONE
+
+
+def test_time_that_we_slept_through_is_not_silence(stage):
+    stage.bring_up(TRAINER)
+    stage.bring_up(NODE)
+    stage.links[NODE].heard_s = 30.0
+    stage.time.ms += 3_600_000  # SIGSTOP, or a closed lid
+    assert stage.passes(30)[NODE].status is NodeStatus.UP
+
+
+# --- money ----------------------------------------------------------------------------------------------
+
+
+def test_money_that_lasts_longer_is_told_to_the_node_and_to_skypilots_timer(stage):
+    stage.bring_up(NODE)
+    stage.bring_up(TRAINER)
+    stage.provisioner.rearm(NODE, stage.time.ms + 7_200_000)
+    stage.passes(1)
+    assert stage.links[NODE].money == [7_200_000]
+    assert stage.sky.rearmed == [(NODE, 120 + 30)]
+    stage.passes(600, step=2)
+    assert len(stage.sky.rearmed) in (2, 3)
+
+
+# --- the rest -------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_left_when_the_run_is_over(stage):
+    stage.bring_up(TRAINER)
+    assert not stage.provisioner.tidy()
+    stage.provisioner.release([TRAINER])
+    stage.passes(5)
+    assert stage.provisioner.tidy() or stage.provisioner.tidy()
+    assert stage.cloud.groups == []
+    assert stage.cloud.disks == []
+    assert stage.sky.known == {}
+
+
+def test_skypilot_that_does_not_answer_does_not_keep_a_machine_alive(stage):
+    stage.bring_up(TRAINER)
+    stage.sky.down_for_good = True
+    stage.provisioner.release([TRAINER])
+    assert stage.passes(5)[TRAINER].status is NodeStatus.GONE
+    assert stage.cloud.ended == ["i-1"]
+    assert not stage.provisioner.tidy()  # SkyPilot still has it on record
+    stage.sky.down_for_good = False
+    stage.passes(90)
+    assert stage.provisioner.tidy() or stage.provisioner.tidy()

@@ -1,0 +1,119 @@
+"""One controller per run over machines: the lease in the bucket."""
+
+import boto3
+import httpx
+import obstore
+import pytest
+from moto.server import ThreadedMotoServer
+from obstore.store import MemoryStore, S3Store
+
+from launcher.cluster.lease import LeaseHeld
+from launcher.cluster.store_lease import LEASE_OBJECT, LEASE_SECONDS, StoreLease
+
+
+@pytest.fixture(params=["memory", "s3"])
+def store(request):
+    if request.param == "memory":
+        yield MemoryStore()
+        return
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    url = f"http://{host}:{port}"
+    keys = {"aws_access_key_id": "AKIDEXAMPLE", "aws_secret_access_key": "example"}
+    boto3.client("s3", endpoint_url=url, region_name="us-east-1", **keys).create_bucket(Bucket="lease-runs")
+    yield S3Store(
+        "lease-runs", prefix="digits", endpoint=url, region="us-east-1", client_options={"allow_http": True}, **keys
+    )
+    httpx.post(f"{url}/moto-api/reset")
+    server.stop()
+
+
+class Clock:
+    """Wall time that a test moves."""
+
+    def __init__(self):
+        self.ms = 1_000_000
+
+    def __call__(self):
+        return self.ms
+
+
+def test_the_second_machine_refuses_and_names_the_first(store):
+    clock = Clock()
+    StoreLease(lambda: store, "digits", "ours", clock).take()
+    with pytest.raises(LeaseHeld, match="digits is controlled from another machine"):
+        StoreLease(lambda: store, "digits", "theirs", clock).take()
+
+
+def test_a_holder_that_fell_silent_is_replaced_and_finds_out(store):
+    clock = Clock()
+    first, second = (
+        StoreLease(lambda: store, "digits", "ours", clock),
+        StoreLease(lambda: store, "digits", "theirs", clock),
+    )
+    first.take()
+    clock.ms += round(LEASE_SECONDS * 1000) + 1
+    second.take()
+    first.renew()
+    assert first.lost
+    second.renew()
+    assert second.lost is None
+
+
+def test_the_successor_of_a_controller_that_died_goes_on_at_once(store):
+    clock = Clock()
+    StoreLease(lambda: store, "digits", "ours", clock).take()
+    StoreLease(lambda: store, "digits", "ours", clock).take()
+
+
+def test_renewing_keeps_it(store):
+    clock = Clock()
+    first = StoreLease(lambda: store, "digits", "ours", clock)
+    first.take()
+    for _ in range(3):
+        clock.ms += round(LEASE_SECONDS * 900)
+        first.renew()
+        with pytest.raises(LeaseHeld):
+            StoreLease(lambda: store, "digits", "theirs", clock).take()
+
+
+def test_of_two_that_take_an_old_lease_at_once_one_wins(store):
+    clock = Clock()
+    StoreLease(lambda: store, "digits", "ours", clock).take()
+    clock.ms += round(LEASE_SECONDS * 1000) + 1
+    one, other = (
+        StoreLease(lambda: store, "digits", "one's", clock),
+        StoreLease(lambda: store, "digits", "other's", clock),
+    )
+    seen = other._read()
+    one.take()
+    with pytest.raises(Exception, match="recondition"):
+        other._write(seen)
+
+
+def test_a_run_that_is_over_frees_its_lease_at_once(store):
+    clock = Clock()
+    first = StoreLease(lambda: store, "digits", "ours", clock)
+    first.take()
+    first.give_up()
+    StoreLease(lambda: store, "digits", "theirs", clock).take()
+    first.give_up()
+    assert obstore.head(store, LEASE_OBJECT), "what belongs to another is left alone"
+
+
+def test_a_bucket_that_does_not_answer_takes_nobodys_lease_away(tmp_path):
+    nowhere = S3Store(
+        "runs",
+        endpoint="http://127.0.0.1:9",
+        region="us-east-1",
+        aws_access_key_id="a",
+        aws_secret_access_key="b",
+        client_options={"allow_http": True},
+        retry_config={"max_retries": 0},
+    )
+    lease = StoreLease(lambda: nowhere, "digits", "ours", Clock())
+    lease.take()
+    lease.renew()
+    assert lease.lost is None
+    lease.give_up()

@@ -1,0 +1,134 @@
+"""Buckets: whether they can be used, and a checkpoint's way from one cloud's to another's."""
+
+import json
+import socket
+
+import boto3
+import httpx
+import obstore
+import pytest
+from moto.server import ThreadedMotoServer
+from obstore.store import MemoryStore
+
+from launcher.cluster.stores import (
+    StoreDenied,
+    StoreError,
+    bucket_region,
+    carry_over,
+    check_writable,
+    newest_checkpoint,
+    open_store,
+    run_store,
+)
+from launcher.exit_codes import ExitCode
+
+
+@pytest.fixture
+def s3(monkeypatch):
+    """A fake S3 (moto) over HTTP, found by the environment alone, as a real one would be."""
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+    monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIDEXAMPLE")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "example")
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.delenv("AWS_DEFAULT_REGION", raising=False)
+    client = boto3.client("s3", region_name="us-west-2")
+    client.create_bucket(Bucket="runs", CreateBucketConfiguration={"LocationConstraint": "us-west-2"})
+    yield client
+    httpx.post(f"http://{host}:{port}/moto-api/reset")  # its buckets outlive the server
+    server.stop()
+
+
+def with_checkpoint(store, name, *, whole=True):
+    for file in ("weights", "ema", "optimizer"):
+        obstore.put(store, f"checkpoints/{name}/{file}.safetensors", f"{file} of {name}".encode())
+    if whole:
+        obstore.put(store, f"checkpoints/{name}/manifest.json", json.dumps({"name": name}).encode())
+
+
+def paths(store):
+    return {item["path"] for page in obstore.list(store) for item in page}
+
+
+def test_a_run_has_a_folder_of_its_own_in_each_clouds_bucket():
+    store = {"aws": "s3://runs/ours", "gcp": "gs://elsewhere"}
+    assert run_store(store, "aws", "digits") == "s3://runs/ours/digits"
+    assert run_store(store, "gcp", "digits") == "gs://elsewhere/digits"
+
+
+def test_a_bucket_that_can_be_used_is_left_as_it_was(s3):
+    check_writable("s3://runs/ours/digits")
+    assert s3.list_objects_v2(Bucket="runs").get("KeyCount") == 0
+    assert bucket_region("s3://runs/ours") == "us-west-2"
+
+
+def test_a_bucket_that_does_not_exist_is_named(s3):
+    with pytest.raises(StoreError, match="no-such-runs"):
+        check_writable("s3://no-such-runs/ours")
+
+
+def test_without_credentials_it_is_said_what_to_do(s3, monkeypatch, tmp_path):
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    monkeypatch.setattr("launcher.cluster.stores.bucket_region", lambda url: "us-west-2")
+    with pytest.raises(StoreDenied, match="no AWS credentials for runs") as caught:
+        open_store("s3://runs/ours")
+    assert caught.value.exit_code is ExitCode.CREDENTIALS
+
+
+def test_a_bucket_that_does_not_answer_is_said_so_in_time(monkeypatch):
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        port = nobody.getsockname()[1]
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIDEXAMPLE")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "example")
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    with pytest.raises(StoreError, match="in which region runs is"):
+        check_writable("s3://runs/ours")
+
+
+def test_the_newest_whole_checkpoint_is_carried_over_with_its_lineages():
+    here, there = MemoryStore(), MemoryStore()
+    obstore.put(here, "lineages/0001", b"claimed")
+    obstore.put(here, "lineages/0002", b"claimed")
+    with_checkpoint(here, "l0001-i000012")
+    with_checkpoint(here, "l0002-i000006")
+    with_checkpoint(here, "l0002-i000007", whole=False)
+    assert carry_over(here, there) == "l0002-i000006" == newest_checkpoint(there)
+    assert paths(there) == {
+        *(f"lineages/000{number}" for number in (1, 2)),
+        *(f"checkpoints/l0002-i000006/{file}.safetensors" for file in ("weights", "ema", "optimizer")),
+        "checkpoints/l0002-i000006/manifest.json",
+    }
+    assert bytes(obstore.get(there, "checkpoints/l0002-i000006/ema.safetensors").bytes()) == b"ema of l0002-i000006"
+
+
+def test_a_copy_that_was_cut_short_does_not_count_and_is_done_again():
+    here, there = MemoryStore(), MemoryStore()
+    with_checkpoint(here, "l0001-i000012")
+    with_checkpoint(there, "l0001-i000012", whole=False)
+    obstore.put(there, "checkpoints/l0001-i000012/ema.safetensors", b"hal")
+    assert newest_checkpoint(there) is None
+    carry_over(here, there)
+    assert newest_checkpoint(there) == "l0001-i000012"
+    assert bytes(obstore.get(there, "checkpoints/l0001-i000012/ema.safetensors").bytes()) == b"ema of l0001-i000012"
+
+
+def test_a_run_without_a_checkpoint_has_only_its_lineages_to_carry():
+    here, there = MemoryStore(), MemoryStore()
+    obstore.put(here, "lineages/0001", b"claimed")
+    assert carry_over(here, there) is None
+    assert paths(there) == {"lineages/0001"}
+
+
+def test_a_checkpoint_goes_into_a_real_bucket_protocol(s3):
+    here, there = MemoryStore(), open_store("s3://runs/ours/digits")
+    with_checkpoint(here, "l0001-i000003")
+    assert carry_over(here, there) == carry_over(here, there) == "l0001-i000003"
+    assert newest_checkpoint(there) == "l0001-i000003"
