@@ -15,7 +15,7 @@ LEFT_OUT_SHOWN = 6
 
 
 def cloud_plan_lines(job: Job, plan: CloudPlan, now_ms: int) -> Iterator[str]:
-    yield f"{job.name}: {plan.cloud} {plan.region}, policy {plan.policy}; nothing is bought"
+    yield f"{job.name}: {plan.cloud} {plan.region}, policy {plan.policy}"
     yield ""
     yield from _nodes(plan)
     yield ""
@@ -178,4 +178,3 @@ def _never_run(job: Job, plan: CloudPlan) -> Iterator[str]:
         yield f"    {note}"
     if job.model.path is not None:
         yield f"    {job.model.path} was not looked for: on a cloud, weights come from a store in the run's region"
-    yield "    reward, prompts and model were not tried: that needs the engine (spotrl launch --infra local does)"

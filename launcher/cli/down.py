@@ -5,16 +5,21 @@ import json
 import click
 from sqlalchemy.orm import Session, sessionmaker
 
-from launcher.cluster.runs import bring_down
+from launcher.cluster.runs import CLOUD_RELEASE_SECONDS, RELEASE_SECONDS, bring_down, release_seconds
 from launcher.exit_codes import ExitCode
+from launcher.ledger.store import find_run
 
 
 @click.command()
 @click.argument("run_name", metavar="RUN")
-@click.option("--timeout", type=float, default=60.0, show_default=True, help="Seconds to wait for the last node.")
+@click.option(
+    "--timeout",
+    type=float,
+    help=f"Seconds to wait for the last node.  [default: {RELEASE_SECONDS:g}, on clouds {CLOUD_RELEASE_SECONDS:g}]",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_obj
-def down(sessions: sessionmaker[Session], run_name: str, timeout: float, as_json: bool) -> ExitCode:
+def down(sessions: sessionmaker[Session], run_name: str, timeout: float | None, as_json: bool) -> ExitCode:
     """End RUN: release every node, and wait until they are gone. Its checkpoints and its ledger are kept.
 
     Exit code 10 when something may still run, and cost money, after the timeout; it is named.
@@ -23,6 +28,9 @@ def down(sessions: sessionmaker[Session], run_name: str, timeout: float, as_json
     Example:
       spotrl down digits
     """
+    if timeout is None:
+        with sessions() as session:
+            timeout = release_seconds(find_run(session, run_name).infra)
     left = bring_down(sessions, run_name, timeout)
     if as_json:
         click.echo(json.dumps({"run": run_name, "left": left}))

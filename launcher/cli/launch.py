@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,14 @@ from sqlalchemy.orm import Session, sessionmaker
 from launcher.cli.cloud_plan_text import cloud_plan_lines
 from launcher.cli.live import ENDED, money_text, panel, plain_line, score_text
 from launcher.cli.plan_text import header, plan_dict, plan_lines
+from launcher.cluster.planning import cloud_plan
+from launcher.cluster.ready import check_clouds, check_here, check_job, check_prices
+from launcher.cluster.reconcile import bound_of_plan
 from launcher.cluster.runs import (
     RunView,
     bring_down,
     create_run,
+    release_seconds,
     request_stop,
     run_clock,
     run_view,
@@ -38,23 +43,16 @@ from launcher.cluster.runs import (
 )
 from launcher.exit_codes import BudgetError, ExitCode, Failure
 from launcher.job import CheckedJob, Job, JobError, load_job
-from launcher.ledger.exposure import pool_histories
 from launcher.ledger.models import Run
-from launcher.ledger.prices import capacity_advice, latest_prices
 from launcher.ledger.store import find_run
-from launcher.market.advice import STALE_MS, what_clouds_say
-from launcher.market.offers import Offer, current_catalog, read_catalog
-from launcher.market.on_offer import on_offer
+from launcher.market.offers import Offer, read_catalog
 from launcher.market.own_prices import as_you_pay
-from launcher.market.recorded import recorded_priors
 from launcher.money import dollars, hourly
-from launcher.placement.ask import market_view
-from launcher.placement.cloud_plan import cloud_plan_json, plan_cloud
-from launcher.placement.from_job import cloud_ask
+from launcher.placement.cloud_plan import CloudPlan, cloud_plan_json
 from launcher.placement.plan import Plan, plan_local
 from launcher.placement.sharing import check_sp_degree
-from launcher.preflight import preflight
-from launcher.settings import config_path, home
+from launcher.preflight import ask_engine, preflight
+from launcher.settings import config_path, home, runs_folder
 
 LOOK_SECONDS = 0.5
 """How often the ledger is read: one short query, on this machine."""
@@ -67,14 +65,11 @@ ALONE_SECONDS = 10.0
 
 SETTLE_SECONDS = 5.0
 
-RELEASE_SECONDS = 60.0
-"""Stopping lets nodes commit what they hold; far longer, and something is wrong."""
-
 
 @click.command()
 @click.argument("job", type=click.Path(path_type=Path))
 @click.option("--name", help="Name of the run (default: the job's).")
-@click.option("--infra", help="Where to run: local; or clouds to plan on, like aws,gcp (with --dry-run).")
+@click.option("--infra", help="Where to run: local, or clouds that may be bought from, like aws,gcp.")
 @click.option("--spot", type=click.Choice(["auto", "only", "never"]), help="How rollout nodes are bought.")
 @click.option("--max-total", help="Most that the run may cost, like 40 or '$40'.")
 @click.option("--max-hourly", help="Most that may run at once, per hour.")
@@ -88,6 +83,7 @@ RELEASE_SECONDS = 60.0
     help="Which seeds are trained: the first, the best of all that everybody tries, or of what idle spot nodes try.",
 )
 @click.option("--set", "settings", multiple=True, metavar="FIELD=VALUE", help="Any field of the job; may be repeated.")
+@click.option("--allow-old-prices", is_flag=True, help="On clouds: buy by prices that may no longer hold.")
 @click.option("-y", "--yes", is_flag=True, help="Do not ask before starting.")
 @click.option("--dry-run", is_flag=True, help="Check the job and show the plan; start nothing.")
 @click.option("--detach", is_flag=True, help="Start the run and return.")
@@ -106,6 +102,7 @@ def launch(
     sessions: sessionmaker[Session],
     job: Path,
     settings: tuple[str, ...],
+    allow_old_prices: bool,
     yes: bool,
     dry_run: bool,
     detach: bool,
@@ -123,6 +120,8 @@ def launch(
       spotrl launch quickstart.yaml --max-total 40 --name first-try
       spotrl launch quickstart.yaml -y --on-exit down --json    (in CI)
       spotrl launch qwen_image_ocr.yaml --infra aws,gcp --dry-run
+      spotrl launch job.yaml --infra aws,gcp --max-total 200 --max-hourly 15 --set store.aws=s3://my-bucket/spotrl \\
+        --set store.gcp=gs://my-bucket/spotrl
     """
     if detach and (on_exit == "down" or result or html):
         raise click.UsageError("--detach leaves the run alone; it takes neither --on-exit down, --result nor --html")
@@ -131,20 +130,30 @@ def launch(
     _check_name_is_free(sessions, checked)
     check_sp_degree(checked)
     if checked.job.clouds:
-        return _plan_on_clouds(sessions, checked, out, dry_run, as_json)
-    plan = plan_local(checked.job, _own_prices(checked.job, read_catalog()))
-    check_budget(plan)
-    for line in plan_lines(checked.job, plan):
-        out.print(line, highlight=False, markup=False, soft_wrap=True)
-    preflight(checked, home())
-    out.print("Checked: reward, prompts and disk.", highlight=False)
+        on_clouds = _plan_on_clouds(sessions, checked, out)
+        plan, printed = on_clouds.as_plan(), cloud_plan_json(on_clouds)
+        if not dry_run:
+            _check_clouds(checked, plan, out, allow_old_prices)
+    else:
+        plan = plan_local(checked.job, _own_prices(checked.job, read_catalog()))
+        check_budget(plan)
+        printed = plan_dict(plan)
+        for line in plan_lines(checked.job, plan):
+            out.print(line, highlight=False, markup=False, soft_wrap=True)
+        preflight(checked, home())
+        out.print("Checked: reward, prompts and disk.", highlight=False)
     if dry_run:
-        _print_json(as_json, {"name": checked.job.name, "started": False, "plan": plan_dict(plan)})
+        _print_json(as_json, {"name": checked.job.name, "started": False, "plan": printed})
         out.print("Dry run: nothing was started.", highlight=False)
         return ExitCode.OK
     if not yes:
         _confirm(out)
-    follow = Follow(name=checked.job.name, out=out, on_exit=on_exit)
+    if checked.job.clouds:
+        from launcher.cluster.provide import cloud_apis, prepare_folder
+
+        name = checked.job.name
+        prepare_folder(runs_folder() / name, checked.job, cloud_apis(checked.job.clouds), checked.workdir)
+    follow = Follow(name=checked.job.name, out=out, on_exit=on_exit, release_seconds=release_seconds(checked.job.infra))
     answer = _start_and_follow(sessions, checked, plan, follow, detach, {"result": result, "html": html})
     _print_json(as_json, answer)
     return int(answer["exit_code"])
@@ -167,30 +176,33 @@ def overrides(flags: Mapping[str, Any], settings: tuple[str, ...]) -> dict[str, 
     return fields | {dotted.get(flag, flag): value for flag, value in flags.items() if value is not None}
 
 
-def _plan_on_clouds(
-    sessions: sessionmaker[Session], checked: CheckedJob, out: Console, dry_run: bool, as_json: bool
-) -> int:
-    """Show what would be bought. Raises Failure where more than that was asked for."""
+def _plan_on_clouds(sessions: sessionmaker[Session], checked: CheckedJob, out: Console) -> CloudPlan:
+    """Decide what to buy, and show it."""
     now_ms = time.time_ns() // 1_000_000
-    with sessions() as session:
-        said = latest_prices(session, clouds=checked.job.clouds)
-        histories = pool_histories(session, now_ms)
-        advice = what_clouds_say(capacity_advice(session, since_ms=now_ms - STALE_MS), now_ms)
-    listed = on_offer(current_catalog(home() / "catalogs").all_offers(), said, now_ms)
-    offers = _own_prices(checked.job, listed)
-    priors = recorded_priors(offers) | dict(advice.priors)
-    market = market_view(offers, histories.values(), now_ms=now_ms, priors=priors, believed_odds=advice.odds)
-    plan = plan_cloud(cloud_ask(checked.job), market)
+    plan = cloud_plan(sessions, checked.job, home() / "catalogs", now_ms)
     for line in cloud_plan_lines(checked.job, plan, now_ms):
         out.print(line, highlight=False, markup=False, soft_wrap=True)
-    if not dry_run:
-        raise Failure(
-            f"buying on a real cloud (infra {checked.job.infra}) is not built yet, and nothing was bought; look at the "
-            "plan with --dry-run, or run this job here (--infra local)"
-        )
-    _print_json(as_json, {"name": checked.job.name, "started": False, "plan": cloud_plan_json(plan)})
-    out.print("Dry run: nothing was started.", highlight=False)
-    return ExitCode.OK
+    bound = bound_of_plan(plan.as_plan())
+    if bound is not None:
+        text = f"  the brakes hold {dollars(bound)}, whatever is lost or late: max_total, and what stopping may take"
+        out.print(text, highlight=False, markup=False, soft_wrap=True)
+    return plan
+
+
+def _check_clouds(checked: CheckedJob, plan: Plan, out: Console, allow_old_prices: bool) -> None:
+    """Whether buying can work, before anything is bought. Raises Failure."""
+    from launcher.cluster.provide import cloud_apis  # the clouds' libraries: not for a local launch
+
+    check_job(checked, plan.slots)
+    if not allow_old_prices:
+        check_prices(plan.slots, time.time_ns() // 1_000_000)
+    check_here(checked, os.environ)
+    if find_spec("torch") is not None:
+        ask_engine(checked)
+    else:
+        out.print("The engine is not installed here, so reward and prompts were not tried.", highlight=False)
+    for cloud, caller in check_clouds(checked, cloud_apis(checked.job.clouds)).items():
+        out.print(f"Checked: {cloud} as {caller.identity} ({caller.account}), and its bucket.", highlight=False)
 
 
 def _own_prices(job: Job, offers: Sequence[Offer]) -> Sequence[Offer]:
@@ -239,6 +251,7 @@ class Follow:
     name: str
     out: Console
     on_exit: str
+    release_seconds: float
     rewards: list[float] = field(default_factory=list)
 
     def until_it_ends(self, sessions: sessionmaker[Session], header: str) -> RunView:
@@ -351,7 +364,7 @@ def _stop(sessions: sessionmaker[Session], follow: Follow, reason: str) -> bool:
     request_stop(sessions, follow.name, reason)
     follow.say(f"Stopping {follow.name} (Ctrl-C again: do not wait) ...")
     try:
-        return not bring_down(sessions, follow.name, RELEASE_SECONDS)
+        return not bring_down(sessions, follow.name, follow.release_seconds)
     except KeyboardInterrupt:
         return False
 

@@ -20,7 +20,7 @@ from launcher.exit_codes import ExitCode, Failure
 
 HERE = Path(__file__).parent
 
-WITHOUT_LEDGER = ("init", "config")
+WITHOUT_LEDGER = ("init", "config", "check", "panic")
 """Commands that must leave no trace."""
 
 HIDDEN = ("controller",)

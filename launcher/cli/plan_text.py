@@ -14,6 +14,8 @@ from launcher.placement.plan import Plan
 def header(job: Job, plan: Plan) -> str:
     """`local: priced as aws gr6.4xlarge in us-east-2, nothing was bought`."""
     kinds = sorted({f"{slot.placement.cloud} {slot.placement.instance_type}" for slot in plan.slots})
+    if job.clouds:
+        return f"{' and '.join(kinds)} in {plan.region}"
     return f"{job.infra}: priced as {' and '.join(kinds)} in {plan.region}, nothing was bought"
 
 

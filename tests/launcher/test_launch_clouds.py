@@ -60,6 +60,7 @@ def test_a_dry_run_shows_the_whole_plan_from_the_shipped_tables(launch):
     assert "against the same nodes, all on demand" in text
     assert "iterations x" in text
     assert "at most $4,000.00 could be spent: budget.max_total" in text
+    assert "the brakes hold $4,0" in text
     assert "what else there is, and why not:" in text
     assert "spotrl has never trained Qwen-Image" in text
     assert "qwen-image was not looked for" in text
@@ -85,13 +86,19 @@ def test_every_zone_of_the_plan_is_one_that_a_cloud_knows(launch):
     assert not [zone for zone in zones if "cheapest" in zone or "dearest" in zone or "-zone-" in zone]
 
 
-def test_without_dry_run_it_says_that_buying_is_not_built_and_that_nothing_was_bought(launch):
+def test_without_a_bucket_nothing_is_bought(launch):
     code, text, error = launch("-y")
-    assert code == ExitCode.FAILURE
+    assert code == ExitCode.INVALID_JOB
     assert "trainer        on_demand" in text, "the plan is shown all the same"
-    assert "buying on a real cloud (infra aws,gcp) is not built yet, and nothing was bought" in error
-    assert "--dry-run" in error
-    assert "--infra local" in error
+    assert "store has no bucket on aws and gcp" in error
+    assert "store: {aws: s3://my-bucket/spotrl, gcp: gs://my-bucket/spotrl}" in error
+
+
+def test_nothing_is_bought_by_a_price_that_may_not_hold(launch):
+    (launch.folder / "digits.yaml").write_text(
+        "infra: aws\nstore: s3://bucket\nbudget: {max_total: 40, max_hourly: 9}\n"
+    )
+    assert run(["launch", str(launch.folder / "digits.yaml"), "-y"]) == ExitCode.STALE_CATALOG
 
 
 @pytest.mark.parametrize(
@@ -111,10 +118,13 @@ def test_what_cannot_be_planned_is_refused_with_a_remedy(launch, arguments, code
     assert "Traceback" not in error
 
 
-def test_a_job_whose_iterations_nobody_timed_is_not_guessed_at(launch, capsys):
+def test_a_job_whose_iterations_nobody_timed_is_planned_as_it_says_and_called_a_guess(launch, capsys):
     (launch.folder / "digits.yaml").write_text("infra: aws\n")
-    assert run(["launch", str(launch.folder / "digits.yaml"), "--dry-run"]) == ExitCode.INVALID_JOB
-    assert "model.name is digits-ocr, and nobody has timed its iterations on cloud GPUs" in capsys.readouterr().err
+    assert run(["launch", str(launch.folder / "digits.yaml"), "--dry-run"]) == ExitCode.OK
+    text = capsys.readouterr().out
+    assert "nobody has timed digits-ocr on cloud GPUs" in text
+    assert "spot-0" in text
+    assert "spot-1" in text
 
 
 def test_one_cloud_is_planned_on_that_cloud(launch):

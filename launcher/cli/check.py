@@ -1,0 +1,147 @@
+"""`spotrl check`: what a launch on real clouds would fail by, before anything is bought."""
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+from rich.table import Table
+
+from launcher.cli.launch import overrides
+from launcher.cli.status import print_table
+from launcher.cluster.checks import (
+    Ask,
+    Check,
+    Verdict,
+    ending,
+    failed,
+    of_clouds,
+    of_job,
+    one_will_do,
+    run_checks,
+    without_a_job,
+)
+from launcher.cluster.clouds.limits import CloudLimits, build_limits
+from launcher.exit_codes import ExitCode, Failure
+from launcher.job import CheckedJob, JobError, load_job
+from launcher.ledger.store import open_ledger
+from launcher.market.offers import CLOUDS
+from launcher.placement.plan import Plan
+from launcher.settings import config_path, home, ledger_path, runs_folder
+
+
+@click.command()
+@click.argument("job", type=click.Path(path_type=Path), required=False)
+@click.option("--infra", help="Check these clouds, like aws,gcp.")
+@click.option("--name", help="Name of the run (default: the job's).")
+@click.option("--max-total", help="Most that the run may cost, like 40 or '$40'.")
+@click.option("--max-hourly", help="Most that may run at once, per hour.")
+@click.option("--set", "settings", multiple=True, metavar="FIELD=VALUE", help="Any field of the job; may be repeated.")
+@click.option(
+    "--print-policy",
+    "policy",
+    type=click.Choice(CLOUDS),
+    help="Print the least that your credentials must allow, and nothing else.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def check(
+    job: Path | None,
+    infra: str | None,
+    name: str | None,
+    max_total: str | None,
+    max_hourly: str | None,
+    settings: tuple[str, ...],
+    policy: str | None,
+    as_json: bool,
+) -> ExitCode:
+    """Check credentials, permissions, quotas and everything else that JOB needs on real clouds. Nothing is bought.
+
+    Without JOB: what every job needs. Exit code 0: OK, perhaps with warnings; 4: credentials or permissions; 3: the
+    job; 1: something else.
+
+    \b
+    Example:
+      spotrl check
+      spotrl check qwen_image_ocr.yaml --infra aws,gcp
+      spotrl check --print-policy aws > policy.json
+    """
+    if policy is not None:
+        _print_policy(policy, job)
+        return ExitCode.OK
+    flags = {"infra": infra, "name": name, "max_total": max_total, "max_hourly": max_hourly}
+    if job is None:
+        checks = run_checks([*without_a_job(), *_clouds(infra.split(",") if infra else CLOUDS)])
+        return _end(checks if infra else one_will_do(checks), as_json)
+    try:
+        checked = load_job(job, overrides(flags, settings), environ=os.environ, user_config=config_path())
+    except JobError as error:
+        return _end([*run_checks(without_a_job()), failed("job", error)], as_json)
+    if not checked.job.clouds:
+        found = (
+            f"{checked.job.name} runs on this machine, which needs no cloud; `spotrl launch {job} --dry-run` checks it"
+        )
+        return _end([Check(what="job", verdict=Verdict.OK, found=found)], as_json)
+    return _end(_on_clouds(checked), as_json)
+
+
+def _on_clouds(checked: CheckedJob) -> list[Check]:
+    limits = {cloud: build_limits(cloud) for cloud in checked.job.clouds}
+    asks = [*without_a_job(), *_clouds(checked.job.clouds, limits)]
+    try:
+        plan = _plan(checked)
+    except Failure as failure:  # a job that cannot be planned has no regions to ask about
+        return [*run_checks(asks), failed("plan", failure)]
+    from launcher.cluster.provide import ssh_from
+
+    mine = of_job(checked, plan, limits, runs=runs_folder(), now_ms=_now_ms, ssh_from=lambda: ssh_from(checked.job))
+    return run_checks([*asks, *mine])
+
+
+def _clouds(clouds: Sequence[str], limits: dict[str, CloudLimits] | None = None) -> list[tuple[str, Ask]]:
+    from launcher.cluster.provide import cloud_apis
+
+    return of_clouds(cloud_apis(clouds), limits or {cloud: build_limits(cloud) for cloud in clouds}, _now_ms)
+
+
+def _plan(checked: CheckedJob) -> Plan:
+    from launcher.cluster.planning import cloud_plan  # numpy, and everything that a plan takes
+
+    return cloud_plan(open_ledger(ledger_path()), checked.job, home() / "catalogs", _now_ms()).as_plan()
+
+
+def _now_ms() -> int:
+    return time.time_ns() // 1_000_000
+
+
+def _end(checks: Sequence[Check], as_json: bool) -> ExitCode:
+    code = ending(checks)
+    if as_json:
+        click.echo(json.dumps({"exit_code": int(code), "checks": [asdict(one) for one in checks]}))
+        return code
+    table = Table(box=None, pad_edge=False)
+    table.add_column("check", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    table.add_column("found, and what to do", overflow="fold")
+    for one in checks:
+        text = f"{one.found}; {one.remedy}" if one.remedy else one.found
+        table.add_row(one.what, one.verdict.value, " ".join(text.split()))
+    print_table(table)
+    bad = sum(one.verdict is Verdict.FAIL for one in checks)
+    odd = sum(one.verdict is Verdict.WARN for one in checks)
+    click.echo(f"{len(checks)} checks: {bad} failed, {odd} to look at.")
+    return code
+
+
+def _print_policy(cloud: str, job: Path | None) -> None:
+    """The policy alone on stdout, so that it can be sent to a file; what else is to be known of AWS's on stderr."""
+    from launcher.cluster.clouds.policies import AWS_NOTES, BUCKETS, aws_policy, gcp_role
+
+    if cloud == "gcp":
+        click.echo(gcp_role(), nl=False)
+        return
+    buckets = [*load_job(job, environ=os.environ, user_config=config_path()).job.store.values()] if job else []
+    click.echo(json.dumps(aws_policy(buckets=buckets or BUCKETS), indent=2))
+    click.echo(AWS_NOTES, nl=False, err=True)

@@ -1,0 +1,312 @@
+"""What `spotrl reap` and `spotrl panic` share: list first, ask, take away, and name what is left.
+
+Progress goes to stderr, the list and the result to stdout (one JSON object with --json).
+"""
+
+import json
+import sys
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, NoReturn
+
+import click
+from rich.table import Table
+
+from launcher.cli.status import print_table
+from launcher.cluster.clouds.base import CloudApi, Machine
+from launcher.cluster.reaping import (
+    Account,
+    Cleared,
+    Inventory,
+    Unasked,
+    clear_away,
+    count_text,
+    look,
+    of_owners,
+    only_of,
+    price_of,
+    sign_in,
+)
+from launcher.exit_codes import ExitCode, Failure
+from launcher.market.offers import CLOUDS, Offer, current_catalog
+from launcher.money import duration, hourly
+from launcher.settings import home
+
+SIGN_IN_SECONDS = 30.0
+"""A cloud that does not say at once who asks may be busy with other calls; after so long it is said to be silent."""
+
+
+class NobodyKnown(Failure):
+    """No cloud lets us ask."""
+
+    exit_code = ExitCode.CREDENTIALS
+
+
+class NothingKnown(Failure):
+    """No cloud answered."""
+
+    exit_code = ExitCode.TEARDOWN_INCOMPLETE
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wish:
+    """What a person asked for."""
+
+    clouds: tuple[str, ...] = ()
+    all_owners: bool = False
+    account: tuple[str, ...] = ()
+    yes: bool = False
+    dry_run: bool = False
+    timeout: float = 600.0
+    as_json: bool = False
+
+
+def what_to_take(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The options of both commands, as the fields of a Wish."""
+    for option in (
+        click.option("--json", "as_json", is_flag=True, help="One JSON object; progress goes to stderr."),
+        click.option(
+            "--timeout", type=float, default=600.0, show_default=True, help="Seconds to wait until all is gone."
+        ),
+        click.option("--dry-run", is_flag=True, help="Only list what would go."),
+        click.option("-y", "--yes", is_flag=True, help="Do not ask before ending anything."),
+        click.option(
+            "--account", multiple=True, metavar="ID", help="With --all-owners: the account or project that is meant."
+        ),
+        click.option(
+            "--all-owners", is_flag=True, help="Everybody's, not only yours; the account's id has to be typed."
+        ),
+        click.option(
+            "--cloud", "clouds", type=click.Choice(CLOUDS), multiple=True, help="Only this cloud (default: all)."
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """What may go of what was found, and lines about what stays or happens besides."""
+
+    goes: Inventory
+    stays: Inventory = field(default_factory=Inventory)
+    notes: Sequence[str] = ()
+
+
+def take(
+    wish: Wish,
+    apis: Mapping[str, CloudApi],
+    choose: Callable[[Inventory], Choice],
+    *,
+    known: Collection[str],
+    late_too: bool,
+    first: Callable[[], Sequence[str]] = tuple,
+    last: Callable[[], Sequence[str]] = tuple,
+    clear: Callable[..., Cleared] = clear_away,
+) -> ExitCode:
+    """The whole command. `known`: clouds where something of ours is to be expected.
+
+    `late_too`: what shows up while it works goes too, whosever run it is of; else only runs that were listed.
+    `first` is called before anything ends, `last` after; what they return failed, and is left to a person.
+    """
+    accounts, refused = sign_in(apis, all_owners=wish.all_owners, patience_s=min(SIGN_IN_SECONDS, wish.timeout))
+    unasked = [one for one in refused if one.silent or one.cloud in {*known, *wish.clouds}]
+    _say_unasked(refused, unasked)
+    if not accounts:
+        _nobody(wish, refused, first)
+    _check_account(wish, accounts)
+    # Of everybody, once: who logs in under another name than before would find nothing, and believe it.
+    found, others = of_owners(look([replace(account, owner=None) for account in accounts], _progress), accounts)
+    choice = choose(found)
+    choice = replace(choice, notes=[*choice.notes, *_of_others(others)])
+    unasked += found.unasked
+    _say_unasked(found.unasked, found.unasked)
+    offers = _offers()
+    if not wish.as_json:
+        _show(choice, offers)
+    document = {
+        "found": _as_dicts(choice.goes, offers),
+        "kept": _as_dicts(choice.stays, offers),
+        "notes": list(choice.notes),
+        "accounts": {account.cloud: asdict(account.caller) for account in accounts},
+    }
+    if wish.dry_run or (choice.goes.is_empty and not late_too):
+        return _end(wish, document, unasked, Cleared(ended=(), left=Inventory()))
+    if not wish.yes:
+        _confirm(choice)
+    failed = list(first())
+    runs = {one.run for one in choice.goes.machines} | {one.run for one in choice.goes.things}
+    cleared = clear(
+        accounts,
+        lambda inventory: choose(inventory).goes if late_too else only_of(choose(inventory).goes, runs),
+        timeout_s=wish.timeout,
+        say=_say,
+    )
+    failed = list(last()) if failed else []
+    unasked = [one for one in unasked if not one.region] + list(cleared.left.unasked)
+    return _end(wish, document, unasked, cleared, failed)
+
+
+def _end(
+    wish: Wish, document: dict[str, Any], unasked: Sequence[Unasked], cleared: Cleared, failed: Sequence[str] = ()
+) -> ExitCode:
+    """Say how it went. What may still cost money makes the exit code."""
+    is_complete = cleared.left.is_empty and not unasked and not failed
+    code = ExitCode.OK if is_complete else ExitCode.TEARDOWN_INCOMPLETE
+    if wish.as_json:
+        document |= {
+            "dry_run": wish.dry_run,
+            "ended": list(cleared.ended),
+            "left": [*cleared.left.ids, *failed],
+            "unasked": [asdict(one) for one in unasked],
+            "troubles": list(cleared.troubles),
+            "exit_code": int(code),
+        }
+        click.echo(json.dumps(document))
+        return code
+    if cleared.ended:
+        click.echo(f"Gone: {', '.join(cleared.ended)}.")
+    for trouble in (*cleared.troubles, *failed):
+        click.echo(trouble)
+    if not cleared.left.is_empty:
+        click.echo(
+            f"Still there: {', '.join(cleared.left.ids)}. It may cost money: try again, or use the cloud's console."
+        )
+    if unasked:
+        places = ", ".join(one.place for one in unasked)
+        click.echo(f"Not known: {places}. What is there may cost money; try again when it answers.")
+    if wish.dry_run:
+        click.echo("Dry run: nothing was ended.")
+    elif is_complete:
+        click.echo("Nothing of it is left.")
+    return code
+
+
+def _nobody(wish: Wish, refused: Sequence[Unasked], first: Callable[[], Sequence[str]]) -> NoReturn:
+    """Nothing can be ended; what stops more from being bought is done all the same."""
+    failed = first() if wish.yes and not wish.dry_run else ()
+    words = "; ".join([*(one.why for one in refused), *failed])
+    text = f"no cloud was looked at: {words}. What may run there has to be looked for by hand until this works"
+    raise NothingKnown(text) if any(one.silent for one in refused) else NobodyKnown(text)
+
+
+# --- words -------------------------------------------------------------------------------------------
+
+
+def _show(choice: Choice, offers: Sequence[Offer]) -> None:
+    goes = choice.goes
+    if goes.is_empty:
+        click.echo("Nothing was found.")
+    if goes.machines:
+        table = Table(box=None, pad_edge=False)
+        for column in ("machine", "node", "run", "owner", "where", "type", "market", "state", "age", "rate"):
+            table.add_column(column, no_wrap=True)
+        for one in goes.machines:
+            table.add_row(*_row(one, offers))
+        print_table(table)
+    if goes.things:
+        table = Table(box=None, pad_edge=False)
+        for column in ("thing", "id", "run", "owner", "where", "size"):
+            table.add_column(column, no_wrap=True)
+        for thing in goes.things:
+            size = "" if thing.size_gib is None else f"{thing.size_gib} GiB"
+            where = f"{thing.cloud}/{thing.region or 'global'}"
+            table.add_row(thing.kind, thing.id, thing.run or "(all)", thing.owner, where, size)
+        print_table(table)
+    if not choice.stays.is_empty:
+        click.echo(f"Left alone: {count_text(choice.stays)}.")
+    for note in choice.notes:
+        click.echo(note)
+
+
+def _of_others(others: Inventory) -> list[str]:
+    if others.is_empty:
+        return []
+    owners = sorted({one.owner for one in others.machines} | {one.owner for one in others.things})
+    return [f"Not yours, and left alone: {count_text(others)} of {', '.join(owners)}; --all-owners takes them too."]
+
+
+def _row(machine: Machine, offers: Sequence[Offer]) -> tuple[str, ...]:
+    price, age_ms = price_of(machine, offers), _age_ms(machine)
+    return (
+        machine.id,
+        machine.name,
+        machine.run,
+        machine.owner,
+        f"{machine.cloud}/{machine.zone or machine.region}",
+        machine.instance_type,
+        machine.market.value,
+        machine.state.value,
+        "unknown" if age_ms is None else duration(age_ms),
+        "not priced" if price is None else hourly(price),
+    )
+
+
+def _as_dicts(found: Inventory, offers: Sequence[Offer]) -> list[dict[str, Any]]:
+    machines = [
+        {"kind": "machine", **asdict(one), "age_ms": _age_ms(one), "micro_usd_per_hour": price_of(one, offers)}
+        for one in found.machines
+    ]
+    return machines + [asdict(one) for one in found.things]
+
+
+def _age_ms(machine: Machine) -> int | None:
+    return None if machine.launched_ms is None else max(0, time.time_ns() // 1_000_000 - machine.launched_ms)
+
+
+def _offers() -> Sequence[Offer]:
+    """Prices are for reading only: what cannot be priced is ended all the same."""
+    try:
+        return current_catalog(home() / "catalogs").all_offers()
+    except Failure as failure:
+        _say(f"no prices: {failure}")
+        return ()
+
+
+def _say_unasked(refused: Iterable[Unasked], counted: Collection[Unasked]) -> None:
+    for one in refused:
+        expected = "" if one in counted else ", and nothing of yours is expected there"
+        _say(f"{one.place} was not looked at{expected}: {one.why}")
+
+
+def _progress(text: str) -> None:
+    """One line that changes on a terminal, none in a log."""
+    if sys.stderr.isatty():
+        click.echo(f"\r\033[K{text}", nl=False, err=True)
+
+
+def _say(text: str) -> None:
+    click.echo(f"\r\033[K{text}" if sys.stderr.isatty() else text, err=True)
+
+
+# --- asking ------------------------------------------------------------------------------------------
+
+
+def is_a_person() -> bool:
+    """Whether somebody sits there."""
+    return sys.stdin.isatty()
+
+
+def _check_account(wish: Wish, accounts: Sequence[Account]) -> None:
+    """Everybody's things are ended only by someone who knows which account they are in."""
+    if not wish.all_owners:
+        return
+    typed = set(wish.account)
+    for account in accounts:
+        wanted = account.caller.account
+        if wanted not in typed and not typed and is_a_person():
+            typed.add(
+                click.prompt(f"This ends what anybody has in {account.cloud}. Type the id of the account", err=True)
+            )
+        if wanted not in typed:
+            raise click.UsageError(
+                f"these credentials are for another {account.cloud} account than the one that was named; say which you "
+                "mean: --account ID, once for each cloud, or leave --all-owners out"
+            )
+
+
+def _confirm(choice: Choice) -> None:
+    if not is_a_person():
+        raise click.UsageError("nobody can be asked here; look at the list with --dry-run, then add -y")
+    click.confirm(f"End {count_text(choice.goes)}?", default=False, abort=True, err=True)

@@ -1,0 +1,89 @@
+"""`spotrl ssh`: a shell, or one command, on a node of a run."""
+
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+from sqlalchemy.orm import Session, sessionmaker
+
+from launcher.cluster.local import node_folder
+from launcher.exit_codes import Failure
+from launcher.ledger.models import Node
+from launcher.ledger.store import find_run, nodes_of
+
+MACHINE = "machine.json"
+"""What the provisioner knows of a node's machine, in the node's folder here."""
+
+
+@click.command(context_settings={"ignore_unknown_options": True})
+@click.argument("run_name", metavar="RUN")
+@click.argument("node_name", metavar="NODE")
+@click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="[-- COMMAND]")
+@click.pass_obj
+def ssh(sessions: sessionmaker[Session], run_name: str, node_name: str, command: tuple[str, ...]) -> None:
+    """Log in to NODE of RUN, or run COMMAND there.
+
+    NODE is a node's name, or its slot (`trainer`, `spot-0`): then the newest node of that slot.
+    The node's own files are in ~/spotrl there. The exit code is that of ssh.
+
+    \b
+    Example:
+      spotrl ssh digits trainer
+      spotrl ssh digits spot-0 -- nvidia-smi
+    """
+    with sessions() as session:
+        run = find_run(session, run_name)
+        node = newest(run_name, nodes_of(session, run), node_name)
+    folder = node_folder(Path(run.folder), node.name)
+    if run.infra == "local":
+        click.echo(f"{node.name} is a process group of this machine; its disk is the folder {folder}")
+        return
+    arguments = ssh_command(login_of(node.name, folder), folder, command)
+    if shutil.which("ssh") is None:
+        raise Failure("ssh cannot be found here; install it (Debian: `apt-get install openssh-client`)")
+    os.execvp(arguments[0], arguments)
+
+
+def newest(run_name: str, nodes: Sequence[Node], wanted: str) -> Node:
+    """The node of that name, or the newest of that slot. LookupError names those that there are."""
+    named = [node for node in nodes if wanted in (node.name, node.slot)]
+    if not named:
+        known = ", ".join(dict.fromkeys(node.slot for node in nodes)) or "none yet"
+        raise LookupError(f"{run_name} has no node called {wanted}; it has had: {known}")
+    return max(named, key=lambda node: node.generation)
+
+
+def login_of(name: str, folder: Path) -> Mapping[str, Any]:
+    """How to get in, as the provisioner wrote it down. Raises Failure where nobody can get in, or not any more."""
+    if (folder / "ended.json").exists():
+        raise Failure(f"{name} has ended; `spotrl logs` shows what it wrote, and `spotrl status` which nodes there are")
+    try:
+        login = json.loads((folder / MACHINE).read_text("utf-8"))["login"]
+    except FileNotFoundError:
+        raise Failure(f"{name} has no machine yet; `spotrl status` shows when it has") from None
+    except (ValueError, KeyError, TypeError):
+        raise Failure(f"{folder / MACHINE} does not say how to log in; try again when the node is up") from None
+    if not isinstance(login, dict) or not all(login.get(key) for key in ("host", "user", "key")):
+        raise Failure(f"{folder / MACHINE} does not say how to log in yet; try again when the node is up")
+    return login
+
+
+def ssh_command(login: Mapping[str, Any], folder: Path, command: Sequence[str]) -> list[str]:
+    """What to run. A node's host key is believed the first time and kept in its own folder: addresses come again."""
+    options = {
+        "IdentitiesOnly": "yes",
+        "IdentityAgent": "none",
+        "StrictHostKeyChecking": "accept-new",
+        "UserKnownHostsFile": f'"{login.get("known_hosts") or folder / "known_hosts"}"',
+        "GlobalKnownHostsFile": "/dev/null",
+        "LogLevel": "ERROR",
+    }
+    words = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
+    # The user's own ssh configuration is for the user's machines, and the user's agent is no business of a node.
+    port = str(login.get("port") or 22)
+    ssh = ["ssh", "-F", "none", "-a", "-x", "-i", str(login["key"]), "-p", port, *words]
+    return [*ssh, f"{login['user']}@{login['host']}", *(["--", *command] if command else [])]

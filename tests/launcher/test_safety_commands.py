@@ -1,0 +1,391 @@
+"""`spotrl reap`, `panic`, `ssh` and `check` as people and scripts use them; the clouds are made up."""
+
+import json
+import os
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+from launcher.cli.leftovers import NobodyKnown, NothingKnown
+from launcher.cli.main import cli, run
+from launcher.cli.panic import panic
+from launcher.cli.reap import reap
+from launcher.cli.ssh import login_of, newest, ssh, ssh_command
+from launcher.exit_codes import ExitCode, Failure
+from launcher.ledger.models import Node
+from launcher.ledger.store import current_status, find_run, open_ledger, writing
+from tests.launcher.cluster.fake_cloud import ACCOUNT, FakeCloud, machine, thing
+from tests.launcher.made_ledger import a_run
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("SPOTRL_HOME", str(tmp_path))
+    monkeypatch.setenv("SPOTRL_CONFIG", str(tmp_path / "config.yaml"))
+    monkeypatch.setattr("launcher.cluster.reaping.LOOK_SECONDS", 0.0)
+    monkeypatch.setattr("launcher.cli.leftovers.SIGN_IN_SECONDS", 0.0)
+    return tmp_path
+
+
+def a_ledger(home: Path, **runs: tuple[str, str]) -> Path:
+    """Runs by name: infra and status. Each has had two trainers and a spot node."""
+    path = home / "ledger.sqlite"
+    with writing(open_ledger(path)) as session:
+        for name, (infra, status) in runs.items():
+            made = a_run(session, name, folder=str(home / "runs" / name))
+            made.run.infra = infra
+            made.status(status, 0)
+            for slot, generation in (("trainer", 1), ("trainer", 2), ("spot-0", 1)):
+                made.node(slot, generation)
+    return path
+
+
+@pytest.fixture
+def run_command(home, monkeypatch) -> Run:
+    """Runs a command on these clouds. Sees it as a script does: standard input is no terminal."""
+
+    def invoke(command: click.Command, *arguments: str, clouds: Iterable[FakeCloud], **more: Any) -> Result:
+        there = {cloud.cloud: cloud for cloud in clouds}
+        monkeypatch.setattr(
+            "launcher.cluster.provide.cloud_apis", lambda names: {name: there[name] for name in names if name in there}
+        )
+        ledger = home / "ledger.sqlite"
+        obj = open_ledger(ledger) if command is reap else None
+        return CliRunner().invoke(command, arguments, obj=obj, standalone_mode=False, **more)
+
+    return invoke
+
+
+def code_of(result: Result) -> int:
+    if result.exception is not None:
+        raise result.exception
+    return int(result.return_value)
+
+
+# --- reap --------------------------------------------------------------------------------------------
+
+
+def test_reap_ends_what_no_live_run_wants_and_leaves_the_rest_alone(home, run_command):
+    a_ledger(home, digits=("aws", "running"), old=("aws", "finished"))
+    cloud = FakeCloud().add(
+        machine("i-1"), thing("group", "sg-1"), machine("i-2", run="old"), machine("i-3", run="unheard-of")
+    )
+    result = run_command(reap, "-y", clouds=[cloud])
+    assert code_of(result) == ExitCode.OK
+    assert cloud.alive == ["i-1"]
+    assert "Left alone: 1 x machine, 1 x group." in result.output
+    assert "digits is running, and no controller looks after it; `spotrl down digits` ends it" in result.output
+    assert "Nothing of it is left." in result.output
+
+
+def test_reap_lists_before_it_asks_and_nobody_can_be_asked_in_a_script(home, run_command):
+    a_ledger(home)
+    cloud = FakeCloud().add(machine("i-1", launched_ms=1))
+    with pytest.raises(click.UsageError, match="--dry-run, then add -y"):
+        code_of(run_command(reap, clouds=[cloud]))
+    assert cloud.alive == ["i-1"]
+
+
+def test_reap_asks_a_person_and_no_is_the_answer_by_default(home, run_command, monkeypatch):
+    a_ledger(home)
+    monkeypatch.setattr("launcher.cli.leftovers.is_a_person", lambda: True)
+    cloud = FakeCloud().add(machine("i-1"))
+    assert isinstance(run_command(reap, clouds=[cloud], input="\n").exception, click.Abort)
+    assert cloud.alive == ["i-1"]
+    assert code_of(run_command(reap, clouds=[cloud], input="y\n")) == ExitCode.OK
+    assert cloud.alive == []
+
+
+def test_a_dry_run_ends_nothing(home, run_command):
+    a_ledger(home)
+    cloud = FakeCloud().add(machine("i-1"), thing())
+    result = run_command(reap, "--dry-run", clouds=[cloud])
+    assert code_of(result) == ExitCode.OK
+    assert cloud.orders == []
+    assert "i-1" in result.output
+    assert "not priced" not in result.output  # g6.xlarge is in the catalog
+
+
+def test_what_is_left_is_named_and_makes_the_exit_code(home, run_command):
+    a_ledger(home)
+    cloud = FakeCloud(immortal={"i-1"}).add(machine("i-1"))
+    result = run_command(reap, "-y", "--timeout", "0.05", clouds=[cloud])
+    assert code_of(result) == ExitCode.TEARDOWN_INCOMPLETE
+    assert "Still there: machine i-1 (aws/us-east-1)." in result.output
+    assert "i-1 is protected against termination" in result.output
+
+
+def test_a_region_that_cannot_be_asked_makes_the_exit_code_even_when_nothing_was_found(home, run_command):
+    a_ledger(home)
+    result = run_command(reap, "--dry-run", clouds=[FakeCloud(silent={"us-west-2"})])
+    assert code_of(result) == ExitCode.TEARDOWN_INCOMPLETE
+    assert "Not known: aws/us-west-2." in result.output
+
+
+def test_a_cloud_without_credentials_counts_only_where_something_is_expected(home, run_command):
+    a_ledger(home, old=("aws", "finished"))
+    clouds = [FakeCloud(), FakeCloud(cloud="gcp", its_regions=(), who=None)]
+    result = run_command(reap, "--dry-run", clouds=clouds)
+    assert code_of(result) == ExitCode.OK
+    assert "gcp was not looked at, and nothing of yours is expected there" in result.output
+    assert code_of(run_command(reap, "--dry-run", "--cloud", "aws", "--cloud", "gcp", clouds=clouds)) == 10
+    clouds = [FakeCloud(who=None), FakeCloud(cloud="gcp", its_regions=())]
+    assert code_of(run_command(reap, "--dry-run", clouds=clouds)) == ExitCode.TEARDOWN_INCOMPLETE
+
+
+def test_nobody_known_anywhere_is_about_credentials_and_silence_is_not(home, run_command):
+    a_ledger(home)
+    result = run_command(reap, "--dry-run", clouds=[FakeCloud(who=None)])
+    assert isinstance(result.exception, NobodyKnown)
+    assert result.exception.exit_code is ExitCode.CREDENTIALS
+    result = run_command(reap, "--dry-run", clouds=[FakeCloud(silent={"caller"})])
+    assert isinstance(result.exception, NothingKnown)
+    assert result.exception.exit_code is ExitCode.TEARDOWN_INCOMPLETE
+
+
+def test_everybodys_things_are_ended_only_with_the_accounts_id(home, run_command):
+    a_ledger(home)
+    cloud = FakeCloud().add(machine("i-1", owner="bob"))
+    result = run_command(reap, "-y", clouds=[cloud])
+    assert code_of(result) == ExitCode.OK
+    assert cloud.alive == ["i-1"]
+    assert "Not yours, and left alone: 1 x machine of bob; --all-owners takes them too." in result.output
+    for wrong in ((), ("--account", "999")):
+        with pytest.raises(click.UsageError, match="--account ID"):
+            code_of(run_command(reap, "-y", "--all-owners", *wrong, clouds=[cloud]))
+    assert cloud.alive == ["i-1"]
+    assert code_of(run_command(reap, "-y", "--all-owners", "--account", ACCOUNT, clouds=[cloud])) == ExitCode.OK
+    assert cloud.alive == []
+
+
+def test_a_person_may_type_the_accounts_id(home, run_command, monkeypatch):
+    a_ledger(home)
+    monkeypatch.setattr("launcher.cli.leftovers.is_a_person", lambda: True)
+    cloud = FakeCloud().add(machine("i-1", owner="bob"))
+    with pytest.raises(click.UsageError):
+        code_of(run_command(reap, "-y", "--all-owners", clouds=[cloud], input="999\n"))
+    assert code_of(run_command(reap, "-y", "--all-owners", clouds=[cloud], input=f"{ACCOUNT}\n")) == ExitCode.OK
+    assert cloud.alive == []
+
+
+def test_reap_ends_only_what_it_listed(home, run_command):
+    """A run that starts on another machine, with another ledger, while this one works."""
+    a_ledger(home)
+    cloud = FakeCloud(late={"i-9": (2, machine("i-9", run="another"))}).add(machine("i-1"))
+    assert code_of(run_command(reap, "-y", clouds=[cloud])) == ExitCode.OK
+    assert cloud.alive == ["i-9"]
+
+
+def test_json_is_one_object_with_everything(home, run_command):
+    a_ledger(home, digits=("aws", "running"))
+    cloud = FakeCloud(silent={"us-west-2"}).add(machine("i-1"), machine("i-2", run="old"), thing(run="old"))
+    result = run_command(reap, "-y", "--json", "--timeout", "0.3", clouds=[cloud])
+    assert code_of(result) == ExitCode.TEARDOWN_INCOMPLETE
+    said = json.loads(result.output.splitlines()[-1])
+    assert [one["id"] for one in said["found"]] == ["i-2", "vol-1"]
+    assert [one["id"] for one in said["kept"]] == ["i-1"]
+    assert said["ended"] == ["machine i-2 (aws/us-east-1)", "disk vol-1 (aws/us-east-1)"]
+    assert (said["left"], [one["region"] for one in said["unasked"]]) == ([], ["us-west-2"])
+    assert said["exit_code"] == 10
+
+
+# --- panic -------------------------------------------------------------------------------------------
+
+
+def test_panic_stops_every_run_on_a_cloud_and_ends_its_machines(home, run_command):
+    path = a_ledger(home, digits=("aws", "running"), here=("local", "running"))
+    cloud = FakeCloud().add(machine("i-1"), thing("group", "sg-1"), machine("i-2", "theirs", owner="bob"))
+    result = run_command(panic, "-y", clouds=[cloud])
+    assert code_of(result) == ExitCode.OK
+    assert "These runs are stopped: digits." in result.output
+    assert cloud.alive == ["i-2"]
+    assert cloud.other == {}
+    with open_ledger(path)() as session:
+        status = {name: current_status(session, find_run(session, name)) for name in ("digits", "here")}
+    assert {name: row.status for name, row in status.items() if row} == {"digits": "stopping", "here": "running"}
+
+
+def test_panic_ends_what_a_launch_under_way_still_makes(home, run_command):
+    a_ledger(home, digits=("aws", "running"))
+    cloud = FakeCloud(late={"i-9": (3, machine("i-9"))})
+    assert code_of(run_command(panic, "-y", clouds=[cloud])) == ExitCode.OK
+    assert (cloud.alive, cloud.orders) == ([], ["end i-9"] * cloud.orders.count("end i-9"))
+    assert cloud.orders
+
+
+@pytest.mark.parametrize("dry", [True, False])
+def test_panic_needs_no_ledger(home, run_command, dry):
+    cloud = FakeCloud().add(machine("i-1"))
+    assert code_of(run_command(panic, "--dry-run" if dry else "-y", clouds=[cloud])) == ExitCode.OK
+    assert cloud.alive == (["i-1"] if dry else [])
+    assert not (home / "ledger.sqlite").exists()
+
+
+def test_panic_goes_on_with_the_clouds_when_the_ledger_is_broken_and_says_what_that_means(home, run_command):
+    (home / "ledger.sqlite").write_bytes(b"this was a database once" * 100)
+    cloud = FakeCloud().add(machine("i-1"))
+    result = run_command(panic, "-y", clouds=[cloud])
+    assert code_of(result) == ExitCode.TEARDOWN_INCOMPLETE
+    assert cloud.alive == []
+    assert "controllers were not told to stop and may buy again" in result.output
+
+
+def test_panic_tells_a_locked_ledger_again_when_the_clouds_are_empty(home, run_command, monkeypatch):
+    monkeypatch.setattr("launcher.ledger.store.BUSY_MS", 50)
+    path = a_ledger(home, digits=("aws", "running"))
+    holder = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    holder.execute("BEGIN EXCLUSIVE")
+    cloud = FakeCloud().add(machine("i-1"))
+    end = cloud.end
+
+    def end_and_let_go(machines: Any) -> None:
+        if holder.in_transaction:
+            holder.execute("ROLLBACK")
+        end(machines)
+
+    monkeypatch.setattr(cloud, "end", end_and_let_go)
+    assert code_of(run_command(panic, "-y", clouds=[cloud])) == ExitCode.OK
+    holder.close()
+    with open_ledger(path)() as session:
+        status = current_status(session, find_run(session, "digits"))
+    assert status is not None
+    assert status.status == "stopping"
+
+
+def test_panic_expects_something_where_a_run_was(home, run_command):
+    a_ledger(home, old=("aws", "finished"))
+    clouds = [FakeCloud(), FakeCloud(cloud="gcp", its_regions=(), who=None)]
+    assert code_of(run_command(panic, "-y", clouds=clouds)) == ExitCode.OK
+    a_ledger(home, older=("gcp", "stopped"))
+    assert code_of(run_command(panic, "-y", clouds=clouds)) == ExitCode.TEARDOWN_INCOMPLETE
+
+
+def test_panic_stops_the_runs_even_when_no_cloud_lets_us_in(home, run_command):
+    path = a_ledger(home, digits=("aws", "running"))
+    result = run_command(panic, "-y", clouds=[FakeCloud(who=None)])
+    assert isinstance(result.exception, NobodyKnown)
+    with open_ledger(path)() as session:
+        status = current_status(session, find_run(session, "digits"))
+    assert status is not None
+    assert status.status == "stopping"
+
+
+# --- ssh ---------------------------------------------------------------------------------------------
+
+
+def nodes(*named: tuple[str, int]) -> list[Node]:
+    return [Node(name=f"digits-{slot}-g{generation}", slot=slot, generation=generation) for slot, generation in named]
+
+
+def test_a_slot_means_its_newest_node():
+    had = nodes(("trainer", 1), ("spot-0", 1), ("trainer", 2))
+    assert newest("digits", had, "trainer").name == "digits-trainer-g2"
+    assert newest("digits", had, "digits-trainer-g1").name == "digits-trainer-g1"
+    with pytest.raises(LookupError, match="it has had: trainer, spot-0"):
+        newest("digits", had, "spot-7")
+
+
+def test_how_to_get_in_is_what_the_provisioner_wrote_down(tmp_path):
+    for text in ("", "{", "{}", '{"login": null}', '{"login": {"host": "", "user": "u", "key": "k"}}'):
+        if text:
+            (tmp_path / "machine.json").write_text(text)
+        with pytest.raises(Failure):
+            login_of("n", tmp_path)
+    login = {"host": "192.0.2.1", "user": "ubuntu", "key": "/keys/one", "port": 2222}
+    (tmp_path / "machine.json").write_text(json.dumps({"login": login}))
+    assert login_of("n", tmp_path) == login
+    (tmp_path / "ended.json").write_text("{}")
+    with pytest.raises(Failure, match="has ended"):
+        login_of("n", tmp_path)
+
+
+def test_ssh_uses_the_nodes_own_key_and_host_key():
+    login = {"host": "192.0.2.1", "user": "ubuntu", "key": "/keys/one", "port": 2222}
+    command = ssh_command(login, Path("/runs/n"), ["nvidia-smi", "-L"])
+    assert command[-4:] == ["ubuntu@192.0.2.1", "--", "nvidia-smi", "-L"]
+    assert command[command.index("-i") + 1] == "/keys/one"
+    assert command[command.index("-p") + 1] == "2222"
+    assert 'UserKnownHostsFile="/runs/n/known_hosts"' in command
+    assert ssh_command(login, Path("/runs/n"), [])[-1] == "ubuntu@192.0.2.1"
+
+
+def test_a_node_of_this_machine_is_a_folder(home):
+    sessions = open_ledger(a_ledger(home, here=("local", "running")))
+    result = CliRunner().invoke(ssh, ["here", "trainer"], obj=sessions)
+    assert f"its disk is the folder {home}/runs/here/nodes/here-trainer-g2" in result.output
+
+
+def test_ssh_is_run_in_place_of_the_command_and_its_exit_code_is_ours(home):
+    """From outside, with an `ssh` that only says what it was called with."""
+    a_ledger(home, digits=("aws", "running"))
+    folder = home / "runs" / "digits" / "nodes" / "digits-trainer-g2"
+    folder.mkdir(parents=True)
+    login = {"host": "192.0.2.1", "user": "ubuntu", "key": str(folder / "ssh.key")}
+    (folder / "machine.json").write_text(json.dumps({"login": login}))
+    fake = home / "bin" / "ssh"
+    fake.parent.mkdir()
+    fake.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\nexit 7\n')
+    fake.chmod(0o755)
+    done = subprocess.run(
+        [sys.executable, "-m", "launcher.cli.main", "ssh", "digits", "trainer", "--", "ls", "-la"],
+        env={**os.environ, "PATH": f"{fake.parent}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 7
+    assert done.stdout.splitlines()[-4:] == ["ubuntu@192.0.2.1", "--", "ls", "-la"]
+
+
+# --- check -------------------------------------------------------------------------------------------
+
+
+def check(*arguments: str) -> Result:
+    return CliRunner().invoke(cli, ["check", *arguments], standalone_mode=False)
+
+
+def test_a_policy_is_printed_alone(home, capsys):
+    assert run(["check", "--print-policy", "aws"]) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out)["Version"] == "2012-10-17"
+    assert "s3:PutObject" in said.out
+    assert "Nodes get a role of their own" in said.err
+    assert run(["check", "--print-policy", "gcp"]) == 0
+    assert "includedPermissions:" in capsys.readouterr().out
+
+
+def test_a_policy_names_the_buckets_of_a_job(home):
+    (home / "job.yaml").write_text("infra: aws\nstore: {aws: s3://mine/runs}\n")
+    assert "arn:aws:s3:::mine/runs/*" in check(str(home / "job.yaml"), "--print-policy", "aws").output
+
+
+def test_a_job_for_this_machine_needs_no_cloud(home):
+    (home / "job.yaml").write_text("name: here\n")
+    result = check(str(home / "job.yaml"))
+    assert result.return_value == ExitCode.OK
+    assert "needs no cloud" in result.output
+
+
+def test_a_bad_job_is_a_line_and_an_exit_code(home):
+    (home / "job.yaml").write_text("infra: azure\n")
+    result = check(str(home / "job.yaml"), "--json")
+    assert result.return_value == ExitCode.INVALID_JOB
+    said = json.loads(result.output.splitlines()[-1])
+    assert said["exit_code"] == 3
+    assert [one["verdict"] for one in said["checks"] if one["what"] == "job"] == ["FAIL"]
+
+
+def test_without_a_job_clouds_are_asked_who_we_are(home, monkeypatch):
+    monkeypatch.setattr("launcher.cluster.provide.cloud_apis", lambda names: {"aws": FakeCloud(who=None)})
+    result = check("--infra", "aws")
+    assert result.return_value == ExitCode.CREDENTIALS
+    assert "aws credentials" in result.output
