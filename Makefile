@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 LOCK := engine/versions.lock
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(LOCK)
 
-.PHONY: env bench quickstart test test-slow test-gpu format clean
+.PHONY: env tools bench quickstart fake-clouds-demo test test-slow test-gpu test-clouds format clean
 
 env: $(VENV)/.everything
 
@@ -43,19 +43,35 @@ quickstart: $(VENV)/.engine $(if $(filter ray,$(RUNTIME)),$(VENV)/.ray)
 	  --on-exit down --result result.json --html report.html
 	@echo "The report is in report.html, its figures in result.json."
 
+# What hosts of the fake clouds are made of, beside Python. Where they cannot be installed, what needs them says so.
+tools:
+	@export PATH=$$PATH:/usr/sbin:/sbin; \
+	for program in sshd nft rsync sudo ip nsenter unshare; do command -v $$program > /dev/null || missing=1; done; \
+	if test -n "$$missing" -a "$$(id -u)" = 0 && command -v apt-get > /dev/null; then \
+	  { apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y openssh-server nftables rsync sudo iproute2 \
+	    util-linux; } > /dev/null || true; \
+	fi
+
+# A run on AWS and Google Cloud from launch to target, on clouds that are fakes (tests/fakes/clouds): nothing is bought.
+fake-clouds-demo: env tools
+	$(BIN)/python -m tests.clouds.demo --to fake-clouds-demo
+
 test: env
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/pytest
 
-# What takes minutes, and what needs a GPU.
+# What takes minutes, what needs a GPU, and what needs root and network namespaces.
 test-slow test-gpu: env
 	$(BIN)/pytest -m $(@:test-%=%)
+
+test-clouds: env tools
+	$(BIN)/pytest -m clouds --timeout 900 tests/clouds tests/engine/test_hosts.py
 
 format: env
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis result.json report.html
+	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis result.json report.html fake-clouds-demo

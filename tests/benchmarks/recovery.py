@@ -1,0 +1,312 @@
+"""recovery: how long is a lost spot node missed, and what does each part of replacing it take?
+
+    python -m tests.benchmarks.recovery --json [--places local,aws,gcp] [--runs 5]
+
+A real run loses one spot node after the other, with the cloud's notice and without a word; each time it is measured
+until the successor has finished its first request. `local`: nodes are processes here. `aws`, `gcp`: fake clouds with
+real hosts (tests/fakes/clouds), through SkyPilot; they boot in a tenth of a second, where a real one takes a minute.
+"""
+
+import argparse
+import json
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Protocol
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session, sessionmaker
+
+from engine.events import NodeServed, NodeUsage, Phase
+from launcher.cluster import processes
+from launcher.cluster.local import node_folder
+from launcher.cluster.runs import run_view
+from launcher.ledger.models import Node, NodeEvent, ProgressRow
+from launcher.ledger.store import find_run, open_ledger
+from tests.benchmarks.page import load_now, publish, spread
+from tests.fakes.clouds.world import World, why_not
+
+RUN = "recovery"
+PARTS = ("detect_s", "decide_s", "create_to_ssh_s", "setup_s", "imports_s", "weights_s", "first_work_s")
+LIMITS = {"notice": 2.0, "silent": 30.0}
+"""Of detecting and deciding together, p90."""
+
+NOTICE_SECONDS = {"local": 10.0, "aws": 120.0, "gcp": 25.0}
+PATIENCE_SECONDS = 600.0
+
+JOB = """\
+name: {run}
+infra: {infra}
+clock_factor: 1
+iterations: 100000
+evaluation: {{prompts: 16, every: 1000}}
+algorithm: {{prompts_per_batch: 8, images_per_prompt: 4}}
+exploration: {{mode: stale, budget: {{candidates: 64}}}}
+runtime: {{name: {runtime}, shape: 8, step_seconds: 0.2}}
+reclaims: {{trace: none}}
+resources:
+  trainer: {{accelerators: {gpu}}}
+  rollout: {{accelerators: {gpu}, use_spot: true, num_nodes: 1}}
+recovery: {{launches_per_minute: 60}}
+budget: {{max_total: $500, max_hourly: $50}}
+{more}
+"""
+
+
+class Place(Protocol):
+    """Where a run's nodes are."""
+
+    name: str
+    sessions: sessionmaker[Session]
+    folder: Path
+    """The run's."""
+
+    def lose(self, node: str, notice: bool) -> tuple[float, float]:
+        """Take it away: when it was announced, or happened, and when the node ended. Seconds since the epoch."""
+
+    def reachable(self, node: str) -> float:
+        """When files could be put onto it."""
+
+
+@dataclass(kw_only=True)
+class Here:
+    """Nodes are process sessions of this machine; this benchmark is the cloud that takes them."""
+
+    sessions: sessionmaker[Session]
+    folder: Path
+    name: str = "local"
+
+    def lose(self, node: str, notice: bool) -> tuple[float, float]:
+        folder, told = node_folder(self.folder, node), time.time()
+        if notice:
+            deadline = told + NOTICE_SECONDS["local"]
+            part = folder / ".notice"
+            part.write_text(json.dumps({"deadline_ms": round(deadline * 1000)}))
+            part.replace(folder / "notice.json")
+            time.sleep(NOTICE_SECONDS["local"])
+        ended = time.time()
+        processes.send(processes.processes_of(folder), signal.SIGKILL)
+        return told, ended
+
+    def reachable(self, node: str) -> float:
+        return float(json.loads((node_folder(self.folder, node) / "spawned.json").read_text())["at_ms"]) / 1000
+
+
+@dataclass(kw_only=True)
+class There:
+    """Hosts of the fake clouds."""
+
+    world: World
+    sessions: sessionmaker[Session]
+    folder: Path
+    name: str
+
+    def lose(self, node: str, notice: bool) -> tuple[float, float]:
+        told = time.time()
+        host = self.world.reclaim(node, seconds=NOTICE_SECONDS[self.name] if notice else 0.0, notice=notice)
+        while host in self.world.hosts():
+            time.sleep(0.1)
+        return told, time.time()
+
+    def reachable(self, node: str) -> float:
+        return float(self.world.on(node, ["stat", "-c", "%.3Z", "/home/ubuntu/spotrl/bundle/digest"]))
+
+
+# --- measuring ----------------------------------------------------------------------------------------
+
+
+def measure(place: Place, notice: bool) -> dict[str, float]:
+    """One loss, in parts that follow one another, and `uncovered_s`."""
+    old = _wait(place, lambda: _serving(place, but=None), "a spot node serves")
+    told, ended = place.lose(old, notice)
+    new = _wait(place, lambda: _serving(place, but=old), f"{old} is replaced")
+    with place.sessions() as session:
+        run = find_run(session, RUN)
+        node = session.scalars(select(Node).where(Node.name == new)).one()
+        kinds = [NodeServed.KIND, NodeUsage.KIND]
+        rows = session.scalars(select(ProgressRow).where(ProgressRow.run_id == run.id, ProgressRow.kind.in_(kinds)))
+        events = [row for row in rows if row.event["node"] == new]
+        requested = session.scalars(
+            select(NodeEvent.at_ms).where(NodeEvent.node_id == node.id, NodeEvent.kind == "requested")
+        ).one()
+    served = min(row.at_ms for row in events if row.kind == NodeServed.KIND) / 1000
+    loads = [
+        end
+        for row in events
+        if row.kind == NodeUsage.KIND
+        for _, phase, _, end in row.event["spans"]
+        if phase == Phase.SYNC
+    ]
+    agent = json.loads((node_folder(place.folder, new) / "agent.json").read_text())["create_time"]
+    ready = json.loads((node_folder(place.folder, new) / "ready.json").read_text())["at_ms"] / 1000
+    moments = [
+        told if notice else ended,
+        _noticed(place.folder, old, "notice" if notice else "gone"),
+        requested / 1000,
+        place.reachable(new),
+        agent,
+        ready,
+        min([min(loads, default=0) / 1000, served]) if loads else ready,
+        served,
+    ]
+    moments = [max(moments[: n + 1]) for n in range(len(moments))]  # who is quicker than its report took no time
+    found = {part: moments[n + 1] - moments[n] for n, part in enumerate(PARTS)}
+    return found | {"total_s": moments[-1] - moments[0], "uncovered_s": max(0.0, served - ended)}
+
+
+def _serving(place: Place, but: str | None) -> str | None:
+    """A spot node that is up and has finished a request, other than `but` and its predecessors."""
+    view = run_view(place.sessions, RUN)
+    if view.status in ("failed", "stopped", "finished"):
+        raise RuntimeError(f"the run is {view.status}: {view.reason}")
+    with place.sessions() as session:
+        run = find_run(session, RUN)
+        rows = session.scalars(
+            select(ProgressRow).where(ProgressRow.run_id == run.id, ProgressRow.kind == NodeServed.KIND)
+        )
+        served = {row.event["node"] for row in rows}
+    ready = [node.name for node in view.nodes if node.role == "rollout" and node.status == "ready"]
+    return next((name for name in ready if name in served and name != but), None)
+
+
+def _noticed(folder: Path, node: str, kind: str) -> float:
+    """When the controller wrote it down, by its log."""
+    line = re.compile(rf"^(\S+ \S+) INFO launcher.cluster.controller: {node}: {kind}\b", re.MULTILINE)
+    found = line.search((folder / "controller.log").read_text())
+    assert found is not None, f"the controller's log does not tell of {node}: {kind}"
+    return datetime.strptime(found[1], "%Y-%m-%d %H:%M:%S,%f").timestamp()
+
+
+def _wait(place: Place, look: Callable[[], str | None], what: str) -> str:
+    until = time.monotonic() + PATIENCE_SECONDS
+    while (found := look()) is None:
+        if time.monotonic() > until:
+            raise TimeoutError(f"{place.name}: not within {PATIENCE_SECONDS:.0f} s: {what}")
+        time.sleep(0.2)
+    return found
+
+
+# --- places -------------------------------------------------------------------------------------------
+
+SPOTRL = (sys.executable, "-m", "launcher.cli.main")
+
+
+@contextmanager
+def here(runtime: str) -> Iterator[Place]:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        job = folder / "job.yaml"
+        job.write_text(JOB.format(run=RUN, infra="local", runtime=runtime, gpu="L40S:1", more=""))
+        environment = {**_environment(), "SPOTRL_HOME": str(folder / "state")}
+        subprocess.run([*SPOTRL, "launch", job, "-y", "--detach"], env=environment, check=True, stdout=sys.stderr)
+        try:
+            sessions = open_ledger(folder / "state/ledger.sqlite")
+            yield Here(sessions=sessions, folder=folder / "state/runs" / RUN)
+        finally:
+            subprocess.run([*SPOTRL, "down", RUN], env=environment, check=True, stdout=sys.stderr)
+
+
+@contextmanager
+def there(cloud: str, runtime: str, cache: Path | None) -> Iterator[Place]:
+    with World(cache=cache).up() as world:
+        job, state = world.folder / "job" / "job.yaml", world.folder / "home/state"
+        job.parent.mkdir()
+        bucket = {"aws": "s3", "gcp": "gs"}[cloud]
+        more = f"store: {bucket}://spotrl-runs/recovery\nssh_from: 192.0.2.1/32\n"
+        job.write_text(JOB.format(run=RUN, infra=cloud, runtime=runtime, gpu="L4:1", more=more))
+        environment = {"SPOTRL_HOME": str(state)}
+        world.run([*SPOTRL, "catalog", "refresh"], env=environment)
+        world.run([*SPOTRL, "launch", job, "-y", "--detach"], env=environment)
+        try:
+            yield There(
+                world=world, sessions=open_ledger(state / "ledger.sqlite"), folder=state / "runs" / RUN, name=cloud
+            )
+        finally:
+            world.run([*SPOTRL, "down", RUN], env=environment)
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "NO_COLOR": "1"}
+
+
+# --- the page -----------------------------------------------------------------------------------------
+
+
+def p90(values: list[float]) -> float:
+    return sorted(values)[max(0, -(-9 * len(values) // 10) - 1)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="kept for symmetry: the last line always is")
+    parser.add_argument("--places", default="local,aws,gcp")
+    parser.add_argument("--runs", type=int, default=5, help="losses of each kind at each place")
+    parser.add_argument("--runtime", choices=["local", "ray"], default="ray")
+    parser.add_argument("--cache", type=Path, help="where the hosts' image is kept")
+    options = parser.parse_args()
+    load = load_now()
+    result: dict[str, object] = {}
+    rows = []
+    for name in options.places.split(","):
+        if name != "local" and (reason := why_not()) is not None:
+            print(f"{name} is left out: {reason}", file=sys.stderr)
+            continue
+        with here(options.runtime) if name == "local" else there(name, options.runtime, options.cache) as place:
+            for notice in (True, False):
+                manner = "notice" if notice else "silent"
+                found = []
+                for _ in range(options.runs):
+                    found.append(measure(place, notice))
+                    print(name, manner, json.dumps(found[-1]), file=sys.stderr, flush=True)
+                result[f"{name} {manner}"] = _summary(found, manner)
+                whole = [*PARTS, "uncovered_s"]
+                rows.append(
+                    {"where": f"{name}, {manner}"} | {part: spread([one[part] for one in found]) for part in whole}
+                )
+    publish(
+        "recovery",
+        question="how long is a lost spot node missed, and what does each part of replacing it take?",
+        command=f"python -m tests.benchmarks.recovery --json --runs {options.runs}",
+        result=result,
+        runs=options.runs,
+        seeds=[0],
+        load1=load,
+        rows=rows,
+        text=(
+            "Measured: seconds, median (range). All hosts of a fake cloud share the cores of one machine, so what "
+            "computes (set-up, imports) takes longer than on machines of their own; what waits for a cloud (boot, API) "
+            "takes next to nothing here and a minute or more there. `uncovered_s`: from the old node's end to its "
+            "successor's first finished request."
+        ),
+    )
+
+
+def _summary(found: list[dict[str, float]], manner: str) -> dict[str, object]:
+    both = [one["detect_s"] + one["decide_s"] for one in found]
+    figures = {
+        part: {"median": statistics.median(one[part] for one in found), "p90": p90([one[part] for one in found])}
+        for part in (*PARTS, "total_s", "uncovered_s")
+    }
+    off = max(abs(sum(one[part] for part in PARTS) - one["total_s"]) for one in found)
+    return {
+        **figures,
+        "runs": len(found),
+        "detect_and_decide_p90_s": p90(both),
+        "limit_s": LIMITS[manner],
+        "kept": p90(both) <= LIMITS[manner],
+        "parts_off_by_s": off,
+    }
+
+
+if __name__ == "__main__":
+    main()

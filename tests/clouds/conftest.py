@@ -1,0 +1,23 @@
+"""One world for all tests here; where none can be had they skip, and say why."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.fakes.clouds.world import World, why_not
+
+
+@pytest.fixture(scope="session")
+def world() -> Iterator[World]:
+    """The fake clouds. Tests share it: each clears its faults and removes what it made."""
+    if (reason := why_not()) is not None:
+        pytest.skip(reason)
+    with World().up() as world:
+        yield world
+
+
+@pytest.fixture(autouse=True)
+def _no_fault_outlives_its_test(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield
+    if "world" in request.fixturenames:
+        request.getfixturevalue("world").clear()

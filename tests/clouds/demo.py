@@ -1,0 +1,150 @@
+"""`make fake-clouds-demo`: a run on AWS and Google Cloud from launch to target, with everything that clouds do to it.
+
+    python -m tests.clouds.demo --to FOLDER [--runtime ray|local]
+
+The clouds are fakes that speak the real protocols (tests/fakes/clouds): no account is used and nothing is bought. What
+it does is in story.py. It writes result.json, report.html and its logs into FOLDER, and fails unless every claim holds.
+"""
+
+import argparse
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from launcher.ledger.store import open_ledger
+from tests.clouds.planted import below, plant, planted_in
+from tests.clouds.story import (
+    JOB,
+    RUN,
+    Story,
+    Told,
+    batch_size,
+    ledger_of,
+    left_in_the_clouds,
+    made_by,
+)
+from tests.fakes.clouds.world import World, why_not
+
+MINUTES = 25.0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--to", type=Path, default=Path("fake-clouds-demo"), help="folder for what it writes")
+    parser.add_argument("--cache", type=Path, help="where the hosts' image is kept (default: the user's cache)")
+    parser.add_argument("--runtime", choices=["ray", "local"], default="ray")
+    parser.add_argument("--target", type=float, default=0.8)
+    parser.add_argument("--step-seconds", type=float, default=0.3)
+    parser.add_argument("--minutes", type=float, default=MINUTES)
+    options = parser.parse_args()
+    if (reason := why_not()) is not None:
+        print(f"the fake clouds cannot be had here: {reason}", file=sys.stderr)
+        return 2
+    to = options.to.absolute()
+    shutil.rmtree(to, ignore_errors=True)
+    to.mkdir(parents=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the world goes too
+    told = Told(out=sys.stdout)
+    world = World(folder=to / "world", cache=options.cache)
+    world.up()
+    try:
+        told("the fake clouds are up")
+        return play(world, to, told, options)
+    finally:
+        world.down(keep=True)
+
+
+def play(world: World, to: Path, told: Told, options: argparse.Namespace) -> int:
+    home = world.folder / "home" / "state"
+    told.began = time.monotonic()
+    until = told.began + options.minutes * 60
+    job = to / "job" / "demo.yaml"
+    job.parent.mkdir()
+    job.write_text(
+        JOB.format(run=RUN, target=options.target, runtime=options.runtime, step_seconds=options.step_seconds)
+    )
+    planted = plant(world)
+    spotrl = [sys.executable, "-m", "launcher.cli.main"]
+    state = {"SPOTRL_HOME": str(home), "NO_COLOR": "1", "COLUMNS": "140"}
+    refreshed = world.run([*spotrl, "catalog", "refresh"], env=state)
+    (to / "prices.txt").write_text(refreshed.stdout)
+    told("both clouds have said their prices", refreshed.stdout.strip().splitlines()[-1])
+    launch = [*spotrl, "launch", job, "-y", "--on-exit", "keep", "--result", to / "result.json"]
+    with (to / "launch.log").open("w") as log:
+        open_ledger(home / "ledger.sqlite")
+        process = world.start(
+            [*launch, "--html", to / "report.html"],
+            env=state,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+        )
+        told("spotrl launch")
+        problems: list[str] = []
+        sessions = ledger_of(home)
+        story = Story(world=world, sessions=sessions, told=told, until=until, planted=planted.values())
+        try:
+            story.play()
+            code = process.wait(timeout=max(1.0, until - time.monotonic()))
+            told("launch has ended", f"exit code {code}")
+        except (Exception, KeyboardInterrupt) as error:
+            problems.append(f"{type(error).__name__}: {error}")
+            code = process.poll()
+    for name, arguments in (("report", ["report", RUN]), ("events", ["events", RUN])):
+        done = world.run([*spotrl, *arguments], env=state, check=False)
+        (to / f"{name}.txt").write_text(done.stdout + done.stderr)
+    down = world.run([*spotrl, "down", RUN], env=state, check=False)
+    told("spotrl down", (down.stdout + down.stderr).strip())
+    seconds = time.monotonic() - told.began
+    left = left_in_the_clouds(world)
+    secrets_found = story.found + below(world.folder / "home", planted.values(), but=planted_in(world))
+    secrets_found += below(to, planted.values(), but=planted_in(world))
+    shutil.copytree(
+        home / "runs" / RUN,
+        to / "run",
+        dirs_exist_ok=True,
+        ignore=shutil.ignore_patterns("bundles", "spec.json", "ssh.key"),
+    )
+
+    result = json.loads((to / "result.json").read_text()) if (to / "result.json").exists() else {}
+    with sessions() as session:
+        batches, size = list(made_by(session)), batch_size(session)
+    report = (to / "report.txt").read_text()
+    claims = {
+        "the target was reached": code == 0 and result.get("target", {}).get("reached", False),
+        "every batch is whole": bool(batches) and all(sum(nodes.values()) == size for nodes in batches),
+        "three hosts made one batch together": any(len([n for n in nodes.values() if n]) >= 3 for nodes in batches),
+        "both clouds were paid": all(result.get("clouds", {}).get(cloud) for cloud in ("aws", "gcp")),
+        "the report shows both clouds": "aws us-" in report and "gcp us-" in report,
+        "no secret of the client was found": not secrets_found,
+        "down left nothing": down.returncode == 0,
+        "nothing is left in the clouds": not (left["instances"] or left["disks"] or left["others"]),
+        "no process or namespace is left": not (left["processes"] or left["namespaces"]),
+        f"within {options.minutes:g} minutes": seconds <= options.minutes * 60,
+    }
+    problems += [f"not so: {claim}" for claim, holds in claims.items() if not holds]
+    result |= {
+        "leftovers": left,
+        "secrets_found": secrets_found,
+        "made_by": batches,
+        "moments_s": told.moments,
+        "seconds": round(seconds, 1),
+        "claims": claims,
+        "clouds_are": "fakes that speak the real protocols; nothing was bought",
+    }
+    (to / "result.json").write_text(json.dumps(result, indent=2) + "\n")
+    for problem in problems:
+        print(problem, file=sys.stderr)
+    print(
+        f"{'FAILED' if problems else 'Done'} after {seconds / 60:.1f} minutes; "
+        f"see {to}/result.json, report.html, launch.log"
+    )
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,61 @@
+"""Planted secrets: what the client has and no host, log, table or report may ever hold.
+
+Each credential of the client is made unmistakable, then looked for byte by byte: on every host in each file that was
+written since it booted, and here in everything that a run leaves behind.
+"""
+
+import json
+import os
+import secrets
+from collections.abc import Iterable
+from pathlib import Path
+
+from tests.fakes.clouds.world import World
+
+HUGGING_FACE = ".cache/huggingface/token"
+
+SEARCH = r"""
+printf '%s\n' "$@" > /run/planted
+find / -xdev -type f -newer /etc/hostname -not -path /run/planted -size -200M -print0 2>/dev/null \
+  | xargs -0 -r grep -lFf /run/planted 2>/dev/null
+grep -lFf /run/planted /proc/[0-9]*/environ 2>/dev/null
+rm -f /run/planted
+"""
+"""Prints every file written since the host booted, and every process's environment, that one of its arguments is in."""
+
+
+def plant(world: World) -> dict[str, str]:
+    """By where it lies; the credentials go on working, because the fake clouds check no signature."""
+    home = world.folder / "home"
+    key, hugging_face = f"PLANTED{secrets.token_hex(12)}", f"hf_{secrets.token_hex(17)}"
+    (home / ".aws/credentials").write_text(f"[default]\naws_access_key_id = AKIAFAKE\naws_secret_access_key = {key}\n")
+    token = home / HUGGING_FACE
+    token.parent.mkdir(parents=True, exist_ok=True)
+    token.write_text(hugging_face)
+    private = json.loads((home / "gcp-key.json").read_text())["private_key"].splitlines()
+    return {"aws credentials": key, "hugging face token": hugging_face, "google key": private[len(private) // 2]}
+
+
+def planted_in(world: World) -> list[Path]:
+    """Where they are allowed to be."""
+    home = world.folder / "home"
+    return [home / ".aws/credentials", home / HUGGING_FACE, home / "gcp-key.json"]
+
+
+def on_host(world: World, node: str, planted: Iterable[str]) -> list[str]:
+    """Where on a host one of them is: files written since it booted, and environments of its processes."""
+    return world.on(node, ["sh", "-c", SEARCH, "sh", *planted], root=True, check=False).split()
+
+
+def below(folder: Path, planted: Iterable[str], but: Iterable[Path] = ()) -> list[str]:
+    """Files below a folder in which one of them stands, except where it was planted."""
+    looked_for, left_out = [one.encode() for one in planted], set(but)
+    found = []
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            path = Path(parent) / name
+            if path in left_out or not path.is_file() or path.is_symlink():
+                continue
+            content = path.read_bytes()
+            found += [str(path) for one in looked_for if one in content]
+    return found

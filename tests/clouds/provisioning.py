@@ -1,0 +1,209 @@
+"""What `test_sky_provisioner.py` has happen inside a world: `python -m tests.clouds.provisioning STORY WORLD FOLDER`.
+
+The real SkyProvisioner with the real SkyPilot, clouds' APIs, lines and agents, driven as the controller does it. Each
+story prints one line of JSON at its end: what was seen, for the test to judge.
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from engine.config import ClockConfig, EngineConfig, NodeSpec
+from engine.events import Market
+from launcher.cluster.bundle import Bundle, make_bundle
+from launcher.cluster.clouds.build import build_cloud_api
+from launcher.cluster.node_link import NodeLink
+from launcher.cluster.provisioner import NodeFact, NodeStatus
+from launcher.cluster.sky import Sky
+from launcher.cluster.sky_provisioner import Purchases, SkyProvisioner
+from launcher.placement.placement import Placement
+from tests.fakes.clouds.addresses import CLIENT
+from tests.fakes.clouds.world import World
+
+PLACES = {
+    "aws": ("us-east-1", "us-east-1a", "m6i.large", "s3://spotrl-runs"),
+    "gcp": ("us-central1", "us-central1-a", "n2-standard-2", "gs://spotrl-runs"),
+}
+PASS_SECONDS = 0.25
+
+
+class Dies(Sky):
+    """A process that ends right after SkyPilot took its request."""
+
+    def start(self, launch):
+        Sky.start(self, launch)
+        os._exit(9)
+
+
+class Drive:
+    """One process that looks after the nodes of a run."""
+
+    def __init__(self, cloud: str, run: str, folder: Path, sky: Sky | None = None) -> None:
+        self.cloud, self.run, self.folder = cloud, run, folder
+        self.region, self.zone, self.type, self.bucket = PLACES[cloud]
+        folder.mkdir(parents=True, exist_ok=True)
+        origin = folder / "origin"
+        if not origin.exists():
+            origin.write_text(str(time.time_ns() // 1_000_000))
+        self.clock_config = ClockConfig(origin_ms=int(origin.read_text()))
+        self.clock = self.clock_config.clock()
+        apis = {cloud: build_cloud_api(cloud)}
+        self.seen: dict[str, list[str]] = {}
+        self.slowest_pass = 0.0
+        self.provisioner = SkyProvisioner(
+            Purchases(
+                run=run,
+                owners={cloud: apis[cloud].caller().owner},
+                folder=folder,
+                ssh_from=f"{CLIENT}/32",
+                buckets=[f"{self.bucket}/{run}"],
+                bundle=bundle_of(folder / "bundles"),
+                regions=[(cloud, self.region)],
+            ),
+            sky=sky or Sky(),
+            clouds=apis,
+            clock=self.clock,
+            link=NodeLink,
+            pool=ThreadPoolExecutor(8),
+        )
+
+    def ask(self, slot: str, market: Market = Market.SPOT, zone: str | None = None) -> str:
+        name = f"{self.run}-{slot}-g0"
+        spec = NodeSpec(
+            run=self.run,
+            node=name,
+            role="trainer" if slot == "trainer" else "rollout",
+            market=market,
+            folder="/nowhere",
+            store=f"{self.bucket}/{self.run}",
+            coordinator_port=7000,
+            token="a-token-of-this-run",
+            clock=self.clock_config,
+            engine=EngineConfig(),
+            money_deadline_ms=self.clock.now_ms() + 3_600_000,
+        )
+        want = Placement(
+            cloud=self.cloud,
+            region=self.region,
+            zone=zone or self.zone,
+            instance_type=self.type,
+            gpus=0,
+            accelerator="",
+            market=market,
+            micro_usd_per_hour=100_000,
+            price_source="test",
+            price_observed_at="2026-11-01T00:00:00Z",
+        )
+        self.provisioner.request(want, spec)
+        return name
+
+    def until(self, holds: Callable[[dict[str, NodeFact]], bool], seconds: float) -> dict[str, NodeFact]:
+        end = time.monotonic() + seconds
+        while True:
+            began = time.monotonic()
+            facts = {fact.name: fact for fact in self.provisioner.observe()}
+            self.slowest_pass = max(self.slowest_pass, time.monotonic() - began)
+            for fact in facts.values():
+                said = self.seen.setdefault(fact.name, [])
+                if not said or said[-1] != fact.status.value:
+                    said.append(fact.status.value)
+            if holds(facts) or time.monotonic() > end:
+                return facts
+            time.sleep(PASS_SECONDS)
+
+    def up(self, name: str) -> NodeFact:
+        fact = self.until(lambda facts: facts[name].status not in (NodeStatus.PENDING, NodeStatus.UNKNOWN), 600)[name]
+        if fact.status is not NodeStatus.UP:
+            raise SystemExit(f"{name} is {fact.status}: {fact.evidence} {list(self.provisioner.troubles())}")
+        return fact
+
+    def ended(self, name: str, seconds: float = 300) -> NodeFact:
+        over = (NodeStatus.GONE, NodeStatus.NO_CAPACITY, NodeStatus.DENIED)
+        return self.until(lambda facts: facts[name].status in over, seconds)[name]
+
+    def tidy(self) -> list[str]:
+        """What is in the way of an empty account; nothing, it is hoped."""
+        end = time.monotonic() + 180
+        while not self.provisioner.tidy():
+            if time.monotonic() > end:
+                return list(self.provisioner.troubles()) or ["it did not end"]
+            time.sleep(PASS_SECONDS)
+        return []
+
+
+def bundle_of(to: Path) -> Bundle:
+    """That of the run: made by its first process, whatever becomes of our files meanwhile."""
+    made = [one for one in to.glob("*") if not one.name.startswith(".")] if to.exists() else []
+    return Bundle(folder=made[0], digest=made[0].name) if made else make_bundle(to, None)
+
+
+def told(fact: NodeFact) -> dict:
+    return {
+        "status": fact.status,
+        "evidence": fact.evidence,
+        "reclaimed": fact.reclaimed,
+        "notice": fact.with_notice,
+    } | {
+        "tried": fact.tried,
+        "zone": fact.zone,
+        "started": fact.started_ms,
+        "ended": fact.ended_ms,
+    }
+
+
+def dies_after_the_request(world: World, folder: Path, cloud: str) -> dict:
+    drive = Drive(cloud, f"p{cloud}", folder, sky=Dies())
+    drive.ask("trainer", Market.SPOT)
+    drive.until(lambda facts: False, 120)
+    return {"error": "it lives"}
+
+
+def life(world: World, folder: Path, cloud: str) -> dict:
+    """Adopted, up, API away, reclaimed; no capacity for the next; released; nothing left."""
+    began = time.monotonic()
+    drive = Drive(cloud, f"p{cloud}", folder)
+    node = drive.ask("trainer", Market.SPOT)
+    fact = drive.up(node)
+    answer = {"up_s": time.monotonic() - began, "up": told(fact)}
+    answer["machines"] = len([one for one in world.machines() if one.get("labels", {}).get("spotrl-node") == node])
+    answer["spotted"] = world.on(node, ["bash", "-c", SEARCH], root=True, check=False)
+    answer["door"] = drive.until(
+        lambda _: drive.provisioner.door(node, 7000) is not None, 60
+    ) and drive.provisioner.door(node, 7000)
+    world.fault("down", cloud, seconds=15)
+    answer["while_down"] = drive.until(lambda facts: facts[node].status is not NodeStatus.UP, 12)[node].status
+    world.clear()
+    drive.until(lambda _: False, 6)
+    taken = time.monotonic()
+    world.reclaim(node, seconds=10 if cloud == "gcp" else 0, notice=cloud == "gcp")
+    if cloud == "gcp":
+        fact = drive.until(lambda facts: facts[node].notice_deadline_ms is not None, 20)[node]
+        answer["notice_s"] = time.monotonic() - taken
+    answer["gone"] = told(drive.ended(node))
+    answer["gone_s"] = time.monotonic() - taken
+    world.fault("capacity", f"{cloud}/{drive.region}/{drive.zone}")
+    answer["refused"] = told(drive.ended(drive.ask("rollout-0")))
+    world.clear()
+    world.fault("capacity", cloud, code="VcpuLimitExceeded" if cloud == "aws" else "QUOTA_EXCEEDED")
+    answer["denied"] = told(drive.ended(drive.ask("rollout-2")))
+    world.clear()
+    late = drive.ask("rollout-1")
+    drive.until(lambda facts: facts[late].started_ms is not None, 120)
+    drive.provisioner.release([late])
+    answer["released"] = told(drive.ended(late))
+    answer["left"] = drive.tidy()
+    answer["seen"], answer["slowest_pass_s"] = drive.seen, drive.slowest_pass
+    return answer
+
+
+SEARCH = "grep -rlsE 'planted-(aws|gcp|hf)-secret' /home /root /tmp /etc /opt /var 2>/dev/null; true"
+
+
+if __name__ == "__main__":
+    story, at, folder, cloud = sys.argv[1:]
+    print(json.dumps(globals()[story](World.at(Path(at)), Path(folder), cloud), default=str), flush=True)
+    os._exit(0)

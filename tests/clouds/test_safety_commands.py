@@ -1,0 +1,85 @@
+"""`spotrl check`, `reap` and `panic` against both fake clouds, through their real client libraries.
+
+What was left behind is made by hand, as a crash would leave it: no ledger knows of it.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fakes.clouds.world import World
+
+pytestmark = pytest.mark.clouds
+
+SPOTRL = [sys.executable, "-m", "launcher.cli.main"]
+
+LEAVE_BEHIND = """
+import boto3
+from launcher.cluster.clouds.build import build_cloud_api
+
+for cloud, region in (("aws", "us-west-2"), ("gcp", "us-east4")):
+    api = build_cloud_api(cloud)
+    buckets = ["s3://spotrl-runs/forgotten", "gs://spotrl-runs/forgotten"]
+    api.prepare(region, run="forgotten", owner=api.caller().owner, ssh_from="192.0.2.1/32", buckets=buckets)
+
+owner = build_cloud_api("aws").caller().owner
+tags = [{"Key": f"spotrl-{key}", "Value": value} for key, value in
+        (("run", "forgotten"), ("owner", owner), ("node", "forgotten-trainer-g1"))]
+client = boto3.client("ec2", region_name="us-west-2")
+client.run_instances(
+    ImageId="ami-0fakeclouds000001", MinCount=1, MaxCount=1, InstanceType="g6.xlarge",
+    TagSpecifications=[{"ResourceType": kind, "Tags": tags} for kind in ("instance", "volume")],
+)
+client.create_volume(
+    Size=100, AvailabilityZone="us-west-2a", TagSpecifications=[{"ResourceType": "volume", "Tags": tags}]
+)
+"""
+
+
+def spotrl(world: World, *words: str, home: Path) -> tuple[int, Any, subprocess.CompletedProcess[str]]:
+    """Exit code and what `--json` said."""
+    done = world.run([*SPOTRL, *words, "--json"], env={"SPOTRL_HOME": str(home)}, check=False, timeout=180)
+    return done.returncode, json.loads(done.stdout.splitlines()[-1]) if done.stdout else None, done
+
+
+def kinds(world: World) -> set[tuple[str, str]]:
+    """What is there of the run that was left behind. The custom role of nodes is shared by all runs, and stays."""
+    return {(one["cloud"], one["kind"]) for one in world.inventory() if "forgotten" in json.dumps(one)}
+
+
+def leave_behind(world: World) -> None:
+    world.run([sys.executable, "-c", LEAVE_BEHIND], timeout=120)
+    assert {("aws", "instance"), ("aws", "disk"), ("aws", "group"), ("gcp", "firewall")} <= kinds(world)
+
+
+def test_credentials_clocks_and_permissions_are_found(world, tmp_path):
+    code, said, done = spotrl(world, "check", home=tmp_path)
+    assert code == 0, done.stderr
+    assert {
+        check["what"]: check["verdict"] for check in said["checks"] if check["what"].startswith(("aws", "gcp"))
+    } == {f"{cloud} {what}": "OK" for cloud in ("aws", "gcp") for what in ("credentials", "clock", "permissions")}
+
+
+def test_reap_names_a_region_that_cannot_be_asked_and_leaves_nothing_when_all_can(world, tmp_path):
+    leave_behind(world)
+    world.fault("unreachable", "aws/us-east-1")
+    code, said, _ = spotrl(world, "reap", "--cloud", "gcp", "--dry-run", home=tmp_path)
+    assert code == 0
+    assert "network" in {one["kind"] for one in said["found"]}
+    world.clear()
+    code, said, done = spotrl(world, "reap", "-y", "--timeout", "120", home=tmp_path)
+    assert (code, said["left"], said["unasked"]) == (0, [], []), done.stderr
+    assert kinds(world) == set()
+
+
+def test_panic_leaves_nothing_though_the_ledger_is_broken_and_says_what_that_means(world, tmp_path):
+    leave_behind(world)
+    (tmp_path / "ledger.sqlite").write_bytes(b"this was a database once" * 100)
+    code, said, done = spotrl(world, "panic", "-y", "--timeout", "120", home=tmp_path)
+    assert kinds(world) == set(), done.stderr
+    assert code == 10
+    assert "were not told to stop" in said["left"][0]

@@ -1,0 +1,65 @@
+"""The real SkyProvisioner with the real SkyPilot on the fake clouds: a node's life on each, and nothing left of it."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.fakes.clouds.world import World
+
+pytestmark = pytest.mark.clouds
+
+TIME_OUT = 1500
+
+
+def inside(world: World, story: str, folder: Path, cloud: str, check: bool = True) -> dict:
+    command = [sys.executable, "-m", "tests.clouds.provisioning", story, world.folder, folder, cloud]
+    done = world.run(command, env={"PYTHONPATH": str(Path(__file__).parents[2])}, check=check, timeout=TIME_OUT)
+    return json.loads(done.stdout.splitlines()[-1]) if check else {"code": done.returncode}
+
+
+def plant_secrets(world: World) -> None:
+    """Where SkyPilot would take them from."""
+    home = world.folder / "home"
+    for path, text in {
+        ".config/gcloud/application_default_credentials.json": '{"type": "authorized_user", "x": "planted-gcp-secret"}',
+        ".cache/huggingface/token": "planted-hf-secret",
+        ".cloudflare/r2.credentials": "[r2]\naws_secret_access_key = planted-aws-secret\n",
+    }.items():
+        (home / path).parent.mkdir(parents=True, exist_ok=True)
+        (home / path).write_text(text)
+    with (home / ".aws" / "credentials").open("a") as file:
+        file.write("[other]\naws_access_key_id = x\naws_secret_access_key = planted-aws-secret\n")
+
+
+def left(world: World) -> set[str]:
+    """All but the role that all runs of a project share: the name of a deleted one is taken for weeks."""
+    return {json.dumps(one, sort_keys=True) for one in world.inventory() if one["id"] != "spotrlNode"}
+
+
+@pytest.mark.timeout(TIME_OUT)
+@pytest.mark.parametrize("cloud", ["aws", "gcp"])
+def test_a_nodes_life_on_a_cloud(world, tmp_path, cloud):
+    plant_secrets(world)
+    before = left(world)
+    assert inside(world, "dies_after_the_request", tmp_path, cloud, check=False) == {"code": 9}
+    seen = inside(world, "life", tmp_path, cloud)
+    (tmp_path.parent / f"provisioner-{cloud}.json").write_text(json.dumps(seen, indent=2))
+    print(json.dumps(seen, indent=2))
+    assert seen["machines"] == 1  # of the request of the process that died
+    assert seen["up"]["zone"] in ("us-east-1a", "us-central1-a")
+    assert seen["spotted"].strip() == ""
+    assert seen["door"] is not None
+    assert seen["while_down"] == "up"  # an API that is away proves nothing
+    assert (seen["gone"]["status"], seen["gone"]["reclaimed"]) == ("gone", True)
+    if cloud == "gcp":
+        assert seen["gone"]["notice"]
+    assert seen["refused"]["status"] == "no_capacity"
+    assert len(seen["refused"]["tried"]) == 1
+    assert seen["denied"]["status"] == "denied"
+    assert "quota" in seen["denied"]["evidence"]
+    assert seen["released"]["status"] == "gone"
+    assert seen["left"] == []
+    assert left(world) - before == set()
+    assert not (world.folder / "home/.sky/config.yaml").exists()  # configuration went with the requests

@@ -1,0 +1,715 @@
+"""What the fake clouds promise to whoever tests against them: real protocols, real hosts, and nothing left over."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from ipaddress import IPv4Address
+from pathlib import Path
+from typing import Any
+
+import boto3
+import obstore
+import pytest
+from botocore.config import Config
+from botocore.exceptions import ClientError, EndpointConnectionError, HTTPClientError
+from google.api_core import exceptions as google_exceptions
+from google.cloud import compute_v1
+from obstore.auth.boto3 import Boto3CredentialProvider
+from obstore.store import GCSStore, S3Store
+
+from launcher.market.machines import machine_of
+from launcher.market.sources.gcp import GcpAdvice, GcpCatalog
+from tests.fakes.clouds import addresses
+from tests.fakes.clouds.image import CHECKOUT
+from tests.fakes.clouds.world import World
+
+pytestmark = pytest.mark.clouds
+
+AMI = "ami-0fakeclouds000001"
+ONCE = Config(retries={"total_max_attempts": 1}, read_timeout=5)
+SSH = ("-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=/dev/null", "-o", "ConnectTimeout=3", "-q")
+IMDS = "http://169.254.169.254/latest"
+SYSTEM_FOLDERS = {"bin", "dev", "etc", "home", "lib", "lib64", "mnt", "opt", "proc", "root", "run", "sbin", "srv"}
+SYSTEM_FOLDERS |= {"sys", "tmp", "usr", "var"}
+EMPTY = ["/mnt:", "/root:", "/srv:", "/usr/local/lib:"]
+GOOGLE = "http://metadata.google.internal/computeMetadata/v1"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    id: str
+    public: str
+    private: str
+    user: str
+
+
+class Site:
+    """A world with a key to its hosts, and machines that are made and found as its clouds' own clients do it."""
+
+    def __init__(self, world: World, key: Path) -> None:
+        self.world, self.key = world, key
+        self.public_key = key.with_suffix(".pub").read_text().strip()
+
+    def aws(self, region: str = "us-east-1", groups: Sequence[str] = (), **more: Any) -> Machine:
+        script = f"#cloud-config\nusers:\n- name: ubuntu\n  ssh_authorized_keys:\n  - {self.public_key}\n"
+
+        def run() -> str:
+            ec2 = boto3.client("ec2", region_name=region, config=ONCE)
+            asked = {"ImageId": AMI, "InstanceType": "m6i.large", "MinCount": 1, "MaxCount": 1, "UserData": script}
+            made = ec2.run_instances(**(asked | ({"SecurityGroupIds": list(groups)} if groups else {}) | more))
+            return str(made["Instances"][0]["InstanceId"])
+
+        return self._up(self.world.call(run))
+
+    def gcp(self, name: str, zone: str = "us-central1-a", **more: Any) -> Machine:
+        def insert() -> str:
+            self._insert(name, zone, **more).result()
+            return str(compute_v1.InstancesClient().get(project=addresses.PROJECT, zone=zone, instance=name).id)
+
+        return self._up(self.world.call(insert))
+
+    def _insert(self, name: str, zone: str, **more: Any) -> Any:
+        resource = {
+            "name": name,
+            "machine_type": f"zones/{zone}/machineTypes/n2-standard-2",
+            "metadata": {"items": [{"key": "ssh-keys", "value": f"gcpuser:{self.public_key}"}]},
+            "disks": [{"boot": True, "auto_delete": True, "initialize_params": {"source_image": "projects/x/y"}}],
+            "network_interfaces": [
+                {"network": "global/networks/default", "access_configs": [{"type_": "ONE_TO_ONE_NAT"}]}
+            ],
+        } | more
+        return compute_v1.InstancesClient().insert(
+            project=addresses.PROJECT, zone=zone, instance_resource=compute_v1.Instance(resource)
+        )
+
+    def _up(self, machine: str) -> Machine:
+        wait_for(lambda: machine in self.world.hosts())
+        host = self.world.hosts()[machine]
+        made = Machine(id=machine, public=host["public"], private=host["private"], user=host["user"])
+        wait_for(lambda: self.on(machine, "ss -ltn | grep -q :22 && echo up", check=False).strip() == "up")
+        return made
+
+    def ssh(self, machine: Machine, command: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+        login: list[str | Path] = ["ssh", "-i", self.key, *SSH, f"{machine.user}@{machine.public}", command]
+        return self.world.run(login, check=check, timeout=20)
+
+    def on(self, machine: str, command: str, check: bool = True) -> str:
+        return self.world.on(machine, ["bash", "-c", command], check=check)
+
+    def listens(self, machine: Machine, port: int) -> None:
+        serve = f"cd /tmp && (setsid python3 -m http.server {port} >/dev/null 2>&1 &)"
+        self.on(machine.id, serve)
+        wait_for(lambda: self.on(machine.id, f"ss -ltn | grep -c :{port}", check=False).strip() == "1")
+
+    def reaches(self, source: Machine, address: str, port: int) -> bool:
+        tried = self.on(source.id, f"curl -s -o /dev/null -m 1 http://{address}:{port}/ && echo yes", check=False)
+        return tried.strip() == "yes"
+
+    def end(self, machine: Machine) -> None:
+        """Whatever it is; it may have ended already."""
+        there = next((one for one in self.world.machines() if one["id"] == machine.id), None)
+        if there is None:
+            return
+
+        def act() -> None:
+            if there["cloud"] == "aws":
+                boto3.client("ec2", region_name=there["region"]).terminate_instances(InstanceIds=[machine.id])
+                return
+            where = {"project": addresses.PROJECT, "zone": there["zone"], "instance": there["name"]}
+            with suppress(google_exceptions.NotFound):
+                compute_v1.InstancesClient().delete(**where).result()
+
+        self.world.call(act)
+        wait_for(lambda: machine.id not in self.world.hosts())
+
+
+def wait_for(holds: Callable[[], bool], seconds: float = 10) -> None:
+    until = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < until, f"did not hold within {seconds} s"
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def site(world: World, tmp_path_factory: pytest.TempPathFactory) -> Site:
+    key = tmp_path_factory.mktemp("key") / "id"
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key], check=True)
+    return Site(world, key)
+
+
+@pytest.fixture(scope="module")
+def group(site: Site) -> str:
+    """A security group that lets the client in by SSH, and nobody else."""
+
+    def make() -> str:
+        ec2 = boto3.client("ec2")
+        made = ec2.create_security_group(GroupName="spotrl-test", Description="of a test")["GroupId"]
+        rule = {"IpProtocol": "tcp", "FromPort": 22, "ToPort": 22, "IpRanges": [{"CidrIp": f"{addresses.CLIENT}/32"}]}
+        ec2.authorize_security_group_ingress(GroupId=made, IpPermissions=[rule])
+        return str(made)
+
+    return site.world.call(make)
+
+
+@pytest.fixture(scope="module")
+def on_aws(site: Site, group: str) -> Iterator[Machine]:
+    def profile() -> None:
+        iam = boto3.client("iam")
+        trust = {"Effect": "Allow", "Principal": {"Service": "ec2.amazonaws.com"}, "Action": "sts:AssumeRole"}
+        document = json.dumps({"Version": "2012-10-17", "Statement": [trust]})
+        iam.create_role(RoleName="test-node", AssumeRolePolicyDocument=document)
+        iam.create_instance_profile(InstanceProfileName="test-node")
+        iam.add_role_to_instance_profile(InstanceProfileName="test-node", RoleName="test-node")
+
+    site.world.call(profile)
+    spot = {"MarketType": "spot"}
+    machine = site.aws(groups=[group], InstanceMarketOptions=spot, IamInstanceProfile={"Name": "test-node"})
+    yield machine
+    site.end(machine)
+
+
+@pytest.fixture(scope="module")
+def on_gcp(site: Site) -> Iterator[Machine]:
+    machine = site.gcp("test-gcp")
+    yield machine
+    site.end(machine)
+
+
+# --- hosts -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("which", ["on_aws", "on_gcp"])
+def test_a_host_shows_nothing_of_this_machine_but_its_system_folders(
+    site: Site, which: str, request: pytest.FixtureRequest
+) -> None:
+    machine = request.getfixturevalue(which)
+    name = f"planted-{os.getpid()}"
+    folders = [
+        Path.home(),
+        Path("/tmp"),
+        CHECKOUT / "tests",
+        site.world.folder / "home",
+        Path("/usr/local"),
+        Path("/opt"),
+    ]
+    try:
+        for folder in folders:
+            (folder / name).write_text("secret")
+        # /usr is this machine's by design; of its large folders we planted nothing in.
+        large = " -o ".join(f"-path /{one}" for one in ("proc", "sys", "usr/lib", "usr/share", "usr/include"))
+        find = f"sudo find / \\( {large} \\) -prune -o -name {name} -print"
+        assert site.ssh(machine, find).stdout == ""
+        assert site.ssh(machine, "ls /").stdout.split() == sorted(SYSTEM_FOLDERS)
+        assert site.ssh(machine, "sudo ls /root /mnt /srv /usr/local/lib").stdout.split() == EMPTY
+        assert site.ssh(machine, "ls /home /opt").stdout.split() == ["/home:", "ubuntu", "/opt:", "spotrl"]
+        processes = site.ssh(machine, "ps -eo pid,args").stdout
+        assert "pytest" not in processes
+        assert "sshd" in processes.splitlines()[1]
+    finally:
+        for folder in folders:
+            (folder / name).unlink(missing_ok=True)
+
+
+def test_root_on_a_host_reaches_nothing_below_it(site: Site, on_aws: Machine) -> None:
+    for attempt in ("mount -t tmpfs x /mnt", "mknod /tmp/disk b 254 0", "date -s 2020-01-01", "ip link set eth0 down"):
+        assert site.ssh(on_aws, f"sudo {attempt}", check=False).returncode != 0, attempt
+    assert site.ssh(on_aws, "sudo id -u").stdout.strip() == "0"
+
+
+def test_a_host_installs_from_the_wheels_in_its_image_alone(site: Site, on_gcp: Machine) -> None:
+    told = site.ssh(
+        on_gcp, "uv -q venv /tmp/e && uv pip install -q --python /tmp/e/bin/python pydantic && echo installed"
+    )
+    assert "installed" in told.stdout
+    refused = site.ssh(
+        on_gcp, "uv pip install --python /tmp/e/bin/python flask; python3 -m pip download -q flask", check=False
+    )
+    assert "flask" in refused.stderr
+    assert refused.returncode != 0
+
+
+# --- metadata ----------------------------------------------------------------------------------------
+
+
+def test_ec2_metadata_wants_a_token_and_tells_of_the_instance(site: Site, on_aws: Machine) -> None:
+    assert site.on(on_aws.id, f"curl -s -o /dev/null -w %{{http_code}} {IMDS}/meta-data/instance-id") == "401"
+    assert imds(site, on_aws, "meta-data/instance-id") == on_aws.id
+    assert imds(site, on_aws, "meta-data/placement/availability-zone") == "us-east-1a"
+    assert json.loads(imds(site, on_aws, "dynamic/instance-identity/document"))["region"] == "us-east-1"
+    assert "404" in imds(site, on_aws, "meta-data/spot/instance-action", "-w %{http_code}")
+
+
+def test_google_metadata_wants_its_flavor_and_waits_for_a_change(site: Site) -> None:
+    spot = {"provisioning_model": "SPOT", "instance_termination_action": "DELETE"}
+    account = {"email": "node@fake-project.iam.gserviceaccount.com", "scopes": ["cloud-platform"]}
+    machine = site.gcp("test-preempted", scheduling=spot, service_accounts=[account])
+    try:
+        flavor = "-H 'Metadata-Flavor: Google'"
+        assert site.on(machine.id, f"curl -s -o /dev/null -w %{{http_code}} {GOOGLE}/instance/id") == "403"
+        assert site.on(machine.id, f"curl -s {flavor} {GOOGLE}/instance/id") == machine.id
+        token = site.on(machine.id, f"curl -s {flavor} {GOOGLE}/instance/service-accounts/default/token")
+        assert json.loads(token)["access_token"]
+        assert site.on(machine.id, f"curl -s {flavor} {GOOGLE}/instance/preempted") == "FALSE"
+        change = f"{GOOGLE}/instance/preempted?wait_for_change=true&timeout_sec=10"
+        wait = f"curl -s {flavor} '{change}' > /tmp/said 2>/dev/null"
+        site.on(machine.id, f"({wait} &) ; sleep 0.3")
+        site.world.reclaim("test-preempted", seconds=5, notice=True)
+        wait_for(lambda: site.on(machine.id, "cat /tmp/said") == "TRUE", 4)
+        assert site.world.call(lambda: instance_of("test-preempted").status) == "STOPPING"
+        wait_for(lambda: machine.id not in site.world.hosts())
+        with pytest.raises(RuntimeError, match="NotFound"):
+            site.world.call(lambda: instance_of("test-preempted").status)
+        operations = site.world.call(preemptions)
+        assert operations == [machine.id]
+    finally:
+        site.end(machine)
+
+
+# --- the clouds' own clients -------------------------------------------------------------------------
+
+
+def test_a_spot_instance_says_that_it_is_one_and_that_it_was_taken_back(site: Site, group: str) -> None:
+    machine = site.aws(groups=[group], InstanceMarketOptions={"MarketType": "spot"})
+    before = site.world.call(lambda: described(machine.id))
+    assert before["InstanceLifecycle"] == "spot"
+    assert before["SpotInstanceRequestId"].startswith("sir-")
+    assert before["PublicIpAddress"] != before["PrivateIpAddress"]
+    volume = before["BlockDeviceMappings"][0]["Ebs"]["VolumeId"]
+    site.world.reclaim(machine.id, seconds=1, notice=True)
+    action = json.loads(imds(site, machine, "meta-data/spot/instance-action"))
+    assert action["action"] == "terminate"
+    assert imds(site, machine, "meta-data/events/recommendations/rebalance")
+    wait_for(lambda: machine.id not in site.world.hosts())
+    after = site.world.call(lambda: described(machine.id))
+    assert (after["State"]["Name"], after["StateReason"]["Code"]) == ("terminated", "Server.SpotInstanceTermination")
+    assert not [one for one in site.world.inventory() if one["id"] in (volume, machine.id)]
+
+
+def test_a_client_token_asks_for_one_instance(site: Site, group: str) -> None:
+    first, again = (site.aws(groups=[group], ClientToken="one") for _ in range(2))
+    assert first.id == again.id
+    site.end(first)
+
+
+def test_ending_an_instance_by_hand_is_no_reclaim(site: Site, group: str) -> None:
+    machine = site.aws(groups=[group])
+    site.end(machine)
+    assert site.world.call(lambda: described(machine.id))["StateReason"]["Code"] == "Client.UserInitiatedShutdown"
+
+
+def test_compute_engine_lists_by_label_and_deletes_the_disk_with_its_instance(site: Site) -> None:
+    machine = site.gcp("test-labels", labels={"spotrl-run": "a", "spotrl-node": "b"})
+
+    def found(wanted: str) -> list[str]:
+        request = compute_v1.AggregatedListInstancesRequest(project=addresses.PROJECT, filter=wanted)
+        pages = compute_v1.InstancesClient().aggregated_list(request=request)
+        return [instance.name for _, scope in pages for instance in scope.instances]
+
+    assert site.world.call(lambda: found("labels.spotrl-run = a AND labels.spotrl-node:*")) == ["test-labels"]
+    assert site.world.call(lambda: found("labels.spotrl-run = b")) == []
+    assert [one["id"] for one in site.world.inventory() if one["id"] == "test-labels"] == ["test-labels"] * 2
+    site.end(machine)
+    assert not [one for one in site.world.inventory() if one["id"] == "test-labels"]
+
+
+def test_a_guest_that_shuts_down_ends_as_its_cloud_has_it(site: Site, group: str) -> None:
+    ends = site.aws(groups=[group], InstanceInitiatedShutdownBehavior="terminate")
+    stops = site.gcp("test-shutdown")
+    for machine in (ends, stops):
+        site.ssh(machine, "sudo shutdown -h now", check=False)
+        wait_for(lambda machine=machine: machine.id not in site.world.hosts())  # type: ignore[misc]
+    assert site.world.call(lambda: described(ends.id))["State"]["Name"] == "terminated"
+    assert site.world.call(lambda: instance_of("test-shutdown").status) == "TERMINATED"
+    site.end(stops)
+
+
+def stores() -> dict[str, Any]:
+    return {
+        "s3": S3Store(
+            "spotrl-runs", credential_provider=Boto3CredentialProvider(), client_options={"allow_http": True}
+        ),
+        "gs": GCSStore("spotrl-runs"),
+    }
+
+
+@pytest.mark.parametrize("kind", ["s3", "gs"])
+def test_a_bucket_is_shared_by_the_client_and_the_hosts(
+    site: Site, kind: str, on_aws: Machine, on_gcp: Machine
+) -> None:
+    def put() -> str:
+        obstore.put(stores()[kind], "from/client", b"hello")
+        with pytest.raises(obstore.exceptions.AlreadyExistsError):
+            obstore.put(stores()[kind], "from/client", b"again", mode="create")
+        obstore.put(stores()[kind], "from/large", b"x" * (6 << 20), chunk_size=5 << 20)
+        return str(sorted(one["path"] for page in obstore.list(stores()[kind], "from") for one in page))
+
+    assert site.world.call(put) == "['from/client', 'from/large']"
+    if kind == "s3":
+        # With no other credentials than those of the instance profile.
+        read = "boto3.client('s3').get_object(Bucket='spotrl-runs', Key='from/client')['Body'].read().decode()"
+        told = site.ssh(on_aws, f'~/skypilot-runtime/bin/python -c "import boto3; print({read})"')
+        assert told.stdout.strip() == "hello"
+    else:
+        read = "curl -s -H 'Authorization: Bearer x' https://storage.googleapis.com/spotrl-runs/from/client"
+        assert site.ssh(on_gcp, read).stdout == "hello"
+
+
+@pytest.mark.parametrize(("kind", "cloud"), [("s3", "aws"), ("gs", "gcp")])
+def test_a_bucket_can_be_unreachable_for_a_time(site: Site, kind: str, cloud: str) -> None:
+    def put() -> str:
+        once = {"max_retries": 0, "retry_timeout": timedelta(seconds=1)}
+        made = (
+            S3Store(
+                "spotrl-runs",
+                credential_provider=Boto3CredentialProvider(),
+                client_options={"allow_http": True},
+                retry_config=once,  # type: ignore[arg-type]
+            )
+            if kind == "s3"
+            else GCSStore("spotrl-runs", retry_config=once)  # type: ignore[arg-type]
+        )
+        obstore.put(made, "try", b"x")
+        return "there"
+
+    site.world.fault("store_down", cloud)
+    with pytest.raises(RuntimeError, match="503"):
+        site.world.call(put)
+    site.world.clear()
+    assert site.world.call(put) == "there"
+
+
+def test_spot_prices_change_when_a_test_says_so(site: Site) -> None:
+    def newest() -> float:
+        asked = [
+            {"Name": "instance-type", "Values": ["g6.xlarge"]},
+            {"Name": "availability-zone", "Values": ["us-east-1a"]},
+        ]
+        rows = boto3.client("ec2").describe_spot_price_history(Filters=asked)["SpotPriceHistory"]
+        rows = [row for row in rows if row["AvailabilityZone"] == "us-east-1a"]
+        return float(max(rows, key=lambda row: row["Timestamp"])["SpotPrice"])
+
+    before = site.world.call(newest)
+    assert site.world.price("aws/us-east-1", 2) > 0
+    assert site.world.call(newest) == pytest.approx(2 * before, abs=0.0002)
+
+
+# --- the network -------------------------------------------------------------------------------------
+
+
+def test_a_security_group_is_the_only_way_in_and_a_removed_rule_closes_it(site: Site, group: str) -> None:
+    one, other = (site.aws(groups=[group]) for _ in range(2))
+    site.listens(other, 8000)
+    assert not site.reaches(one, other.private, 8000)
+    inside = {"IpProtocol": "tcp", "FromPort": 8000, "ToPort": 8000, "UserIdGroupPairs": [{"GroupId": group}]}
+    ask = "authorize_security_group_ingress"
+    site.world.call(lambda: getattr(boto3.client("ec2"), ask)(GroupId=group, IpPermissions=[inside])["Return"])
+    wait_for(lambda: site.reaches(one, other.private, 8000))
+    assert not site.reaches(one, other.public, 8000)  # seen from outside it is no member of the group
+    ask = "revoke_security_group_ingress"
+    site.world.call(lambda: str(getattr(boto3.client("ec2"), ask)(GroupId=group, IpPermissions=[inside])))
+    wait_for(lambda: not site.reaches(one, other.private, 8000))
+    for machine in (one, other):
+        site.end(machine)
+
+
+def test_a_firewall_rule_holds_for_the_machines_with_its_tag(site: Site, on_gcp: Machine) -> None:
+    tagged = site.gcp("test-tagged", zone="us-east4-b", tags={"items": ["open"]})
+    site.listens(tagged, 9000)
+    site.listens(on_gcp, 9000)
+    rule = {
+        "name": "test-open",
+        "network": "global/networks/default",
+        "allowed": [{"I_p_protocol": "tcp", "ports": ["9000"]}],
+        "source_ranges": [f"{addresses.CLIENT}/32"],
+        "target_tags": ["open"],
+    }
+
+    def from_client(address: str) -> bool:
+        tried = site.world.run(["curl", "-s", "-m", "1", f"http://{address}:9000/"], check=False)
+        return tried.returncode == 0
+
+    assert not from_client(tagged.public)
+    insert = compute_v1.FirewallsClient
+    site.world.call(
+        lambda: insert().insert(project=addresses.PROJECT, firewall_resource=rule).result()  # type: ignore[arg-type]
+    )
+    wait_for(lambda: from_client(tagged.public))
+    assert not from_client(on_gcp.public)
+    assert site.reaches(on_gcp, tagged.private, 9000)  # one network, two regions
+    site.world.call(lambda: insert().delete(project=addresses.PROJECT, firewall="test-open").result())
+    wait_for(lambda: not from_client(tagged.public))
+    site.end(tagged)
+
+
+def test_private_addresses_do_not_lead_from_one_cloud_or_region_to_another(
+    site: Site, on_aws: Machine, on_gcp: Machine
+) -> None:
+    west = site.aws("us-west-2")
+    for machine in (on_aws, on_gcp, west):
+        site.listens(machine, 22222)
+    assert not site.reaches(on_aws, on_gcp.private, 22)
+    assert not site.reaches(on_aws, west.private, 22222)
+    tried = site.world.run(["curl", "-s", "-m", "1", f"telnet://{on_gcp.private}:22"], check=False)
+    assert "SSH" not in tried.stdout
+    # Google's default network lets anyone in by SSH: through the public address there is a way.
+    banner = site.on(on_aws.id, f"curl -s -m 2 telnet://{on_gcp.public}:22 < /dev/null | head -c 7", check=False)
+    assert banner == "SSH-2.0"
+    site.end(west)
+
+
+def test_a_connection_that_is_tried_before_the_machine_is_there_finds_it(site: Site, on_gcp: Machine) -> None:
+    probe = site.gcp("test-probe")
+    site.end(probe)
+    coming = str(IPv4Address(probe.public) + 1)
+    login: list[str | Path] = ["ssh", "-i", site.key, *SSH[:4], "-q", "-o", "ConnectTimeout=15"]
+    early = site.world.start([*login, f"gcpuser@{coming}", "echo in"], stdout=subprocess.PIPE)
+    time.sleep(0.5)
+    machine = site.gcp("test-early")
+    assert machine.public == coming
+    assert early.communicate(timeout=20)[0] == "in\n"
+    site.end(machine)
+
+
+def test_whoever_asks_is_told_the_address_that_others_see(site: Site, on_aws: Machine) -> None:
+    ask = ["curl", "-s", "https://checkip.amazonaws.com"]
+    assert site.world.run(ask).stdout.strip() == addresses.CLIENT
+    assert site.ssh(on_aws, " ".join(ask)).stdout.strip() == on_aws.public
+
+
+# --- faults ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("where", "zone", "market", "refused"),
+    [
+        ("aws/us-east-1/us-east-1a", "us-east-1a", "", True),
+        ("aws/us-east-1/us-east-1a", "us-east-1b", "", False),
+        ("aws/us-east-1", "us-east-1b", "spot", False),
+        ("aws", "us-east-1b", "", True),
+        ("", "us-east-1b", "", True),
+        ("gcp", "us-east-1b", "", False),
+    ],
+)
+def test_capacity_is_out_where_a_test_says_so(site: Site, where: str, zone: str, market: str, refused: bool) -> None:
+    site.world.fault("capacity", where, market=market)
+
+    def launch() -> str:
+        ec2 = boto3.client("ec2", config=ONCE)
+        try:
+            made = ec2.run_instances(ImageId=AMI, MinCount=1, MaxCount=1, Placement={"AvailabilityZone": zone})
+        except ClientError as error:
+            return str(error.response["Error"]["Code"])
+        ec2.terminate_instances(InstanceIds=[made["Instances"][0]["InstanceId"]])
+        return "launched"
+
+    assert site.world.call(launch) == ("InsufficientInstanceCapacity" if refused else "launched")
+
+
+@pytest.mark.parametrize("code", ["ZONE_RESOURCE_POOL_EXHAUSTED", "QUOTA_EXCEEDED"])
+def test_compute_engine_tells_of_the_refusal_in_the_operation(site: Site, code: str) -> None:
+    site.world.fault("capacity", "gcp/us-central1", code=code, times=1)
+    with pytest.raises(RuntimeError, match=code):
+        site.world.call(lambda: site._insert("test-refused", "us-central1-b").result())
+    assert not [one for one in site.world.inventory() if one["id"] == "test-refused"]
+
+
+def test_a_quota_of_nothing_refuses_every_machine_of_its_kind(site: Site, group: str) -> None:
+    site.world.quota("aws", "L-3819A6DF", 0)
+    site.world.quota("gcp/us-east4", "PREEMPTIBLE_CPUS", 0)
+    try:
+        spot = {"MarketType": "spot"}
+        with pytest.raises(RuntimeError, match="MaxSpotInstanceCountExceeded"):
+            site.aws(groups=[group], InstanceType="g6.xlarge", InstanceMarketOptions=spot)
+        site.end(site.aws(groups=[group], InstanceType="g6.xlarge"))
+        scheduling = {"provisioning_model": "SPOT"}
+        with pytest.raises(RuntimeError, match="Quota 'PREEMPTIBLE_CPUS' exceeded"):
+            site.gcp("test-quota", zone="us-east4-a", scheduling=scheduling)
+    finally:
+        site.world.quota("aws", "L-3819A6DF", 256)
+        site.world.quota("gcp/us-east4", "PREEMPTIBLE_CPUS", 256)
+
+
+def test_googles_prices_are_had_from_its_own_catalog_and_advisor(site: Site) -> None:
+    def asked() -> tuple[dict[str, str], set[str]]:
+        sources = (GcpCatalog, GcpAdvice)
+        wanted = [machine_of("gcp", "g2-standard-4")]
+        catalog, advice = (
+            source([one for one in wanted if one], environ=os.environ, regions=["us-central1"]).fetch(now_ms())
+            for source in sources
+        )
+        return {str(row.market): row.price for row in catalog.prices}, {row.zone for row in advice.prices}
+
+    prices, zones = site.world.call(asked)
+    assert {market: float(price) for market, price in prices.items()} == pytest.approx(
+        {"on_demand": 0.706824, "spot": 0.282736}
+    )
+    assert zones == set(addresses.region("gcp", "us-central1").zones)
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"), [("down", "Unavailable"), ("throttled", "RequestLimitExceeded"), ("unreachable", "unreachable")]
+)
+def test_an_api_can_be_down_or_throttled(site: Site, kind: str, told: str) -> None:
+    def ask() -> str:
+        try:
+            boto3.client("ec2", config=ONCE).describe_instances()
+        except ClientError as error:
+            return str(error.response["Error"]["Code"])
+        except (EndpointConnectionError, HTTPClientError):
+            return "unreachable"
+        return "answered"
+
+    site.world.fault(kind, "aws", times=1)
+    assert site.world.call(ask) == told
+    assert site.world.call(ask) == "answered"
+
+
+@pytest.mark.parametrize(("kind", "told"), [("down", "ServiceUnavailable"), ("throttled", "TooManyRequests")])
+def test_googles_api_can_be_down_or_throttled(site: Site, kind: str, told: str) -> None:
+    site.world.fault(kind, "gcp/us-central1")
+    with pytest.raises(RuntimeError, match=told):
+        site.world.call(lambda: instance_of("any", retry=None))
+    with pytest.raises(RuntimeError, match="NotFound"):
+        site.world.call(lambda: instance_of("any", zone="us-east4-a", retry=None))
+
+
+def test_a_machine_can_be_made_and_its_reply_lost(site: Site) -> None:
+    site.world.fault("lost_reply", times=1)
+    before = set(site.world.hosts())
+
+    def launch() -> None:
+        boto3.client("ec2", config=ONCE).run_instances(ImageId=AMI, MinCount=1, MaxCount=1)
+
+    with pytest.raises(RuntimeError, match="Connection"):
+        site.world.call(launch)
+    wait_for(lambda: len(set(site.world.hosts()) - before) == 1)
+    (made,) = set(site.world.hosts()) - before
+    site.end(Machine(id=made, public="", private="", user=""))
+
+
+def test_a_machine_can_be_made_and_never_come_up(site: Site) -> None:
+    site.world.fault("no_boot", "aws", times=1)
+
+    def launch() -> str:
+        made = boto3.client("ec2").run_instances(ImageId=AMI, MinCount=1, MaxCount=1)
+        return str(made["Instances"][0]["InstanceId"])
+
+    machine = site.world.call(launch)
+    time.sleep(0.5)
+    assert machine not in site.world.hosts()
+    assert site.world.call(lambda: described(machine))["State"]["Name"] == "running"
+    site.end(Machine(id=machine, public="", private="", user=""))
+
+
+def test_a_machine_that_is_taken_back_without_notice_says_goodbye_to_nobody(site: Site, group: str) -> None:
+    machine = site.aws(groups=[group], InstanceMarketOptions={"MarketType": "spot"})
+    login: list[str | Path] = ["ssh", "-i", site.key, *SSH, f"ubuntu@{machine.public}", "echo in; sleep 60"]
+    session = site.world.start(login, stdout=subprocess.PIPE)
+    assert session.stdout is not None
+    assert session.stdout.readline() == "in\n"
+    site.world.reclaim(machine.id)
+    wait_for(lambda: machine.id not in site.world.hosts(), 2)
+    time.sleep(1)
+    assert session.poll() is None  # no socket was closed
+    session.kill()
+    session.wait()
+
+
+def test_a_frozen_host_does_nothing_while_its_cloud_says_that_it_runs(site: Site, on_aws: Machine) -> None:
+    site.on(on_aws.id, "(setsid sh -c 'while sleep 0.1; do date +%s.%N > /tmp/beat; done' >/dev/null 2>&1 &)")
+    wait_for(lambda: site.on(on_aws.id, "grep -c . /tmp/beat", check=False).strip() == "1")
+    site.world.freeze(on_aws.id)
+    time.sleep(0.3)
+    seen = site.on(on_aws.id, "cat /tmp/beat")
+    time.sleep(0.5)
+    assert site.on(on_aws.id, "cat /tmp/beat") == seen
+    assert site.world.call(lambda: described(on_aws.id))["State"]["Name"] == "running"
+    site.world.thaw(on_aws.id)
+    wait_for(lambda: site.on(on_aws.id, "cat /tmp/beat") != seen)
+
+
+# --- nothing left ------------------------------------------------------------------------------------
+
+
+def test_a_world_that_goes_down_leaves_nothing_and_disturbs_no_other(site: Site) -> None:
+    before = set(site.world.hosts())
+    with World(cache=site.world.cache).up() as other:
+        other.start(["sleep", "600"])
+        made = Site(other, site.key).aws()
+        Site(other, site.key).listens(made, 8000)
+        assert other.leftovers()["processes"] > 1
+        folder, spaces = other.folder, other._facts()["namespaces"]
+    assert other.leftovers() == {"processes": 0, "namespaces": 0, "mounts": 0}
+    assert not folder.exists()
+    assert not any(_space(pid, "net") == spaces["net"] for pid in _pids())
+    assert set(site.world.hosts()) == before
+
+
+def test_a_world_whose_owner_is_killed_is_gone_with_it(site: Site, tmp_path: Path) -> None:
+    place = tmp_path / "w"
+    script = f"""
+import time
+from pathlib import Path
+from tests.fakes.clouds.world import World
+world = World(Path({str(place)!r}), Path({str(site.world.cache)!r})).up()
+world.start(["sleep", "600"])
+print("up", flush=True)
+time.sleep(99)
+"""
+    owner = subprocess.Popen([sys.executable, "-c", script], cwd=CHECKOUT, stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    assert owner.stdout.readline() == "up\n"
+    spaces = World.at(place)._facts()["namespaces"]
+    owner.send_signal(signal.SIGKILL)
+    owner.wait()
+    for kind in ("pid", "net"):
+        wait_for(lambda kind=kind: not any(_space(pid, kind) == spaces[kind] for pid in _pids()))  # type: ignore[misc]
+
+
+def test_every_host_of_these_tests_is_accounted_for(site: Site, on_aws: Machine, on_gcp: Machine) -> None:
+    assert set(site.world.hosts()) == {on_aws.id, on_gcp.id}
+
+
+# --- what tests ask ----------------------------------------------------------------------------------
+
+
+def imds(site: Site, machine: Machine, path: str, more: str = "") -> str:
+    token = f"$(curl -s -X PUT -H 'X-aws-ec2-metadata-token-ttl-seconds: 60' {IMDS}/api/token)"
+    return site.on(machine.id, f'curl -s {more} -H "X-aws-ec2-metadata-token: {token}" {IMDS}/{path}')
+
+
+def described(instance: str) -> dict[str, Any]:
+    return dict(boto3.client("ec2").describe_instances(InstanceIds=[instance])["Reservations"][0]["Instances"][0])
+
+
+def instance_of(name: str, zone: str = "us-central1-a", **more: Any) -> Any:
+    return compute_v1.InstancesClient().get(project=addresses.PROJECT, zone=zone, instance=name, **more)
+
+
+def preemptions() -> list[str]:
+    request = compute_v1.ListZoneOperationsRequest(
+        project=addresses.PROJECT, zone="us-central1-a", filter='operationType = "compute.instances.preempted"'
+    )
+    return [str(one.target_id) for one in compute_v1.ZoneOperationsClient().list(request=request)]
+
+
+def now_ms() -> int:
+    return int(time.time() * 1000)
+
+
+def _pids() -> list[int]:
+    return [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
+
+
+def _space(pid: int, kind: str) -> str:
+    try:
+        return os.readlink(f"/proc/{pid}/ns/{kind}")
+    except OSError:
+        return ""

@@ -1,0 +1,142 @@
+"""The hosts' image and their wheels: baked once, kept in a cache folder, found again by a digest of what went in.
+
+wheels-<digest>/  every package of engine/node.lock, as pip would fetch it for a node; mounted read-only on hosts
+image-<digest>/   an overlay layer: login users, sshd's settings, SkyPilot's own runtime, pip and uv that use the wheels
+
+The promise: whatever stands under one of these names is complete. Each is made beside its place and renamed, under a
+lock, so a bake that is killed leaves nothing that a later one would believe.
+"""
+
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+CHECKOUT = Path(__file__).resolve().parents[3]
+HOST = Path(__file__).resolve().parent / "host"
+SYSTEM_PYTHON = Path("/usr/bin/python3")
+"""What hosts run; their login user cannot read an interpreter that lives in somebody's home."""
+
+EXTRA_WHEELS = ("uv", "pip", "setuptools", "wheel")
+"""What a set-up may need beside the lock: uv is put into the image from here, the others are for `venv --seed`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Image:
+    """Where the two halves lie."""
+
+    layer: Path
+    wheels: Path
+
+
+def cache_folder() -> Path:
+    return Path(os.environ.get("FAKE_CLOUDS_CACHE") or Path.home() / ".cache" / "spotrl-fake-clouds")
+
+
+def baked(cache: Path, say: Callable[[str], None] = lambda _: None) -> Image:
+    """The image, made if it is not there yet (minutes, and it needs a package index)."""
+    cache.mkdir(parents=True, exist_ok=True)
+    with _alone(cache / "lock"):
+        _sweep(cache)
+        wheels = _made(cache, "wheels", _wheels_key(), lambda to: _make_wheels(to, say))
+        layer = _made(cache, "image", _image_key(), lambda to: _make_layer(to, wheels, cache, say))
+    return Image(layer=layer, wheels=wheels)
+
+
+def node_requirements() -> list[str]:
+    """What the extra `node` asks for, with what the package itself needs."""
+    project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+
+    def asked(extra: str) -> Iterator[str]:
+        for requirement in extras[extra]:
+            if requirement.startswith("spotrl["):
+                for inner in requirement[len("spotrl[") : -1].split(","):
+                    yield from asked(inner)
+            else:
+                yield requirement
+
+    return sorted({*project["dependencies"], *asked("node")})
+
+
+def _wheels_key() -> str:
+    return _digest((CHECKOUT / "engine" / "node.lock").read_text(), *node_requirements(), *EXTRA_WHEELS, _python())
+
+
+def _image_key() -> str:
+    scripts = [(HOST / name).read_text() for name in ("assemble.sh", "bake.sh")]
+    return _digest(*scripts, version("skypilot"), _python())
+
+
+def _digest(*parts: str) -> str:
+    return hashlib.blake2b("\0".join(parts).encode(), digest_size=6).hexdigest()
+
+
+def _python() -> str:
+    return subprocess.run([SYSTEM_PYTHON, "-V"], check=True, capture_output=True, text=True).stdout.strip()
+
+
+def _made(cache: Path, kind: str, key: str, make: Callable[[Path], None]) -> Path:
+    place = cache / f"{kind}-{key}"
+    if not place.exists():
+        part = cache / f"{kind}-{key}.part"
+        part.mkdir()
+        make(part)
+        part.rename(place)
+    return place
+
+
+def _sweep(cache: Path) -> None:
+    """What a killed bake left. Nobody else is at it: the lock is held."""
+    for part in cache.glob("*.part"):
+        shutil.rmtree(part)
+
+
+@contextmanager
+def _alone(lock: Path) -> Iterator[None]:
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _make_wheels(to: Path, say: Callable[[str], None]) -> None:
+    say("fetching the wheels of a node")
+    with tempfile.TemporaryDirectory() as work:
+        asked = Path(work, "requirements.txt")
+        asked.write_text("\n".join([*node_requirements(), *EXTRA_WHEELS]))
+        lock = CHECKOUT / "engine" / "node.lock"
+        # `wheel`, not `download`: a node has no compiler, so whatever is only a source archive becomes a wheel here.
+        _run([sys.executable, "-m", "pip", "wheel", "--quiet", "--wheel-dir", to, "-c", lock, "-r", asked], cwd=work)
+
+
+def _make_layer(to: Path, wheels: Path, cache: Path, say: Callable[[str], None]) -> None:
+    say("baking the hosts' image")
+    with tempfile.TemporaryDirectory(dir=cache) as work:
+        home = Path(work, "home")
+        home.mkdir()
+        # The hash in the wheel's name is the same in every build of one installed version, so it can be baked in.
+        build = "from sky.backends import wheel_utils; wheel_utils.build_sky_wheel()"
+        _run([sys.executable, "-c", build], cwd=work, env=os.environ | {"HOME": str(home)})
+        uv = Path(work, "uv")
+        with zipfile.ZipFile(next(wheels.glob("uv-*.whl"))) as archive:
+            uv.write_bytes(archive.read(next(name for name in archive.namelist() if name.endswith("scripts/uv"))))
+        _run(["unshare", "--mount", "bash", HOST / "bake.sh", to, uv, home / ".sky" / "wheels"], cwd=work)
+    shutil.rmtree(to / ".work", ignore_errors=True)
+
+
+def _run(command: list[str | Path], cwd: str, env: dict[str, str] | None = None) -> None:
+    done = subprocess.run(
+        [str(one) for one in command], cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    if done.returncode:
+        raise RuntimeError(f"`{' '.join(map(str, command))}` failed:\n{done.stdout.decode(errors='replace')[-4000:]}")

@@ -1,0 +1,207 @@
+"""The fake internet: one router, which is the world's own network namespace.
+
+Each host hangs on a link of its own, so everything that it sends or hears passes the router and its rules: default deny
+in, what the security groups and firewalls say, no way from one private network to another, public addresses translated.
+The whole rule set is written anew at each change and loaded at one stroke, so a rule that is removed is gone at once.
+(What is already connected stays, as on real clouds.)
+"""
+
+import subprocess
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from ipaddress import IPv4Address, IPv4Network
+
+from tests.fakes.clouds import addresses
+
+NEWLINE = "\n"
+ALL_PUBLIC = ", ".join(str(one) for one in addresses.PUBLIC)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Allow:
+    """One rule of what may come in."""
+
+    protocol: str
+    """tcp, udp, icmp or all."""
+    ports: tuple[int, int] | None
+    """None is all of them."""
+    ranges: tuple[str, ...] = ()
+    members: tuple[str, ...] = ()
+    """Private addresses of the machines that a group or tag named: they come in by their private addresses alone."""
+    deny: bool = False
+
+    def text(self, sources: Iterable[str]) -> str:
+        if not (wanted := sorted(set(sources))):
+            return ""
+        parts = [f"ip saddr {{ {', '.join(wanted)} }}"]
+        match self.protocol, self.ports:
+            case (("tcp" | "udp"), (low, high)):
+                parts.append(f"{self.protocol} dport {low}-{high}" if low < high else f"{self.protocol} dport {low}")
+            case "all", _:
+                pass
+            case protocol, _:
+                parts.append(f"ip protocol {protocol}")
+        return " ".join([*parts, "drop" if self.deny else "accept"])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Port:
+    """Where a host hangs on the network."""
+
+    link: str
+    network: str
+    """Hosts of one network reach one another by their private addresses."""
+    private: str
+    public: str
+    rules: tuple[Allow, ...] = ()
+
+
+@dataclass
+class Router:
+    """Owns the rule set of the namespace that it runs in."""
+
+    loaded: str = ""
+    ports: dict[str, Port] = field(default_factory=dict)
+
+    def start(self) -> None:
+        command(
+            f"""
+            ip link set lo up
+            ip link add uplink type bridge
+            ip link set uplink arp off up
+            ip address add {addresses.CLIENT}/32 dev uplink
+            ip address add {addresses.API}/32 dev uplink
+            sysctl -qw net.ipv4.ip_forward=1 net.ipv4.conf.all.rp_filter=0 net.ipv4.conf.default.rp_filter=0
+            """
+        )
+        for public in addresses.PUBLIC:
+            command(f"ip route add {public} dev uplink src {addresses.CLIENT}")
+        self.apply({})
+
+    def plug(self, port: Port, pid: int) -> None:
+        """Links a host, whose network namespace is that of `pid`, to the router."""
+        command(
+            f"""
+            ip link add {port.link} type veth peer name eth0 netns {pid}
+            ip address add {addresses.GATEWAY}/32 dev {port.link}
+            ip link set {port.link} up
+            ip route add {port.private}/32 dev {port.link} src {addresses.CLIENT}
+            nsenter --target {pid} --net sh -ec '\
+              ip link set lo up; ip address add {addresses.METADATA}/32 dev lo; \
+              ip address add {port.private}/32 dev eth0; ip link set eth0 up; \
+              ip route add {addresses.GATEWAY} dev eth0; \
+              ip route add default via {addresses.GATEWAY} src {port.private}'
+            """
+        )
+
+    def cut(self, link: str) -> None:
+        """Not a packet more from this host: a machine that the cloud takes back says goodbye to nobody."""
+        subprocess.run(["ip", "link", "set", link, "down"], check=False, capture_output=True)
+
+    def unplug(self, link: str) -> None:
+        subprocess.run(["ip", "link", "delete", link], check=False, capture_output=True)
+
+    def apply(self, ports: Mapping[str, Port]) -> None:
+        text = rules(ports)
+        if text != self.loaded:
+            done = subprocess.run(["nft", "-f", "-"], input=text, capture_output=True, text=True)
+            if done.returncode:
+                raise RuntimeError(f"nft refused the rules: {done.stderr}\n{text}")
+            self.loaded = text
+
+
+def rules(ports: Mapping[str, Port]) -> str:
+    """The whole rule set, as text.
+
+    Each host has two doors: one for its own network, where private addresses are seen, and one for what comes to its
+    public address, where every sender is seen by its public one (translated only after these rules, hence by name).
+    """
+    hosts = sorted(ports.values(), key=lambda port: port.private)
+    networks: defaultdict[str, list[str]] = defaultdict(list)
+    for host in hosts:
+        networks[host.network].append(host.private)
+    public = _elements([f"{host.public} : {host.private}" for host in hosts if host.public])
+    egress = _elements([f"{host.private} : {host.public}" for host in hosts if host.public])
+    seen_as = {addresses.CLIENT: addresses.CLIENT} | {host.private: host.public for host in hosts if host.public}
+
+    def outside(rule: Allow) -> list[str]:
+        ranges = [IPv4Network(one, strict=False) for one in rule.ranges]
+        return [sender for sender, seen in seen_as.items() if any(IPv4Address(seen) in one for one in ranges)]
+
+    chains = []
+    for host in hosts:
+        inner = [rule.text(rule.ranges + rule.members) for rule in host.rules]
+        outer = [rule.text(outside(rule)) for rule in host.rules]
+        for name, lines in ((host.link, inner), (f"{host.link}_public", outer)):
+            chains += [f"  chain {name} {{", *(f"    {line}" for line in lines if line), "  }"]
+    public_doors = _elements([f"{host.private} : jump {host.link}_public" for host in hosts])
+    neighbours = NEWLINE.join(
+        f"    ip saddr {{ {', '.join(members)} }} ip daddr {{ {', '.join(members)} }} ip daddr vmap @doors"
+        for members in networks.values()
+    )
+    return f"""\
+table ip world
+delete table ip world
+table ip world {{
+  map public {{ type ipv4_addr : ipv4_addr; {public} }}
+  map egress {{ type ipv4_addr : ipv4_addr; {egress} }}
+  set private {{ type ipv4_addr; {_elements([host.private for host in hosts])} }}
+  map doors {{ type ipv4_addr : verdict; {_elements([f"{host.private} : jump {host.link}" for host in hosts])} }}
+  map public_doors {{ type ipv4_addr : verdict; {public_doors} }}
+{NEWLINE.join(chains)}
+  set known {{ type ipv4_addr; {_elements([host.public for host in hosts if host.public])} }}
+  # What goes to an address that nobody has is not remembered: its next try may find somebody.
+  chain raw {{
+    type filter hook prerouting priority raw;
+    ip daddr {{ {ALL_PUBLIC} }} ip daddr != @known notrack
+  }}
+  chain raw_ours {{
+    type filter hook output priority raw;
+    ip daddr {{ {ALL_PUBLIC} }} ip daddr != @known notrack
+  }}
+  chain before {{
+    type nat hook prerouting priority dstnat;
+    dnat to ip daddr map @public
+  }}
+  chain before_ours {{
+    type nat hook output priority -100;
+    dnat to ip daddr map @public
+  }}
+  chain after {{
+    type nat hook postrouting priority srcnat;
+    ct status dnat snat to ip saddr map @egress
+  }}
+  chain forward {{
+    type filter hook forward priority filter; policy drop;
+    ct state established,related accept
+    ct status dnat ip daddr vmap @public_doors
+    ct status dnat drop
+{neighbours}
+  }}
+  chain input {{
+    type filter hook input priority filter; policy drop;
+    ct state established,related accept
+    iifname "lo" accept
+    ip daddr {addresses.API} accept
+    ip protocol icmp accept
+  }}
+  chain output {{
+    type filter hook output priority filter; policy accept;
+    ct state established,related accept
+    ct status dnat ip daddr vmap @public_doors
+    ip saddr {addresses.API} accept
+    ip daddr @private drop
+  }}
+}}
+"""
+
+
+def _elements(values: Sequence[str]) -> str:
+    return f"elements = {{ {', '.join(values)} }}" if values else ""
+
+
+def command(script: str) -> None:
+    done = subprocess.run(["sh", "-e", "-c", script], capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{script.strip()}\n{done.stderr}{done.stdout}")

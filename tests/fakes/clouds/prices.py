@@ -1,0 +1,273 @@
+"""What machines there are and what they cost: one table behind SkyPilot's catalog files and the fake market's answers.
+
+The types that the launcher knows, with the prices of the shipped catalogs/ where they stand there, and a few without a
+GPU. Google's are put together from parts, as its billing catalog sells them. Prices of our own are assumed, near what
+was asked in 2025.
+"""
+
+import csv
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+from launcher.market.machines import MACHINES as SOLD
+from launcher.market.machines import Machine
+from launcher.market.sources.gcp import Part, parts_of
+from tests.fakes.clouds import addresses
+from tests.fakes.clouds.image import CHECKOUT
+from tests.fakes.market import FakeMarket, Product, Tick, sku
+
+
+def _plain(cloud: str, name: str, cpus: int, memory_gib: int) -> Machine:
+    return Machine(
+        cloud=cloud,
+        instance_type=name,
+        accelerator="",
+        gpus=0,
+        vcpus=cpus,
+        mem_gib=memory_gib,
+        gpu_mem_gib=0,
+        local_ssd_gib=0,
+    )
+
+
+PLAIN = (
+    _plain("aws", "m6i.large", 2, 8),
+    _plain("aws", "m6i.2xlarge", 8, 32),
+    _plain("gcp", "n2-standard-2", 2, 8),
+    _plain("gcp", "n2-standard-8", 8, 32),
+)
+MACHINES = (*PLAIN, *SOLD)
+
+AWS_USD = {"": 0.048, "V100": 3.06, "T4": 0.526, "L4": 0.8048, "A10G": 1.006, "L40S": 1.861}
+AWS_USD |= {"A100": 2.74, "A100-80GB": 3.42, "H100": 6.88, "H200": 7.91, "B200": 14.24}
+"""Dollars an hour of a GPU with its share of the machine, on demand; of a vCPU where there is no GPU."""
+AWS_SPOT = Decimal("0.4")
+"""Of the price on demand."""
+
+PARTS = {
+    "N2 Instance Core": ("0.031611", "0.00765"),
+    "N2 Instance Ram": ("0.004237", "0.001025"),
+    "N1 Predefined Instance Core": ("0.031611", "0.006655"),
+    "N1 Predefined Instance Ram": ("0.004237", "0.000892"),
+    "G2 Instance Core": ("0.024988", "0.009995"),
+    "G2 Instance Ram": ("0.002927", "0.001171"),
+    "A2 Instance Core": ("0.031611", "0.012644"),
+    "A2 Instance Ram": ("0.004237", "0.001695"),
+    "A3 Instance Core": ("0.03", "0.0075"),
+    "A3 Instance Ram": ("0.0017", "0.000425"),
+    "A3Ultra Instance Core": ("0.0344", "0.0137"),
+    "A3Ultra Instance Ram": ("0.002", "0.0008"),
+    "Nvidia Tesla V100 GPU": ("2.48", "0.74"),
+    "Nvidia Tesla T4 GPU": ("0.35", "0.14"),
+    "Nvidia L4 GPU": ("0.56004", "0.22402"),
+    "Nvidia Tesla A100 GPU": ("2.933908", "1.173563"),
+    "Nvidia Tesla A100 80GB GPU": ("3.9289", "1.57156"),
+    "Nvidia H100 80GB GPU": ("9.79655", "2.4491375"),
+    "H200 141GB GPU": ("9.6", "3.84"),
+    "A4 Nvidia B200 (1 gpu slice)": ("14.5", "5.8"),
+    "SSD backed Local Storage": ("0.08", "0.02"),
+}
+"""Google's: dollars on demand and spot, of an hour or of a GiB in an hour or a month."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """A machine in a zone."""
+
+    machine: Machine
+    region: str
+    zone: str
+    on_demand: str
+    spot: str
+
+
+def rows() -> list[Row]:
+    shipped = _shipped()
+    found = []
+    for machine in MACHINES:
+        assumed = _aws_usd(machine) if machine.cloud == "aws" else tuple(_sum(machine, market) for market in (0, 1))
+        for region in addresses.regions_of(machine.cloud):
+            for number, zone in enumerate(region.zones):
+                name = machine.instance_type
+                on_demand = shipped.get((region.name, "", name, "on_demand")) if machine.cloud == "aws" else None
+                # A little dearer from zone to zone, so that there is a cheapest one.
+                own = f"{assumed[1] * (100 + 5 * number) / 100:.4f}"
+                spot = shipped.get((region.name, zone, name, "spot"), own) if machine.cloud == "aws" else own
+                found.append(
+                    Row(
+                        machine=machine,
+                        region=region.name,
+                        zone=zone,
+                        on_demand=on_demand or f"{assumed[0]:.4f}",
+                        spot=spot,
+                    )
+                )
+    return found
+
+
+def _aws_usd(machine: Machine) -> tuple[Decimal, Decimal]:
+    usd = Decimal(str(AWS_USD[machine.accelerator])) * (machine.gpus or machine.vcpus)
+    return usd, usd * AWS_SPOT
+
+
+def _parts(machine: Machine) -> tuple[Part, ...]:
+    if machine.gpus:
+        return parts_of(machine)
+    return (
+        Part(name="N2 Instance Core", unit="h", count=Decimal(machine.vcpus)),
+        Part(name="N2 Instance Ram", unit="GiBy.h", count=Decimal(machine.mem_gib)),
+    )
+
+
+def _sum(machine: Machine, market: int, gpu: bool | None = None) -> Decimal:
+    """What the parts cost together; only the GPUs, or only the others, if so asked."""
+    parts = [part for part in _parts(machine) if gpu is None or gpu == ("Nvidia" in part.name or "GPU" in part.name)]
+    return sum((part.count * Decimal(PARTS[part.name][market]) for part in parts), Decimal(0))
+
+
+def _skus() -> Iterator[Mapping[str, Any]]:
+    regions = [region.name for region in addresses.regions_of("gcp")]
+    units = {part.name: part.unit for machine in MACHINES if machine.cloud == "gcp" for part in _parts(machine)}
+    for name, unit in units.items():
+        on_demand, spot = PARTS[name]
+        is_host = name.endswith(("Core", "Ram"))
+        taken = f"Spot Preemptible {name}" if is_host else f"{name} attached to Spot Preemptible VMs"
+        yield sku(f"{name} running in Americas", on_demand, regions, unit=unit, sku_id=f"{name}/on-demand")
+        yield sku(f"{taken} running in Americas", spot, regions, unit=unit, sku_id=f"{name}/spot", usage="Preemptible")
+
+
+def _shipped() -> dict[tuple[str, str, str, str], str]:
+    found = {}
+    for table in ("aws_on_demand", "aws_spot", "gcp_on_demand", "gcp_spot"):
+        with (CHECKOUT / "catalogs" / f"{table}.csv").open(newline="") as file:
+            for row in csv.DictReader(file):
+                zone = row["zone"] if row["market"] == "spot" else ""
+                found[row["region"], zone, row["instance_type"], row["market"]] = row["usd_per_hour"]
+    return found
+
+
+def open_market() -> FakeMarket:
+    """The prices, from an hour ago on."""
+    now_ms = int(time.time() * 1000)
+    ticks = [
+        Tick(
+            at_ms=now_ms - 3_600_000,
+            cloud=row.machine.cloud,
+            region=row.region,
+            zone=row.zone,
+            instance_type=row.machine.instance_type,
+            usd=row.spot,
+        )
+        for row in rows()
+    ]
+    products = {
+        (row.region, row.machine.instance_type): Product(
+            region=row.region, instance_type=row.machine.instance_type, usd=row.on_demand
+        )
+        for row in rows()
+        if row.machine.cloud == "aws"
+    }
+    # Zone ids are told by DescribeAvailabilityZones alone: moto's and the market's would not be the same.
+    return FakeMarket(
+        ticks=ticks, products=list(products.values()), skus=list(_skus()), now_ms=now_ms, with_zone_ids=False
+    )
+
+
+def change(market: FakeMarket, where: str, factor: float) -> int:
+    """Spot prices under `where` (cloud/region/zone) are `factor` times their first from now on. How many changed."""
+    now_ms = int(time.time() * 1000)
+    cloud, region, zone = (*where.split("/"), "", "", "")[:3]
+    fitting = [
+        row
+        for row in rows()
+        if cloud in ("", row.machine.cloud) and region in ("", row.region) and zone in ("", row.zone)
+    ]
+    market.ticks = [
+        *market.ticks,
+        *(
+            Tick(
+                at_ms=now_ms,
+                cloud=row.machine.cloud,
+                region=row.region,
+                zone=row.zone,
+                instance_type=row.machine.instance_type,
+                usd=f"{Decimal(row.spot) * Decimal(str(factor)):.4f}",
+            )
+            for row in fitting
+        ),
+    ]
+    return len(fitting)
+
+
+# --- SkyPilot's catalog files ------------------------------------------------------------------------
+
+VMS = ["InstanceType", "AcceleratorName", "AcceleratorCount", "vCPUs", "MemoryGiB", "GpuInfo", "Price", "SpotPrice"]
+VMS += ["Region", "AvailabilityZone", "Arch"]
+IMAGES = ["Tag", "Region", "OS", "OSVersion", "ImageId", "CreationDate", "BaseImageId"]
+
+
+def write_catalog(home: Path, ami: str, zone_ids: Mapping[str, str]) -> None:
+    """Into SkyPilot's folder. Without a checksum beside them the files are the user's own, and never fetched."""
+    folder = home / ".sky" / "catalogs" / "v8"
+    table = rows()
+    aws = []
+    for row in table:
+        if (m := row.machine).cloud == "aws":
+            size = [m.instance_type, m.accelerator, m.gpus or "", m.vcpus, m.mem_gib, _gpu_info(m)]
+            aws.append([*size, row.on_demand, row.spot, row.region, zone_ids[row.zone], "x86_64"])
+    _write(folder / "aws" / "vms.csv", VMS, aws)
+    tags = [f"skypilot:custom-{kind}" for kind in ("cpu-ubuntu", "gpu-ubuntu-cuda13", "gpu-ubuntu", "cpu-ubuntu-2204")]
+    tags += ["skypilot:custom-gpu-ubuntu-2204"]
+    regions = [region.name for region in addresses.regions_of("aws")]
+    images = [[tag, region, "ubuntu", "22.04", ami, "20261101", ami] for tag in tags for region in regions]
+    _write(folder / "aws" / "images.csv", IMAGES, images)
+    quotas = ["OnDemandInstanceCode", "SpotInstanceCode"]
+    _write(folder / "aws" / "instance_quota_mapping.csv", ["InstanceType", *quotas], [])
+
+    # On Google Cloud a host and its GPUs have rows of their own, and their prices are added.
+    gcp: dict[tuple[str, str, int, str], Sequence[object]] = {}
+    for row in table:
+        if (m := row.machine).cloud == "gcp":
+            dearer = Decimal(row.spot) / max(_sum(m, 1), Decimal("0.0001"))
+            host = [f"{_sum(m, 0, gpu=False):.5f}", f"{_sum(m, 1, gpu=False) * dearer:.5f}"]
+            place = [row.region, row.zone, ""]
+            gcp[m.machine_type, "", 0, row.zone] = [m.machine_type, "", "", m.vcpus, m.mem_gib, "", *host, *place]
+            if m.gpus:
+                gpus = [f"{_sum(m, 0, gpu=True):.5f}", f"{_sum(m, 1, gpu=True) * dearer:.5f}"]
+                size = ["", m.accelerator, m.gpus, "", "", _gpu_info(m)]
+                gcp["", m.accelerator, m.gpus, row.zone] = [*size, *gpus, *place]
+    _write(folder / "gcp" / "vms.csv", VMS, list(gcp.values()))
+    tags = ["skypilot:cpu-debian-11", "skypilot:gpu-debian-11"]
+    tags += [f"skypilot:custom-{kind}" for kind in ("cpu-ubuntu-2204", "gpu-ubuntu-2204", "gpu-ubuntu-2204-cuda13")]
+    image = "projects/fake-images/global/images/fake-clouds"
+    _write(folder / "gcp" / "images.csv", IMAGES[:-1], [[tag, "", "debian", "11", image, "20261101"] for tag in tags])
+    _write(folder / "gcp" / "accelerator_quota_mapping.csv", ["Accelerator", *quotas], [])
+
+    clouds: dict[str, set[str]] = {}
+    for machine in SOLD:
+        clouds.setdefault(machine.accelerator, set()).add(machine.cloud.upper())
+    named = [[gpu, sorted(where)] for gpu, where in clouds.items()]
+    _write(folder / "common" / "accelerators.csv", ["AcceleratorName", "Clouds"], named)
+    memory = {m.accelerator: [m.accelerator, m.gpu_mem_gib, "NVIDIA"] for m in SOLD}
+    _write(folder / "common" / "metadata.csv", ["GPU", "MemoryGB", "Manufacturer"], list(memory.values()))
+
+
+def _gpu_info(machine: Machine) -> str:
+    if not machine.gpus:
+        return ""
+    mib = machine.gpu_mem_gib * 1024
+    gpu = {"Name": machine.accelerator, "Manufacturer": "NVIDIA", "Count": float(machine.gpus)}
+    gpu |= {"MemoryInfo": {"SizeInMiB": mib}}
+    return repr({"Gpus": [gpu], "TotalGpuMemoryInMiB": mib * machine.gpus})
+
+
+def _write(path: Path, header: Sequence[str], table: Sequence[Sequence[object]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(header)
+        writer.writerows(table)

@@ -1,0 +1,261 @@
+"""The world's own process: both clouds, their hosts and the router, and a socket where tests ask and order.
+
+It is the first process of a process namespace: when it ends, however it ends, the kernel ends every host with it.
+One loop keeps hosts and rules as the clouds say: start what runs and has no host, end what has a host and does not run.
+
+python -m tests.fakes.clouds.server FOLDER IMAGE WHEELS [attached]
+"""
+
+import json
+import os
+import socketserver
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from urllib.request import Request, urlopen
+
+from tests.fakes.clouds import addresses, aws, google, prices
+from tests.fakes.clouds.faults import Faults
+from tests.fakes.clouds.gce import Gce
+from tests.fakes.clouds.gcs import Gcs
+from tests.fakes.clouds.hosts import Hosts, processes_of
+from tests.fakes.clouds.image import Image
+from tests.fakes.clouds.network import Router
+
+PACE_S = 0.1
+BUCKETS = ("spotrl-runs",)
+
+
+class Face:
+    """The metadata of one machine, asked of its cloud."""
+
+    def __init__(self, cloud: aws.Aws | Gce, machine: str) -> None:
+        self.cloud, self._of, self._machine = cloud.cloud, cloud, machine
+
+    def paths(self) -> Any:
+        return self._of.paths(self._machine)
+
+
+class Server:
+    def __init__(self, folder: Path, image: Image) -> None:
+        self.folder = folder
+        self.log = (folder / "log").open("a", buffering=1)
+        self.faults = Faults()
+        pool = addresses.Pool()
+        self.router = Router()
+        self.router.start()
+        self.market = prices.open_market()
+        self.aws = aws.Aws(self.faults, pool, self.market.url, self.say)
+        self.gce = Gce(self.faults, pool, self._prices, self.say)
+        self.gcs = Gcs(self.faults, buckets={name: {} for name in BUCKETS})
+        self.aws.serve()
+        google.serve(self.gce, self.gcs, folder, self.say, self._public_of)
+        self.aws.furnish(BUCKETS)
+        prices.write_catalog(folder / "home", aws.AMI, aws.zone_ids())
+        self.hosts = Hosts(
+            folder=folder / "hosts",
+            image=image,
+            router=self.router,
+            face=lambda machine: Face(self.gce if machine.isdigit() else self.aws, machine),
+            certificate=folder / "ca.pem",
+            say=self.say,
+        )
+        self.furnished = {_key(thing) for thing in self._things()}
+
+    def say(self, text: str) -> None:
+        self.log.write(f"{time.time():.3f} {text}\n")
+
+    def _public_of(self, address: str) -> str:
+        hosts = list(self.hosts.hosts.values())
+        return next((host.spec.public for host in hosts if host.spec.private == address), addresses.CLIENT)
+
+    def _prices(self, path: str, query: str, body: bytes) -> bytes:
+        self.market.now_ms = int(time.time() * 1000)
+        asked = Request(f"{self.market.url}{path}?{query}", data=body or None, method="POST" if body else "GET")
+        with urlopen(asked, timeout=30) as answer:
+            return bytes(answer.read())
+
+    def keep(self) -> None:
+        """The loop; never returns."""
+        while True:
+            try:
+                self.market.now_ms = int(time.time() * 1000)
+                self._pass()
+            except Exception:
+                self.say(traceback.format_exc())
+                time.sleep(1)
+            time.sleep(PACE_S)
+
+    def _pass(self) -> None:
+        for host_id, host in list(self.hosts.hosts.items()):
+            if host.process.poll() is not None:
+                (self.gce if host_id.isdigit() else self.aws).powered_off(host_id)
+        want = {**self.aws.machines(), **self.gce.machines()}
+        for host_id in [host_id for host_id in self.hosts.hosts if host_id not in want]:
+            self.hosts.end(host_id)
+        for host_id, spec in want.items():
+            if host_id in self.hosts.hosts:
+                self.hosts.hosts[host_id].spec = spec
+            else:
+                self.hosts.boot(spec)
+                self._remember(host_id)
+        self.router.apply(self.hosts.ports())
+
+    def _remember(self, host_id: str) -> None:
+        """Which namespaces a host has: whoever is found in one of them later has survived it."""
+        first = self.hosts.hosts[host_id].first
+        spaces = {kind: os.readlink(f"/proc/{first}/ns/{kind}") for kind in ("net", "pid", "mnt")}
+        with (self.folder / "namespaces").open("a") as file:
+            file.write(json.dumps({"host": host_id, **spaces}) + "\n")
+
+    # --- what may be asked
+
+    def find(self, node: str) -> str:
+        """The machine that a test means: an id, a name, or what a label says."""
+        live = {**self.aws.machines(), **self.gce.machines()}
+        for fits in (lambda text: text == node, lambda text: text.startswith(f"{node}-")):
+            for host_id, spec in live.items():
+                if any(fits(text) for text in (host_id, spec.name, *(value for _, value in spec.labels))):
+                    return host_id
+        raise LookupError(f"no machine is called {node}; there are {sorted(spec.name for spec in live.values())}")
+
+    def reclaim(self, node: str, seconds: float = 0, notice: bool = False) -> str:
+        machine = self.find(node)
+        self.say(f"reclaim {machine} in {seconds} s, {'with' if notice else 'without'} notice")
+        (self.gce if machine.isdigit() else self.aws).reclaim(machine, seconds, notice)
+        return machine
+
+    def rebalance(self, node: str) -> str:
+        machine = self.find(node)
+        self.aws.rebalance(machine)
+        return machine
+
+    def freeze(self, node: str) -> str:
+        machine = self.find(node)
+        self.hosts.freeze(machine)
+        return machine
+
+    def thaw(self, node: str) -> str:
+        machine = self.find(node)
+        self.hosts.thaw(machine)
+        return machine
+
+    def unplug(self, node: str) -> str:
+        """The host runs on, and nobody hears of it."""
+        machine = self.find(node)
+        self.router.cut(self.hosts.hosts[machine].link)
+        return machine
+
+    def fault(self, kind: str, where: str = "", **more: Any) -> None:
+        self.say(f"fault {kind} {where} {more}")
+        self.faults.add(kind, where, **more)
+
+    def clear(self, kind: str = "", where: str = "") -> None:
+        self.say(f"clear {kind} {where}")
+        self.faults.clear(kind, where)
+
+    def told_faults(self) -> list[dict[str, Any]]:
+        return self.faults.told()
+
+    def price(self, where: str, factor: float) -> int:
+        return prices.change(self.market, where, factor)
+
+    def quota(self, where: str, name: str, value: float) -> None:
+        cloud, _, region = where.partition("/")
+        if cloud == "aws":
+            self.aws.quotas[name] = value
+        else:
+            for known, quotas in self.gce.quotas.items():
+                if region in ("", known):
+                    quotas[name] = value
+
+    def machines(self) -> list[dict[str, Any]]:
+        """Every machine that there ever was, as the clouds remember it."""
+        return [*self.aws.told(), *self.gce.told()]
+
+    def all_hosts(self) -> dict[str, dict[str, Any]]:
+        return {
+            host_id: {
+                "name": host.spec.name,
+                "cloud": host.spec.cloud,
+                "region": host.spec.region,
+                "zone": host.spec.zone,
+                "market": host.spec.market,
+                "instance_type": host.spec.instance_type,
+                "labels": dict(host.spec.labels),
+                "private": host.spec.private,
+                "public": host.spec.public,
+                "user": host.spec.user,
+                "frozen": host.frozen,
+                "link": host.link,
+                "rules": [rule.text(rule.ranges + rule.members) for rule in host.spec.rules],
+                "processes": len(processes_of(host.first)),
+            }
+            for host_id, host in list(self.hosts.hosts.items())
+        }
+
+    def inventory(self) -> list[dict[str, Any]]:
+        """What was made since the start and is still there."""
+        return [thing for thing in self._things() if _key(thing) not in self.furnished]
+
+    def _things(self) -> list[dict[str, Any]]:
+        return [*self.aws.inventory(), *self.gce.inventory()]
+
+    def calls(self) -> dict[str, int]:
+        return {**self.aws.calls, **self.gce.calls}
+
+    def first(self, node: str) -> int:
+        return self.hosts.hosts[self.find(node)].first
+
+    ORDERS = ("reclaim", "rebalance", "freeze", "thaw", "unplug", "fault", "clear", "price", "quota")
+    QUESTIONS = ("told_faults", "machines", "all_hosts", "inventory", "calls", "first")
+
+    def listen(self) -> None:
+        server = self
+
+        class Handler(socketserver.StreamRequestHandler):
+            def handle(self) -> None:
+                asked = json.loads(self.rfile.readline())
+                try:
+                    if asked["order"] not in (known := server.ORDERS + server.QUESTIONS):
+                        raise LookupError(f"{asked['order']} is none of {', '.join(known)}")
+                    act: Callable[..., Any] = getattr(server, asked["order"])
+                    answer = {"answer": act(*asked.get("args", ()), **asked.get("more", {}))}
+                except Exception as error:
+                    answer = {"error": f"{type(error).__name__}: {error}"}
+                self.wfile.write(json.dumps(answer).encode() + b"\n")
+
+        class Threads(socketserver.ThreadingUnixStreamServer):
+            daemon_threads = True
+
+        listener = Threads(str(self.folder / "control"), Handler)
+        threading.Thread(target=listener.serve_forever, args=(0.1,), daemon=True).start()
+
+
+def _key(thing: dict[str, Any]) -> tuple[str, str, str, str]:
+    return thing["cloud"], thing["region"], thing["kind"], thing["id"]
+
+
+def _follow_owner() -> None:
+    """Ends with whoever holds the other end of standard input."""
+    sys.stdin.buffer.read()
+    os._exit(0)
+
+
+def main() -> None:
+    folder, layer, wheels = (Path(part) for part in sys.argv[1:4])
+    if "attached" in sys.argv[4:]:
+        threading.Thread(target=_follow_owner, daemon=True).start()
+    aws.settings(folder)
+    server = Server(folder, Image(layer=layer, wheels=wheels))
+    server.listen()
+    (folder / "ready").touch()
+    server.keep()
+
+
+if __name__ == "__main__":
+    main()
