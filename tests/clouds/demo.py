@@ -102,7 +102,7 @@ def play(world: World, to: Path, told: Told, options: argparse.Namespace) -> int
     seconds = time.monotonic() - told.began
     left = left_in_the_clouds(world)
     secrets_found = story.found + below(world.folder / "home", planted.values(), but=planted_in(world))
-    secrets_found += below(to, planted.values(), but=planted_in(world))
+    secrets_found += below(to, planted.values(), but=[world.folder])
     shutil.copytree(
         home / "runs" / RUN,
         to / "run",

@@ -4,6 +4,7 @@ Each credential of the client is made unmistakable, then looked for byte by byte
 written since it booted, and here in everything that a run leaves behind.
 """
 
+import contextlib
 import json
 import os
 import secrets
@@ -48,14 +49,16 @@ def on_host(world: World, node: str, planted: Iterable[str]) -> list[str]:
 
 
 def below(folder: Path, planted: Iterable[str], but: Iterable[Path] = ()) -> list[str]:
-    """Files below a folder in which one of them stands, except where it was planted."""
+    """Files below a folder in which one of them stands; `but`: files and folders that are not looked at."""
     looked_for, left_out = [one.encode() for one in planted], set(but)
     found = []
-    for parent, _, names in os.walk(folder):
+    for parent, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if Path(parent) / name not in left_out]
         for name in names:
             path = Path(parent) / name
-            if path in left_out or not path.is_file() or path.is_symlink():
+            if path in left_out or path.is_symlink():
                 continue
-            content = path.read_bytes()
-            found += [str(path) for one in looked_for if one in content]
+            with contextlib.suppress(OSError):  # a socket, or gone meanwhile
+                content = path.read_bytes()
+                found += [str(path) for one in looked_for if one in content]
     return found
