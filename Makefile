@@ -43,7 +43,7 @@ quickstart: $(VENV)/.engine $(if $(filter ray,$(RUNTIME)),$(VENV)/.ray)
 	  --on-exit down --result result.json --html report.html
 	@echo "The report is in report.html, its figures in result.json."
 
-# What hosts of the fake clouds are made of, beside Python. Where they cannot be installed, what needs them says so.
+# What tests and the fake clouds need beside Python: an SSH server above all. Where it cannot be installed, they say so.
 tools:
 	@export PATH=$$PATH:/usr/sbin:/sbin; \
 	for program in sshd nft rsync sudo ip nsenter unshare; do command -v $$program > /dev/null || missing=1; done; \
@@ -56,7 +56,7 @@ tools:
 fake-clouds-demo: env tools
 	$(BIN)/python -m tests.clouds.demo --to fake-clouds-demo
 
-test: env
+test: env tools
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
