@@ -327,7 +327,7 @@ def _start_and_follow(
     finally:
         view = run_view(sessions, name)
         if view.status in ENDED:
-            wait_released(sessions, name, SETTLE_SECONDS)  # the last process may take a moment to go
+            _settle(sessions, follow, checked.job)
         left = still_running(sessions, name)
         for line in last_words(view, left):
             follow.say(line)
@@ -335,6 +335,15 @@ def _start_and_follow(
     if view.status in ENDED and left:
         code = ExitCode.TEARDOWN_INCOMPLETE
     return {"started": True, "exit_code": int(code), "still_running": left, "plan": plan_dict(plan), **asdict(view)}
+
+
+def _settle(sessions: sessionmaker[Session], follow: Follow, job: Job) -> None:
+    """Wait for what is left when a run is over: here the last process, on clouds what was made for its nodes."""
+    if not job.clouds:
+        wait_released(sessions, follow.name, SETTLE_SECONDS)
+    elif left := still_running(sessions, follow.name):
+        follow.say(f"{follow.name} is over; waiting until these are gone: {', '.join(left)}")
+        bring_down(sessions, follow.name, release_seconds(job.infra))
 
 
 def _interrupted(sessions: sessionmaker[Session], follow: Follow, may_ask: bool = True) -> ExitCode:

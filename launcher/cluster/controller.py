@@ -563,9 +563,9 @@ def run_controller(
             return
         sleep(max(0.0, PASS_SECONDS - (time.monotonic() - started)))
     ended.set()
-    controller.close()
     if over_machines is not None:
         over_machines.give_up()
+    controller.close()  # last: from now on nobody waits for us
     log.info("%s is over; nothing of it is left running", run.name)
 
 

@@ -52,6 +52,11 @@ def is_held(row: ControllerLease | None, now_ms: int | None = None) -> bool:
     return row is not None and now_ms < row.expires_wall_ms and holder_alive(row)
 
 
+def is_given_up(row: ControllerLease | None) -> bool:
+    """Whether nobody ever controlled the run, or its last controller left with nothing more to do."""
+    return row is None or row.expires_wall_ms == 0
+
+
 def take_lease(sessions: sessionmaker[Session], run: Run, holder: str, pid: int, now_ms: int | None = None) -> Lease:
     """Become the run's controller. LeaseHeld names the one there is."""
     now_ms = _wall_ms() if now_ms is None else now_ms
@@ -81,7 +86,7 @@ def renew(session: Session, lease: Lease, now_ms: int | None = None) -> None:
 
 
 def give_up(sessions: sessionmaker[Session], lease: Lease) -> None:
-    """The run is over: let the next controller start at once."""
+    """The run is over and nothing is left to do: let the next controller start at once."""
     with writing(sessions) as session:
         row = session.get(ControllerLease, lease.run_id)
         if row is not None and (row.holder, row.epoch) == (lease.holder, lease.epoch):

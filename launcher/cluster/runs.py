@@ -24,12 +24,13 @@ from sqlalchemy.orm import Session, sessionmaker
 from engine.clock import ScaledClock
 from engine.events import Evaluated, IterationDone, Regrouped
 from launcher.cluster.controller import metered_micro_usd, node_records
-from launcher.cluster.lease import is_held
+from launcher.cluster.lease import is_given_up, is_held
 from launcher.cluster.local import node_folder, nodes_folder
 from launcher.cluster.processes import processes_of
 from launcher.cluster.reconcile import OVER, NodeRecord, Stage
 from launcher.exit_codes import Failure
 from launcher.job import CheckedJob
+from launcher.ledger.billing import LOCAL
 from launcher.ledger.models import ControllerLease, Node, NodeEvent, ProgressRow, Run, RunStatus
 from launcher.ledger.store import (
     append_status,
@@ -231,13 +232,21 @@ def wait_released(sessions: sessionmaker[Session], run_name: str, timeout_s: flo
 
 
 def still_running(sessions: sessionmaker[Session], run_name: str) -> list[str]:
-    """Names of nodes without an end on record, and of processes that should be gone; both may cost money."""
+    """Names of nodes without an end on record, and of processes that should be gone; both may cost money.
+
+    Without any: that a controller has work left to do, which on clouds goes on after the run is over.
+    """
     with sessions() as session:
         run = find_run(session, run_name)
         over = Stage(_status(session, run).status) in OVER
         live = [record.name for record in node_records(session, run) if record.is_live]
+        tidy = run.infra == LOCAL or is_given_up(session.get(ControllerLease, run.id))
     strays = [] if live else [f"process {pid}" for pid in running_processes(run)]
-    return [*live, *strays] or ([] if over else [f"{run_name} (its controller has not ended it yet)"])
+    if live or strays:
+        return [*live, *strays]
+    if not over:
+        return [f"{run_name} (its controller has not ended it yet)"]
+    return [] if tidy else [f"groups and identities of {run_name} (its controller takes them away)"]
 
 
 def bring_down(sessions: sessionmaker[Session], run_name: str, timeout_s: float) -> list[str]:

@@ -22,9 +22,10 @@ from launcher.cli.resume import resume
 from launcher.cli.status import status
 from launcher.cluster import runs
 from launcher.cluster.controller import run_controller
-from launcher.cluster.lease import LeaseHeld
+from launcher.cluster.lease import LeaseHeld, give_up, take_lease
 from launcher.cluster.local import node_folder
 from launcher.cluster.processes import is_alive, processes_of
+from launcher.cluster.reconcile import Stage
 from launcher.cluster.runs import (
     ControllerFailed,
     NameTaken,
@@ -36,11 +37,12 @@ from launcher.cluster.runs import (
     run_view,
     running_processes,
     start_controller,
+    still_running,
     wait_released,
 )
 from launcher.ledger.models import ControllerLease, Node, ProgressRow, Run
-from launcher.ledger.store import writing
-from tests.launcher.cluster.stage import assert_consistent, ledger, made_run, wait_until
+from launcher.ledger.store import append_status, writing
+from tests.launcher.cluster.stage import assert_consistent, cloud_run, ledger, made_run, wait_until
 
 CONTROLLED = (sys.executable, str(Path(__file__).parent / "controlled.py"))
 
@@ -237,3 +239,21 @@ def test_an_intent_is_shown_before_the_cloud_was_asked(sessions):
         session.add(Node(run_id=run.id, name="n", requested_ms=1, reserved_micro_usd=0, **plain, **more, **numbers))
     [node] = run_view(sessions, run.name).nodes
     assert (node.status, run_view(sessions, run.name).micro_usd_per_hour) == ("asked", 5)
+
+
+def test_a_run_on_clouds_is_not_down_before_its_controller_has_tidied(sessions):
+    run = cloud_run(sessions)
+    other = psutil.Popen(["sleep", "60"])
+    holder = f"{other.pid}@{other.create_time()}"
+    try:
+        with writing(sessions) as session:
+            append_status(session, session.merge(run), Stage.STOPPED, "", 1)
+        lease = take_lease(sessions, run, holder, other.pid)
+        left = [f"groups and identities of {run.name} (its controller takes them away)"]
+        assert still_running(sessions, run.name) == left
+        assert bring_down(sessions, run.name, 0.3) == left
+        give_up(sessions, lease)
+        assert bring_down(sessions, run.name, 0.3) == []
+    finally:
+        other.kill()
+        other.wait()
