@@ -134,9 +134,16 @@ class CheckpointStore:
         return sorted(path.split("/")[1] for path in paths if path.endswith("/manifest.json"))
 
     def newest(self) -> Checkpoint | None:
-        """The checkpoint to go on from. Raises CheckpointDamaged when a file does not match its digest."""
-        names = self.names()
-        return self.load(names[-1]) if names else None
+        """The checkpoint to go on from; one whose manifest was cut short does not count, and is said.
+
+        Raises CheckpointDamaged when a file does not match its digest.
+        """
+        for name in reversed(self.names()):
+            try:
+                return self.load(name)
+            except (json.JSONDecodeError, UnicodeDecodeError) as error:
+                print(f"checkpoint {name} does not count: its manifest was cut short ({error})", flush=True)
+        return None
 
     def load(self, name: str) -> Checkpoint:
         folder = f"checkpoints/{name}"

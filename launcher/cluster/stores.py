@@ -7,6 +7,7 @@ was cut short does not count and is done again.
 The launcher's own credentials come from where boto3 and Google's libraries find them; endpoints from the environment.
 """
 
+import json
 import secrets
 from collections.abc import Mapping
 from datetime import timedelta
@@ -92,8 +93,8 @@ def bucket_region(url: str) -> str:
 
 
 def newest_checkpoint(store: ObjectStore) -> str | None:
-    """The name of the newest whole checkpoint (engine/training/checkpoint.py): the one whose manifest is there."""
-    return max(_whole(store), default=None)
+    """The name of the newest whole checkpoint (engine/training/checkpoint.py): the one whose manifest can be read."""
+    return next((name for name in sorted(_whole(store), reverse=True) if _is_manifest(store, name)), None)
 
 
 def carry_over(source: ObjectStore, target: ObjectStore) -> str | None:
@@ -105,7 +106,7 @@ def carry_over(source: ObjectStore, target: ObjectStore) -> str | None:
     for path in _paths(source, "lineages/"):
         obstore.put(target, path, b"claimed")
     name = newest_checkpoint(source)
-    if name is None or name in _whole(target):
+    if name is None or (name in _whole(target) and _is_manifest(target, name)):
         return name
     for path in sorted(_paths(source, f"checkpoints/{name}/"), key=lambda path: path.endswith("/manifest.json")):
         with obstore.open_writer(target, path) as writer:  # piece by piece: a checkpoint need not fit in memory
@@ -127,6 +128,15 @@ def _s3(url: str, bucket: str) -> ObjectStore:
 
 def _whole(store: ObjectStore) -> set[str]:
     return {path.split("/")[1] for path in _paths(store, "checkpoints/") if path.endswith("/manifest.json")}
+
+
+def _is_manifest(store: ObjectStore, name: str) -> bool:
+    """Not one that was cut short, where a store writes in pieces."""
+    try:
+        json.loads(bytes(obstore.get(store, f"checkpoints/{name}/manifest.json").bytes()))
+    except ValueError:
+        return False
+    return True
 
 
 def _paths(store: ObjectStore, prefix: str) -> list[str]:

@@ -60,6 +60,18 @@ def test_files_that_were_written_ahead_count_once_the_manifest_is_there(tmp_path
     assert CheckpointStore(f"file://{tmp_path}/store").newest() == second
 
 
+@pytest.mark.parametrize("kept", [0, 1, 60])
+def test_a_manifest_that_was_cut_short_does_not_count(tmp_path, store, capsys, kept):
+    store.save(FIRST, keep=3)
+    store.save(at(13), keep=3)
+    manifest = tmp_path / "store/checkpoints" / at(13).name / "manifest.json"
+    manifest.write_bytes(manifest.read_bytes()[:kept])
+    assert store.newest() == FIRST
+    assert f"checkpoint {at(13).name} does not count" in capsys.readouterr().out
+    store.save(at(13), keep=3)  # the trainer comes there again
+    assert store.newest() == at(13)
+
+
 def test_files_that_never_got_a_manifest_are_cleared_away(tmp_path, store):
     store.write_files(at(1).name, FIRST.files)
     ahead = at(1, lineage=2)

@@ -120,6 +120,17 @@ def test_a_copy_that_was_cut_short_does_not_count_and_is_done_again():
     assert bytes(obstore.get(there, "checkpoints/l0001-i000012/ema.safetensors").bytes()) == b"ema of l0001-i000012"
 
 
+def test_a_manifest_that_was_cut_short_does_not_count_either():
+    here, there = MemoryStore(), MemoryStore()
+    with_checkpoint(here, "l0001-i000012")
+    with_checkpoint(here, "l0001-i000015")
+    obstore.put(here, "checkpoints/l0001-i000015/manifest.json", b'{"iteration": 1')
+    assert carry_over(here, there) == "l0001-i000012" == newest_checkpoint(there)
+    obstore.put(there, "checkpoints/l0001-i000012/manifest.json", b"{")  # nor in the other bucket
+    assert newest_checkpoint(there) is None
+    assert carry_over(here, there) == "l0001-i000012" == newest_checkpoint(there)
+
+
 def test_a_run_without_a_checkpoint_has_only_its_lineages_to_carry():
     here, there = MemoryStore(), MemoryStore()
     obstore.put(here, "lineages/0001", b"claimed")
