@@ -34,8 +34,9 @@ def decode_video(vae: nn.Module, latents: Tensor) -> Tensor:
 
 
 def _decoded(vae: nn.Module, z: Tensor) -> Tensor:
-    dtype = next(vae.parameters()).dtype
-    pictures: Tensor = vae.decode(z.to(dtype), return_dict=False)[0]  # type: ignore[operator]
+    weight = next(vae.parameters())
+    # What is trained was recorded on the CPU.
+    pictures: Tensor = vae.decode(z.to(weight.device, weight.dtype), return_dict=False)[0]  # type: ignore[operator]
     return pictures.float().clamp(-1.0, 1.0)
 
 

@@ -133,9 +133,8 @@ class Trainer:
         for full_name, value in state.items():
             name, key = full_name.rsplit("|", 1)
             parameter = self.parameters[name]
-            # AdamW counts its steps on the CPU, wherever the moments are.
-            device = value.device if key == "step" else parameter.device
-            self.optimizer.state[parameter][key] = value.to(device, copy=True)
+            # Fused AdamW counts its steps beside the moments, on a GPU too.
+            self.optimizer.state[parameter][key] = value.to(parameter.device, copy=True)
 
 
 class Transaction:

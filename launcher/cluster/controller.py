@@ -422,22 +422,12 @@ class Controller:
             engine=self._job.engine(),
             workdir=run.workdir,
             cloud=_cloud(node.cloud) if self._sites else "local",
-            money_deadline_ms=brakes.money_deadline_ms(
-                now_ms=self._clock.now_ms(),
-                metered=facts.metered,
-                max_total=run.max_total_micro_usd,
-                planned_hourly=planned_hourly(facts, self.wanted),
-            ),
+            money_deadline_ms=self._ends_itself_ms(facts, self._clock.now_ms()),
         )
 
     def _rearm(self, facts: Facts) -> None:
         """Money that was not spent, because a node was missing for a while, lets the others live longer."""
-        deadline_ms = brakes.money_deadline_ms(
-            now_ms=facts.now_ms,
-            metered=facts.metered,
-            max_total=self.wanted.limits.max_total,
-            planned_hourly=planned_hourly(facts, self.wanted),
-        )
+        deadline_ms = self._ends_itself_ms(facts, facts.now_ms)
         if deadline_ms is None or facts.stage in OVER:
             return
         for node in facts.nodes:
@@ -445,6 +435,19 @@ class Controller:
             if node.is_live and (armed is None or deadline_ms < armed - 1000 or deadline_ms > armed + REARM_MS):
                 self._provisioner.rearm(node.name, deadline_ms)
                 self._armed[node.name] = deadline_ms
+
+    def _ends_itself_ms(self, facts: Facts, now_ms: int) -> int | None:
+        """When a node that nobody looks after ends itself: out of money, or on clouds past the run's own deadline."""
+        money_ms = brakes.money_deadline_ms(
+            now_ms=now_ms,
+            metered=facts.metered,
+            max_total=self.wanted.limits.max_total,
+            planned_hourly=planned_hourly(facts, self.wanted),
+        )
+        if not self._sites or self.wanted.deadline_ms is None:
+            return money_ms
+        late_ms = self.wanted.deadline_ms + self.wanted.allowance_ms  # a controller that lives is given its time
+        return late_ms if money_ms is None else min(money_ms, late_ms)
 
     def _is_tidy(self, facts: Facts) -> bool:
         """Nothing is left of what was made for the nodes either. A person is told when it cannot be taken away."""

@@ -13,6 +13,7 @@ clouds' credential files are uploaded whatever it says, and on Google Cloud SkyP
 
 import contextlib
 import io
+import logging
 import os
 import re
 import threading
@@ -26,6 +27,8 @@ from engine.events import Market
 from launcher.cluster.clouds.base import NODE_LABEL, OWNER_LABEL, RUN_LABEL, Place
 from launcher.exit_codes import Failure
 from launcher.placement.placement import Placement
+
+log = logging.getLogger(__name__)
 
 SERVER_ENVIRONMENT: Mapping[str, str] = {
     "SKYPILOT_DISABLE_USAGE_COLLECTION": "1",
@@ -197,10 +200,16 @@ class Sky:
                 return
 
     def rearm(self, name: str, minutes: int) -> None:
-        """The machine ends itself after so many minutes from now, whatever runs on it, unless told again."""
+        """The machine ends itself after so many minutes from now, whatever runs on it, unless told again.
+
+        One that is gone needs no timer; that it is gone, its cloud will say.
+        """
         sky = self._sky()
         with _said(f"autostop of {name}"):
-            sky.get(sky.autostop(name, minutes, down=True, wait_for=_wait_for_nothing()))
+            try:
+                sky.get(sky.autostop(name, minutes, down=True, wait_for=_wait_for_nothing()))
+            except (sky.exceptions.ClusterDoesNotExist, sky.exceptions.ClusterNotUpError) as error:
+                log.info("%s has no timer of SkyPilot's: %s", name, ANSI.sub("", str(error)))
 
     def _sky(self) -> Any:
         """The SDK. Its first call starts an API server if none runs, with what this process has in its environment."""

@@ -743,9 +743,13 @@ class SkyProvisioner:
         return words
 
     def _ask_rules(self, cloud: str, region: str) -> None:
+        """Which rules of ours somebody removed. Whoever needs the place next makes them anew."""
         place = self._places.get((cloud, region))
         if place is not None:
-            self._missing_rules[cloud, region] = "; ".join(self._clouds[cloud].open_rules(place))
+            self._missing_rules[cloud, region] = missing = "; ".join(self._clouds[cloud].open_rules(place))
+            if missing:
+                log.warning("%s/%s: %s", cloud, region, missing)
+                self._places.pop((cloud, region), None)
 
     def _clear(self, node: _Node) -> None:
         """Let SkyPilot forget it too."""

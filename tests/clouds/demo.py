@@ -7,6 +7,7 @@ it does is in story.py. It writes result.json, report.html and its logs into FOL
 """
 
 import argparse
+import contextlib
 import json
 import shutil
 import signal
@@ -15,18 +16,9 @@ import sys
 import time
 from pathlib import Path
 
-from launcher.ledger.store import open_ledger
+from tests.clouds.launched import SPOTRL, Launched
 from tests.clouds.planted import below, plant, planted_in
-from tests.clouds.story import (
-    JOB,
-    RUN,
-    Story,
-    Told,
-    batch_size,
-    ledger_of,
-    left_in_the_clouds,
-    made_by,
-)
+from tests.clouds.story import JOB, RUN, Story, Told, left_in_the_clouds
 from tests.fakes.clouds.world import World, why_not
 
 MINUTES = 25.0
@@ -59,7 +51,7 @@ def main() -> int:
 
 
 def play(world: World, to: Path, told: Told, options: argparse.Namespace) -> int:
-    home = world.folder / "home" / "state"
+    run = Launched(world=world, name=RUN, home=world.folder / "home" / "state")
     told.began = time.monotonic()
     until = told.began + options.minutes * 60
     job = to / "job" / "demo.yaml"
@@ -68,26 +60,23 @@ def play(world: World, to: Path, told: Told, options: argparse.Namespace) -> int
         JOB.format(run=RUN, target=options.target, runtime=options.runtime, step_seconds=options.step_seconds)
     )
     planted = plant(world)
-    spotrl = [sys.executable, "-m", "launcher.cli.main"]
-    state = {"SPOTRL_HOME": str(home), "NO_COLOR": "1", "COLUMNS": "140"}
-    refreshed = world.run([*spotrl, "catalog", "refresh"], env=state)
+    refreshed = run.spotrl("catalog", "refresh")
     (to / "prices.txt").write_text(refreshed.stdout)
     told("both clouds have said their prices", refreshed.stdout.strip().splitlines()[-1])
-    launch = [*spotrl, "launch", job, "-y", "--on-exit", "keep", "--result", to / "result.json"]
+    launch = [*SPOTRL, "launch", job, "-y", "--on-exit", "keep", "--result", to / "result.json"]
+    problems: list[str] = []
     with (to / "launch.log").open("w") as log:
-        open_ledger(home / "ledger.sqlite")
         process = world.start(
             [*launch, "--html", to / "report.html"],
-            env=state,
+            env=run.environment,
             stdout=log,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
         )
         told("spotrl launch")
-        problems: list[str] = []
-        sessions = ledger_of(home)
-        story = Story(world=world, sessions=sessions, told=told, until=until, planted=planted.values())
+        story = Story(run=run, told=told, until=until, planted=planted.values())
         try:
+            _wait_for_the_run(run, process, until)
             story.play()
             code = process.wait(timeout=max(1.0, until - time.monotonic()))
             told("launch has ended", f"exit code {code}")
@@ -95,24 +84,23 @@ def play(world: World, to: Path, told: Told, options: argparse.Namespace) -> int
             problems.append(f"{type(error).__name__}: {error}")
             code = process.poll()
     for name, arguments in (("report", ["report", RUN]), ("events", ["events", RUN])):
-        done = world.run([*spotrl, *arguments], env=state, check=False)
+        done = run.spotrl(*arguments, check=False)
         (to / f"{name}.txt").write_text(done.stdout + done.stderr)
-    down = world.run([*spotrl, "down", RUN], env=state, check=False)
+    down = run.spotrl("down", RUN, check=False)
     told("spotrl down", (down.stdout + down.stderr).strip())
     seconds = time.monotonic() - told.began
     left = left_in_the_clouds(world)
     secrets_found = story.found + below(world.folder / "home", planted.values(), but=planted_in(world))
     secrets_found += below(to, planted.values(), but=[world.folder])
     shutil.copytree(
-        home / "runs" / RUN,
+        run.home / "runs" / RUN,
         to / "run",
         dirs_exist_ok=True,
         ignore=shutil.ignore_patterns("bundles", "spec.json", "ssh.key"),
     )
 
     result = json.loads((to / "result.json").read_text()) if (to / "result.json").exists() else {}
-    with sessions() as session:
-        batches, size = list(made_by(session)), batch_size(session)
+    batches, size = list(run.made_by()), run.batch_size()
     report = (to / "report.txt").read_text()
     claims = {
         "the target was reached": code == 0 and result.get("target", {}).get("reached", False),
@@ -144,6 +132,17 @@ def play(world: World, to: Path, told: Told, options: argparse.Namespace) -> int
         f"see {to}/result.json, report.html, launch.log"
     )
     return 1 if problems else 0
+
+
+def _wait_for_the_run(run: Launched, process: subprocess.Popen[str], until: float) -> None:
+    """`launch` checks everything first; until then there is no run to look at."""
+    while True:
+        with contextlib.suppress(LookupError):
+            run.view()
+            return
+        if process.poll() is not None or time.monotonic() > until:
+            raise TimeoutError(f"there is no run: launch {'checks' if process.poll() is None else 'has ended'}")
+        time.sleep(0.5)
 
 
 if __name__ == "__main__":

@@ -12,9 +12,13 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import boto3
+
 from engine.config import ClockConfig, EngineConfig, NodeSpec
 from engine.events import Market
+from launcher.cluster import sky_provisioner
 from launcher.cluster.bundle import Bundle, make_bundle
+from launcher.cluster.clouds.base import Place
 from launcher.cluster.clouds.build import build_cloud_api
 from launcher.cluster.node_link import NodeLink
 from launcher.cluster.provisioner import NodeFact, NodeStatus
@@ -29,6 +33,14 @@ PLACES = {
     "gcp": ("us-central1", "us-central1-a", "n2-standard-2", "gs://spotrl-runs"),
 }
 PASS_SECONDS = 0.25
+PATIENCE = sky_provisioner.LAUNCH_SECONDS
+
+
+class DiesBefore(Sky):
+    """A process that ends with the intent written down and SkyPilot not asked."""
+
+    def start(self, launch):
+        os._exit(8)
 
 
 class Dies(Sky):
@@ -155,8 +167,16 @@ def told(fact: NodeFact) -> dict:
     }
 
 
+def dies_before_the_request(world: World, folder: Path, cloud: str) -> dict:
+    return dies(cloud, folder, DiesBefore())
+
+
 def dies_after_the_request(world: World, folder: Path, cloud: str) -> dict:
-    drive = Drive(cloud, f"p{cloud}", folder, sky=Dies())
+    return dies(cloud, folder, Dies())
+
+
+def dies(cloud: str, folder: Path, sky: Sky) -> dict:
+    drive = Drive(cloud, f"p{cloud}", folder, sky=sky)
     drive.ask("trainer", Market.SPOT)
     drive.until(lambda facts: False, 120)
     return {"error": "it lives"}
@@ -191,6 +211,7 @@ def life(world: World, folder: Path, cloud: str) -> dict:
     world.fault("capacity", cloud, code="VcpuLimitExceeded" if cloud == "aws" else "QUOTA_EXCEEDED")
     answer["denied"] = told(drive.ended(drive.ask("rollout-2")))
     world.clear()
+    answer |= never_comes_up(drive, world)
     late = drive.ask("rollout-1")
     drive.until(lambda facts: facts[late].started_ms is not None, 120)
     drive.provisioner.release([late])
@@ -198,6 +219,36 @@ def life(world: World, folder: Path, cloud: str) -> dict:
     answer["left"] = drive.tidy()
     answer["seen"], answer["slowest_pass_s"] = drive.seen, drive.slowest_pass
     return answer
+
+
+def never_comes_up(drive: Drive, world: World) -> dict:
+    """A machine that does not boot, then one behind a rule that somebody removed. How long is waited is made short."""
+    sky_provisioner.LAUNCH_SECONDS = 45.0
+    world.fault("no_boot", drive.cloud, times=1)
+    dark = drive.ask("rollout-3")
+    drive.until(lambda facts: facts[dark].started_ms is not None, 60)
+    unbooted = drive.ended(dark)
+    place = next(iter(drive.provisioner._places.values()))
+    remove_ssh_rule(drive.cloud, place)
+    shut = drive.ended(drive.ask("rollout-4"))
+    sky_provisioner.LAUNCH_SECONDS = PATIENCE
+    return {"unbooted": told(unbooted), "shut": told(shut)}
+
+
+def remove_ssh_rule(cloud: str, place: Place) -> None:
+    """As a person would who thinks it is not needed."""
+    if cloud == "gcp":
+        import google.auth
+        from google.auth.transport.requests import AuthorizedSession
+
+        credentials, project = google.auth.default(["https://www.googleapis.com/auth/cloud-platform"])
+        url = f"https://compute.googleapis.com/compute/v1/projects/{project}/global/firewalls/{place.group}-ssh"
+        AuthorizedSession(credentials).delete(url).raise_for_status()
+        return
+    ec2 = boto3.client("ec2", region_name=place.region)
+    (group,) = ec2.describe_security_groups(Filters=[{"Name": "group-name", "Values": [place.group]}])["SecurityGroups"]
+    rules = [rule for rule in group["IpPermissions"] if rule.get("FromPort") == 22]
+    ec2.revoke_security_group_ingress(GroupId=group["GroupId"], IpPermissions=rules)
 
 
 SEARCH = "grep -rlsE 'planted-(aws|gcp|hf)-secret' /home /root /tmp /etc /opt /var 2>/dev/null; true"

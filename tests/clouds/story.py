@@ -7,18 +7,13 @@ Everything goes through the `spotrl launch` that users get, with unmodified SkyP
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import partial
 from typing import Any, TextIO
 
-from sqlalchemy import select
-from sqlalchemy.orm import Session, sessionmaker
-
-from engine.events import IterationDone
-from launcher.cluster.runs import NodeView, RunView, run_view
-from launcher.ledger.models import Node, Run
-from launcher.ledger.store import find_run, open_ledger, progress_of
+from launcher.cluster.runs import NodeView
+from tests.clouds.launched import Launched
 from tests.clouds.planted import on_host
 from tests.fakes.clouds.world import World
 
@@ -65,16 +60,11 @@ class Told:
         print(f"[{seconds:6.1f} s] {moment}{': ' if text else ''}{text}", file=self.out, flush=True)
 
 
-class Ended(Exception):
-    """The run ended before its story did."""
-
-
 @dataclass
 class Story:
     """What the clouds do to the run, in order; each step waits until the run has got over the one before."""
 
-    world: World
-    sessions: sessionmaker[Session]
+    run: Launched
     told: Told
     until: float
     planted: Collection[str] = ()
@@ -83,74 +73,38 @@ class Story:
     """Where on hosts one of them was found all the same."""
 
     def play(self) -> None:
-        self._when("three nodes at work on Google Cloud", lambda view: len(self._ready(view, "gcp")) == 3)
+        run = self.run
+        self._when("three nodes at work on Google Cloud", lambda: len(run.ready(cloud="gcp")) == 3)
         self._look_for_secrets()
-        self._when("two batches are trained", lambda view: view.iteration >= 2)
+        self._when("two batches are trained", lambda: run.view().iteration >= 2)
         for moment, notice in (("a reclaim with notice", True), ("a reclaim without a word", False)):
-            lost = next(node for node in self._ready(self._view(), "gcp") if node.market == "spot")
-            self.world.reclaim(lost.name, seconds=NOTICE_SECONDS if notice else 0, notice=notice)
+            lost = run.ready("rollout", cloud="gcp")[0]
+            run.world.reclaim(lost.name, seconds=NOTICE_SECONDS if notice else 0, notice=notice)
             self.told(moment, lost.name)
-            self._when(f"its successor serves ({moment})", self._is_replaced(lost))
-        self.world.fault("capacity", "gcp", market="on_demand")
-        trainer = next(node for node in self._ready(self._view(), "gcp") if node.role == "trainer")
-        before = self._view().iteration
-        self.world.reclaim(trainer.name)
+            self._when(f"its successor serves ({moment})", partial(self._is_replaced, lost))
+        run.world.fault("capacity", "gcp", market="on_demand")
+        (trainer,) = run.ready("trainer", cloud="gcp")
+        before = run.view().iteration
+        run.world.reclaim(trainer.name)
         self.told("Google Cloud has no on-demand machine, and the trainer is gone", f"{trainer.name}, at {before}")
-        self._when(
-            "the trainer is at work on AWS", lambda view: any(n.role == "trainer" for n in self._ready(view, "aws"))
-        )
-        self._when("it trains there", lambda view: view.iteration > before)
-        self._when("two spot nodes serve there", lambda view: len(self._ready(view, "aws")) == 3)
+        self._when("the trainer is at work on AWS", lambda: run.ready("trainer", cloud="aws"))
+        self._when("it trains there", lambda: run.view().iteration > before)
+        self._when("two spot nodes serve there", lambda: len(run.ready(cloud="aws")) == 3)
         self._look_for_secrets()
 
     def _look_for_secrets(self) -> None:
         """On every host there is now."""
-        for host in self.world.hosts():
-            self.found += [f"{host}: {place}" for place in on_host(self.world, host, self.planted)]
+        world = self.run.world
+        for host in world.hosts():
+            self.found += [f"{host}: {place}" for place in on_host(world, host, self.planted)]
 
-    def _is_replaced(self, lost: NodeView) -> Callable[[RunView], bool]:
-        def holds(view: RunView) -> bool:
-            return any(node.slot == lost.slot and node.name != lost.name for node in self._ready(view, "gcp"))
+    def _is_replaced(self, lost: NodeView) -> bool:
+        return any(node.slot == lost.slot and node.name != lost.name for node in self.run.ready(cloud="gcp"))
 
-        return holds
-
-    def _ready(self, view: RunView, cloud: str) -> list[NodeView]:
-        with self.sessions() as session:
-            clouds = {node.name: node.cloud for node in session.scalars(select(Node))}
-        return [node for node in view.nodes if node.status == "ready" and clouds.get(node.name) == cloud]
-
-    def _view(self) -> RunView:
-        return run_view(self.sessions, RUN)
-
-    def _when(self, moment: str, holds: Callable[[RunView], bool]) -> None:
-        while True:
-            try:
-                view = self._view()
-            except LookupError:  # launch is still checking
-                view = None
-            if view is not None and holds(view):
-                self.told(moment, f"iteration {view.iteration}, {view.metric} {view.score or 0:.3f}")
-                return
-            if view is not None and view.status in ("finished", "failed", "stopped"):
-                raise Ended(f"the run is {view.status} ({view.reason}) before: {moment}")
-            if time.monotonic() > self.until:
-                raise TimeoutError(f"time is up, and this has not happened: {moment}")
-            time.sleep(0.5)
-
-
-def made_by(session: Session) -> Iterator[dict[str, int]]:
-    """Of every batch, how many of its rollouts each node finished."""
-    for row in progress_of(session, find_run(session, RUN), IterationDone.KIND):
-        yield row.event["made_by"]
-
-
-def batch_size(session: Session) -> int:
-    algorithm = session.scalars(select(Run).where(Run.name == RUN)).one().job["algorithm"]
-    return int(algorithm["prompts_per_batch"]) * int(algorithm["images_per_prompt"])
-
-
-def ledger_of(home: Path) -> sessionmaker[Session]:
-    return open_ledger(home / "ledger.sqlite")
+    def _when(self, moment: str, holds: Callable[[], object]) -> None:
+        self.run.until(moment, holds, self.until - time.monotonic())
+        view = self.run.view()
+        self.told(moment, f"iteration {view.iteration}, {view.metric} {view.score or 0:.3f}")
 
 
 SHARED_ROLE = "spotrlNode"

@@ -43,6 +43,7 @@ def left(world: World) -> set[str]:
 def test_a_nodes_life_on_a_cloud(world, tmp_path, cloud):
     plant_secrets(world)
     before = left(world)
+    assert inside(world, "dies_before_the_request", tmp_path, cloud, check=False) == {"code": 8}
     assert inside(world, "dies_after_the_request", tmp_path, cloud, check=False) == {"code": 9}
     seen = inside(world, "life", tmp_path, cloud)
     (tmp_path.parent / f"provisioner-{cloud}.json").write_text(json.dumps(seen, indent=2))
@@ -59,6 +60,10 @@ def test_a_nodes_life_on_a_cloud(world, tmp_path, cloud):
     assert len(seen["refused"]["tried"]) == 1
     assert seen["denied"]["status"] == "denied"
     assert "quota" in seen["denied"]["evidence"]
+    assert seen["unbooted"]["status"] == seen["shut"]["status"] == "gone"
+    assert "did not come up within 45 s" in seen["unbooted"]["evidence"]
+    assert "lacks the" in seen["shut"]["evidence"]
+    assert "tcp 22 (SSH) from 192.0.2.1/32" in seen["shut"]["evidence"]
     assert seen["released"]["status"] == "gone"
     assert seen["left"] == []
     assert left(world) - before == set()

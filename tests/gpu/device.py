@@ -28,6 +28,9 @@ def needs_gpus(count: int, *, gib: int = 0) -> pytest.MarkDecorator:
     found = torch.cuda.device_count()
     if found < count:
         return pytest.mark.skip(reason=f"needs {count} CUDA GPU{'s' if count > 1 else ''}, found {found}")
+    if gib == 0:
+        # To ask for memory starts CUDA, and a process that did can fork no ranks that use it (`Ranks`).
+        return pytest.mark.skipif(False, reason="")
     smallest = min(torch.cuda.get_device_properties(i).total_memory // GIB for i in range(count))
     reason = f"needs {count} CUDA GPU{'s' if count > 1 else ''} of {gib} GiB, found {smallest} GiB"
     return pytest.mark.skipif(smallest < gib, reason=reason)
@@ -46,9 +49,10 @@ def describe_device() -> dict[str, Any]:
 
 
 def keep_figures(check: str, figures: Mapping[str, Any], device: Mapping[str, Any], page: Path = PAGE) -> None:
-    """Write this check's section of the page, in place of an earlier one; the other sections stay."""
-    sections = page.read_text().split("\n## ")[1:] if page.exists() else []
+    """Write this check's section of the page, in place of an earlier one; the other sections and what stands before
+    them stay."""
+    opening, *sections = page.read_text().split("\n## ") if page.exists() else [TITLE]
     kept = {section.split("\n", 1)[0]: section for section in sections}
     whole = {**figures, "date": time.strftime("%Y-%m-%d"), **device}
     kept[check] = f"{check}\n\n```json\n{json.dumps(whole, indent=1)}\n```\n"
-    page.write_text(TITLE + "".join(f"\n## {kept[name].rstrip()}\n" for name in sorted(kept)))
+    page.write_text(opening.rstrip() + "\n" + "".join(f"\n## {kept[name].rstrip()}\n" for name in sorted(kept)))

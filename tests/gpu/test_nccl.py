@@ -111,6 +111,33 @@ def abort(ranks):
     return {"hung_until_aborted": hung, "abort_s": seconds, "others_went_on": len(others) > 1}
 
 
+def every_call(member, number):
+    """Each collective of a group of one, twice: what is sent is what comes; then abort, and compute on."""
+    group = member.kept["communicators"].get(number, 0, 1)
+    sent = torch.arange(8.0, device=member.kept["device"])[None]
+    for _ in range(2):
+        same = sent.clone()
+        group.all_reduce(same)
+        group.broadcast(same)
+        for received in (group.all_to_all(sent), group.all_gather(sent), same):
+            assert torch.equal(received, sent)
+    finish(member)
+    begun = time.perf_counter()
+    member.kept["communicators"].keep(())
+    finish(member)
+    return time.perf_counter() - begun
+
+
+def alone(ranks):
+    """One rank by itself: that our calls are NCCL's own, on the one GPU there is."""
+    ((_, seconds, taken),) = ranks.run((0,), exchange, 1, (0,))
+    before = ranks.run((0,), compute_alone)
+    (abort_seconds,) = ranks.run((0,), every_call, 1)
+    assert ranks.run((0,), compute_alone) == before
+    ((_, again, _),) = ranks.run((0,), exchange, 2, (0,))
+    return {"first_s": seconds, "bytes": taken, "abort_s": abort_seconds, "next_s": again}
+
+
 def with_ranks(number, backend, check):
     ranks = Ranks(number, (), preload=[__name__])
     try:
@@ -120,6 +147,10 @@ def with_ranks(number, backend, check):
         ranks.close()
 
 
+def test_a_rank_is_a_group_by_itself():
+    assert with_ranks(1, "gloo", alone)["bytes"] == 0
+
+
 def test_many_communicators_of_the_same_ranks_stand_side_by_side():
     found = with_ranks(2, "gloo", cache)
     assert len(found["later_s"]) == CACHED - 1
@@ -127,6 +158,12 @@ def test_many_communicators_of_the_same_ranks_stand_side_by_side():
 
 def test_a_death_breaks_its_communicators_and_the_others_go_on():
     assert with_ranks(3, "gloo", abort)["others_went_on"]
+
+
+@pytest.mark.gpu
+@needs_gpus(1)
+def test_one_rank_makes_uses_and_aborts_an_nccl_communicator_of_its_own():
+    keep_figures("NCCL communicator, one rank", with_ranks(1, "nccl", alone), describe_device())
 
 
 @pytest.mark.gpu

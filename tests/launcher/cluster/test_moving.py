@@ -445,3 +445,12 @@ def test_what_cannot_be_taken_away_is_said_and_not_tried_for_ever(sessions):
     stage.passes(20)
     assert stage.controller.one_pass()
     assert "`spotrl reap` lists them" in stage.reason()[1]
+
+
+def test_a_node_ends_itself_soon_after_the_runs_deadline_when_nobody_looks_after_it(sessions):
+    stage = Stage(sessions, spot=1, budget={"deadline": "30m"})
+    stage.passes(1)
+    told = {name: spec.money_deadline_ms - stage.run.created_ms for name, (_, spec, _) in stage.cloud.asked.items()}
+    assert set(told.values()) == {35 * MINUTE}  # its money would last for days
+    stage.passes(31)
+    assert stage.reason()[1] == "deadline"

@@ -1,0 +1,291 @@
+"""What goes wrong with runs that are under way, on both fake clouds: three runs of `spotrl launch`, told in order.
+
+`steady` trains on Google Cloud and must go on whatever happens to it; `priced` meets prices that rise on AWS;
+`abandoned` loses its controller for good. They share a ledger, on a small disk that is made full.
+"""
+
+import json
+import shutil
+import signal
+import sqlite3
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from launcher.cluster.processes import is_alive
+from launcher.cluster.stores import newest_checkpoint, open_store
+from tests.clouds.launched import Launched
+from tests.clouds.story import left_in_the_clouds
+from tests.fakes.clouds.world import World
+
+pytestmark = [pytest.mark.clouds, pytest.mark.timeout(900)]
+
+JOB = """\
+name: {name}
+infra: {infra}
+store: {{aws: s3://spotrl-runs/faults, gcp: gs://spotrl-runs/faults}}
+ssh_from: 192.0.2.1/32
+iterations: 100000
+evaluation: {{prompts: 16, every: 1000}}
+algorithm: {{prompts_per_batch: 8, images_per_prompt: 4}}
+exploration: {{mode: stale, budget: {{candidates: 64}}}}
+runtime: {{name: local, shape: 8, step_seconds: {step_seconds}}}
+recovery: {{launches_per_minute: 60}}
+resources:
+  trainer: {{accelerators: L4:1}}
+  rollout: {{accelerators: L4:1, use_spot: true, num_nodes: {spot}}}
+budget: {{max_total: {max_total}, max_hourly: $90{deadline}}}
+"""
+
+OUTAGE_SECONDS = 300.0
+DEADLINE_MINUTES = 6
+UP_SECONDS = 400.0
+BACK_SECONDS = 300.0
+"""For a successor to be at work: a machine, its set-up, its engine; on two cores that all hosts share."""
+
+
+def job(name: str, infra: str, *, spot: int = 1, max_total: str = "$40", deadline: str = "", step: float = 0.3) -> str:
+    return JOB.format(name=name, infra=infra, spot=spot, max_total=max_total, deadline=deadline, step_seconds=step)
+
+
+@dataclass
+class Runs:
+    steady: Launched
+    priced: Launched
+    abandoned: Launched
+    launched_at: float
+    outage: tuple[float, set[str]] = (0.0, set())
+    """When it began, and which nodes there were."""
+
+
+@pytest.fixture(autouse=True)
+def _no_fault_outlives_its_test() -> None:
+    """Here one does: an outage goes on beside other tests, and ends by itself."""
+
+
+@pytest.fixture(scope="module")
+def runs(world: World) -> Iterator[Runs]:
+    """All three, once their nodes are at work; `abandoned` has lost its controller by then."""
+    before = {json.dumps(one, sort_keys=True) for one in world.inventory()}
+    home = world.folder / "home" / "faults"
+    home.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400m", "tmpfs", home], check=True)
+    runs = Runs(
+        *(Launched(world=world, name=name, home=home) for name in ("steady", "priced", "abandoned")), time.time()
+    )
+    try:
+        runs.steady.spotrl("catalog", "refresh")
+        runs.abandoned.launch(job("abandoned", "aws", spot=0, deadline=f", deadline: {DEADLINE_MINUTES}m"))
+        runs.steady.launch(job("steady", "gcp"))
+        runs.priced.launch(job("priced", "aws", spot=2, max_total="$12"))
+        runs.abandoned.until("its trainer works", runs.abandoned.ready, UP_SECONDS)
+        runs.abandoned.signal(signal.SIGKILL)
+        for run, nodes in ((runs.steady, 2), (runs.priced, 3)):
+            run.until("all its nodes work", lambda run=run, nodes=nodes: len(run.ready()) == nodes, UP_SECONDS)
+        runs.steady.trains_on()
+        yield runs
+    finally:
+        world.clear()
+        for run in (runs.steady, runs.priced, runs.abandoned):
+            run.spotrl("down", run.name, check=False)
+            shutil.copytree(home / "runs" / run.name, world.folder / "ended" / run.name, dirs_exist_ok=True)
+        subprocess.run(["umount", "--lazy", home], check=True)
+        assert {json.dumps(one, sort_keys=True) for one in world.inventory() if one["id"] != "spotrlNode"} <= before
+
+
+def test_a_second_controller_is_refused_also_from_another_machine(world, runs, tmp_path):
+    steady = runs.steady
+    here = steady.spotrl("controller", "steady", check=False)
+    assert (here.returncode, "has a controller already" in here.stderr + here.stdout) == (1, True)
+    # Another machine has a ledger of its own, in which the run's token is another one.
+    elsewhere = Launched(world=world, name="steady", home=world.folder / "home" / "elsewhere")
+    elsewhere.spotrl("catalog", "refresh")
+    machines = len(steady.machines())
+    with pytest.raises(RuntimeError, match="is controlled from another machine"):
+        elsewhere.launch(job("steady", "gcp"))
+    assert len(steady.machines()) == machines
+    assert steady.spotrl("status", "steady").returncode == 0
+
+
+def test_a_locked_database_is_waited_for(runs):
+    steady = runs.steady
+    pid = steady.controller()
+    with sqlite3.connect(steady.home / "ledger.sqlite", timeout=30) as connection:
+        connection.execute("BEGIN EXCLUSIVE")
+        time.sleep(6)
+        connection.rollback()
+    connection.close()
+    steady.trains_on()
+    assert steady.controller() == pid
+    assert is_alive(pid, None)
+
+
+def test_an_outage_begins(world, runs):
+    """Google Cloud's API and its buckets are away for five minutes, beside the tests that follow."""
+    world.fault("down", "gcp", seconds=OUTAGE_SECONDS)
+    world.fault("store_down", "gcp", seconds=OUTAGE_SECONDS)
+    runs.outage = (time.monotonic(), set(runs.steady.records()))
+
+
+def test_a_price_that_doubles_is_what_is_paid(world, runs):
+    priced = runs.priced
+    before = {node.name: node.micro_usd_per_hour for node in priced.ready("rollout")}
+    assert len(before) == 2
+    world.price("aws", 2)
+    priced.until(
+        "the double price is on record",
+        lambda: all(node.micro_usd_per_hour == 2 * before.get(node.name, 0) for node in priced.ready("rollout")),
+        200,
+    )
+    assert {node.name for node in priced.ready("rollout")} == set(before), "that price was within the limits"
+
+
+def test_a_budget_that_is_used_up_in_the_middle_of_a_launch_ends_the_run(world, runs):
+    priced = runs.priced
+    lost = priced.ready("rollout")[0]
+    world.reclaim(lost.name)
+    successor = lost.name.replace("-g0", "-g1")
+    priced.until("its successor is asked for", lambda: successor in priced.records(), 60)
+    world.price("aws", 600)
+    wait_for(lambda: priced.view().status == "stopped", 400)
+    assert priced.view().reason.startswith("budget")
+    assert priced.machines() == []
+    assert priced.view().spent_micro_usd <= 12_000_000 + 5 * 60_000 * 700_000 // 60_000
+    priced.down()
+
+
+def test_the_run_went_on_through_the_outage(world, runs):
+    steady = runs.steady
+    began, nodes = runs.outage
+    time.sleep(max(0.0, began + OUTAGE_SECONDS + 5 - time.monotonic()))
+    steady.trains_on(3)
+    assert set(steady.records()) == nodes, "nobody was replaced"
+    assert len(steady.ready()) == 2
+    assert "compute" in steady.log()  # it said who did not answer
+
+
+def test_no_capacity_anywhere_is_said_and_waited_for(world, runs):
+    world.fault("capacity")
+    nowhere = Launched(world=world, name="nowhere", home=runs.steady.home)
+    nowhere.launch(job("nowhere", "aws,gcp"))
+    nowhere.until("every region has refused", lambda: len(refusals(nowhere)) >= 4, 180)
+    assert nowhere.view().status == "running"
+    assert "no capacity" in nowhere.view().reason, nowhere.view().reason
+    assert nowhere.view().spent_micro_usd == 0
+    nowhere.down()
+    world.clear("capacity")
+
+
+def test_a_frozen_controller_misses_nothing(world, runs):
+    """Longer than its lease; meanwhile the run goes on with what it has."""
+    steady = runs.steady
+    (lost,) = steady.ready("rollout")
+    steady.signal(signal.SIGSTOP)
+    try:
+        time.sleep(2)
+        world.reclaim(lost.name)
+        reached = trained(steady)
+        time.sleep(23)
+        assert trained(steady) >= reached + 2
+    finally:
+        steady.signal(signal.SIGCONT)
+    steady.until("it is missed", lambda: steady.records()[lost.name].reclaimed, 30)
+    steady.until("it is replaced", lambda: steady.ready("rollout"), BACK_SECONDS)
+    assert every_batch_is_whole(steady)
+
+
+def test_a_notice_shorter_than_the_drain_loses_no_rollout(world, runs):
+    steady = runs.steady
+    (lost,) = steady.ready("rollout")
+    world.reclaim(lost.name, seconds=1, notice=True)
+    steady.until("it is gone", lambda: steady.records()[lost.name].reclaimed, 60)
+    steady.trains_on(3)
+    assert every_batch_is_whole(steady)
+
+
+def test_a_half_written_checkpoint_does_not_count(world, runs):
+    """The newest manifest is cut short, and the trainer is gone."""
+    steady = runs.steady
+    name = world.call(cut_the_newest_manifest_short)
+    (trainer,) = steady.ready("trainer")
+    world.reclaim(trainer.name)
+    steady.until("another trainer works", lambda: steady.ready("trainer") not in ([], [trainer]), BACK_SECONDS)
+    steady.trains_on()
+    logs = "\n".join(path.read_text() for path in (steady.home / "runs").glob("steady/nodes/*/logs/*.log"))
+    assert f"checkpoint {name} does not count" in logs
+    assert every_batch_is_whole(steady)
+
+
+def test_a_full_disk_ends_the_controller_and_nothing_else(runs):
+    steady = runs.steady
+    nodes = {node.name for node in steady.ready()}
+    filler = steady.home / "filler"
+    subprocess.run(["dd", "if=/dev/zero", f"of={filler}", "bs=1M"], stderr=subprocess.DEVNULL)
+    try:
+        wait_for(lambda: not is_alive(steady.controller(), None), 120)
+    finally:
+        filler.unlink()
+    steady.spotrl("resume", "steady")
+    steady.trains_on()
+    assert nodes <= {node.name for node in steady.ready()}, "they were kept"
+
+
+def test_nothing_lives_past_its_deadline_without_a_controller(runs):
+    abandoned = runs.abandoned
+    assert not is_alive(abandoned.controller(), None)
+    late_ms = 2 * 60_000
+    deadline = runs.launched_at + DEADLINE_MINUTES * 60 + 300 + late_ms / 1000
+    wait_for(lambda: not abandoned.machines(), max(5.0, deadline - time.time()))
+    assert [node.name for node in abandoned.ready()] == ["abandoned-trainer-g0"], "nobody has written that down yet"
+    abandoned.down()
+
+
+def test_down_leaves_nothing_of_any_of_them(world, runs):
+    runs.steady.down()
+    left = left_in_the_clouds(world)
+    assert (left["instances"], left["disks"], left["processes"], left["namespaces"]) == (0, 0, 0, 0)
+
+
+# --- looking ------------------------------------------------------------------------------------------
+
+
+def wait_for(holds, seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < until, f"not within {seconds:.0f} s"
+        time.sleep(0.5)
+
+
+def refusals(run: Launched) -> set[str]:
+    """Regions in which somebody said that there is no capacity."""
+    return {
+        record.wanted.placement.region
+        for record in run.records().values()
+        if "no_capacity" in record.happened and record.wanted is not None
+    }
+
+
+def trained(run: Launched) -> int:
+    """Iterations, as the trainer's own log has them: the controller that would write them down may be frozen."""
+    (trainer,) = run.ready("trainer")
+    said = run.world.on(trainer.name, ["cat", "/home/ubuntu/spotrl/node/progress/trainer.jsonl"])
+    return sum('"iteration_done"' in line for line in said.splitlines())
+
+
+def every_batch_is_whole(run: Launched) -> bool:
+    batches = list(run.made_by())
+    return bool(batches) and all(sum(nodes.values()) == run.batch_size() for nodes in batches)
+
+
+def cut_the_newest_manifest_short() -> str:
+    import obstore
+
+    store = open_store("gs://spotrl-runs/faults/steady")
+    name = newest_checkpoint(store)
+    assert name is not None
+    path = f"checkpoints/{name}/manifest.json"
+    obstore.put(store, path, bytes(obstore.get(store, path).bytes())[:100])
+    return name
