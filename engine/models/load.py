@@ -84,9 +84,9 @@ def freeze_but_trained(adapter: DiTAdapter, config: ModelConfig) -> None:
                 init_lora_weights="gaussian",
                 target_modules=list(adapter.lora_targets()),
             )
-            # The caller's random numbers are left as they were.
+            # The caller's random numbers are left as they were. Adapters are drawn on the CPU, wherever the model is.
             with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(LORA_SEED)
+                torch.default_generator.manual_seed(LORA_SEED)
                 transformer.add_adapter(lora)  # type: ignore[operator]
             transformer.eval()
         case _:

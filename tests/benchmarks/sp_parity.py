@@ -284,12 +284,16 @@ class Ranks:
         *,
         preload: Sequence[str] = (),
         timeout_seconds: float = 60.0,
+        on_gpus: bool = False,
     ) -> None:
         """`preload`: modules that are imported once for all ranks, beside HEAVY: those whose functions are sent.
 
+        `on_gpus`: the ranks use CUDA, so each imports everything itself; diffusers looks for GPUs when it is imported,
+        and no fork of a process that did may use them.
+
         `timeout_seconds`: how long a collective waits for a peer that neither answers nor dies.
         """
-        context = multiprocessing.get_context("forkserver")
+        context = multiprocessing.get_context("spawn" if on_gpus else "forkserver")
         context.set_forkserver_preload([*HEAVY, *preload])
         self._store = serve_store()
         self._pipes: list[Connection] = []

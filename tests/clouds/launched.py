@@ -47,15 +47,15 @@ class Launched:
     def environment(self) -> dict[str, str]:
         return {"SPOTRL_HOME": str(self.home), "NO_COLOR": "1", "COLUMNS": "140"}
 
-    def spotrl(self, *words: str | Path, check: bool = True, **more: object) -> subprocess.CompletedProcess[str]:
-        return self.world.run([*SPOTRL, *words], env=self.environment, check=check, **more)
+    def spotrl(self, *words: str | Path, check: bool = True, **env: str) -> subprocess.CompletedProcess[str]:
+        return self.world.run([*SPOTRL, *words], env=self.environment | env, check=check)
 
-    def launch(self, job: str, *words: str) -> None:
-        """Launch it, and come back once its controller runs."""
+    def launch(self, job: str, **env: str) -> None:
+        """Launch it, and come back once its controller runs. `env`: what its user has set beside."""
         path = self.world.folder / "jobs" / f"{self.name}.yaml"
         path.parent.mkdir(exist_ok=True)
         path.write_text(job)
-        self.spotrl("launch", path, "-y", "--detach", *words)
+        self.spotrl("launch", path, "-y", "--detach", **env)
 
     def down(self) -> None:
         """Raises when something is left."""

@@ -18,6 +18,7 @@ import pytest
 from launcher.cluster.processes import is_alive
 from launcher.cluster.stores import newest_checkpoint, open_store
 from tests.clouds.launched import Launched
+from tests.clouds.planted import below, on_host, plant, planted_in
 from tests.clouds.story import left_in_the_clouds
 from tests.fakes.clouds.world import World
 
@@ -32,23 +33,23 @@ iterations: 100000
 evaluation: {{prompts: 16, every: 1000}}
 algorithm: {{prompts_per_batch: 8, images_per_prompt: 4}}
 exploration: {{mode: stale, budget: {{candidates: 64}}}}
-runtime: {{name: local, shape: 8, step_seconds: {step_seconds}}}
+runtime: {{name: local, shape: 8, step_seconds: 0.3}}
 recovery: {{launches_per_minute: 60}}
 resources:
   trainer: {{accelerators: L4:1}}
   rollout: {{accelerators: L4:1, use_spot: true, num_nodes: {spot}}}
 budget: {{max_total: {max_total}, max_hourly: $90{deadline}}}
-"""
+{more}"""
 
 OUTAGE_SECONDS = 300.0
-DEADLINE_MINUTES = 6
+DEADLINE_MINUTES = 8
 UP_SECONDS = 400.0
 BACK_SECONDS = 300.0
 """For a successor to be at work: a machine, its set-up, its engine; on two cores that all hosts share."""
 
 
-def job(name: str, infra: str, *, spot: int = 1, max_total: str = "$40", deadline: str = "", step: float = 0.3) -> str:
-    return JOB.format(name=name, infra=infra, spot=spot, max_total=max_total, deadline=deadline, step_seconds=step)
+def job(name: str, infra: str, *, spot: int = 1, max_total: str = "$40", deadline: str = "", more: str = "") -> str:
+    return JOB.format(name=name, infra=infra, spot=spot, max_total=max_total, deadline=deadline, more=more)
 
 
 @dataclass
@@ -56,6 +57,8 @@ class Runs:
     steady: Launched
     priced: Launched
     abandoned: Launched
+    planted: dict[str, str]
+    """What the client has and no host may have."""
     launched_at: float
     outage: tuple[float, set[str]] = (0.0, set())
     """When it began, and which nodes there were."""
@@ -67,18 +70,20 @@ def _no_fault_outlives_its_test() -> None:
 
 
 @pytest.fixture(scope="module")
-def runs(world: World) -> Iterator[Runs]:
+def runs(world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
     """All three, once their nodes are at work; `abandoned` has lost its controller by then."""
     before = {json.dumps(one, sort_keys=True) for one in world.inventory()}
-    home = world.folder / "home" / "faults"
+    home, ended = world.folder / "home" / "faults", tmp_path_factory.mktemp("ended")
     home.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400m", "tmpfs", home], check=True)
-    runs = Runs(
-        *(Launched(world=world, name=name, home=home) for name in ("steady", "priced", "abandoned")), time.time()
-    )
+    names = ("steady", "priced", "abandoned")
+    runs = Runs(*(Launched(world=world, name=name, home=home) for name in names), plant(world), time.time())
     try:
         runs.steady.spotrl("catalog", "refresh")
-        runs.abandoned.launch(job("abandoned", "aws", spot=0, deadline=f", deadline: {DEADLINE_MINUTES}m"))
+        named = job(
+            "abandoned", "aws", spot=0, deadline=f", deadline: {DEADLINE_MINUTES}m", more="secrets: [HF_TOKEN]\n"
+        )
+        runs.abandoned.launch(named, HF_TOKEN=runs.planted["hugging face token"])
         runs.steady.launch(job("steady", "gcp"))
         runs.priced.launch(job("priced", "aws", spot=2, max_total="$12"))
         runs.abandoned.until("its trainer works", runs.abandoned.ready, UP_SECONDS)
@@ -91,9 +96,21 @@ def runs(world: World) -> Iterator[Runs]:
         world.clear()
         for run in (runs.steady, runs.priced, runs.abandoned):
             run.spotrl("down", run.name, check=False)
-            shutil.copytree(home / "runs" / run.name, world.folder / "ended" / run.name, dirs_exist_ok=True)
+            shutil.copytree(home / "runs" / run.name, ended / run.name)
         subprocess.run(["umount", "--lazy", home], check=True)
         assert {json.dumps(one, sort_keys=True) for one in world.inventory() if one["id"] != "spotrlNode"} <= before
+
+
+def test_no_secret_is_on_a_host_unless_the_job_names_it(world, runs):
+    for run in (runs.steady, runs.priced):
+        for node in run.ready():
+            assert on_host(world, node.name, runs.planted.values()) == []
+    token = runs.planted["hugging face token"]
+    others = [secret for secret in runs.planted.values() if secret != token]
+    assert on_host(world, "abandoned-trainer-g0", others) == []
+    found = on_host(world, "abandoned-trainer-g0", [token])
+    assert found
+    assert all(place.startswith("/proc/") for place in found), "in its processes' environment, and in no file"
 
 
 def test_a_second_controller_is_refused_also_from_another_machine(world, runs, tmp_path):
@@ -241,6 +258,20 @@ def test_nothing_lives_past_its_deadline_without_a_controller(runs):
     wait_for(lambda: not abandoned.machines(), max(5.0, deadline - time.time()))
     assert [node.name for node in abandoned.ready()] == ["abandoned-trainer-g0"], "nobody has written that down yet"
     abandoned.down()
+
+
+def test_no_secret_is_in_what_runs_leave_here(world, runs):
+    home = runs.steady.home
+    for words in (("report", "steady", "--html", home / "report.html"), ("events", "steady"), ("status", "steady")):
+        (home / f"{words[0]}.txt").write_text(runs.steady.spotrl(*words).stdout)
+    assert below(world.folder / "home", runs.planted.values(), but=planted_in(world)) == []
+    private = [
+        *home.glob("ledger.sqlite*"),
+        *home.glob("runs/*/nodes/*/ssh.key"),
+        *home.glob("runs/*/nodes/*/spec.json"),
+    ]
+    assert len(private) > 5
+    assert {path.stat().st_mode & 0o777 for path in private} == {0o600}
 
 
 def test_down_leaves_nothing_of_any_of_them(world, runs):

@@ -28,9 +28,6 @@ def needs_gpus(count: int, *, gib: int = 0) -> pytest.MarkDecorator:
     found = torch.cuda.device_count()
     if found < count:
         return pytest.mark.skip(reason=f"needs {count} CUDA GPU{'s' if count > 1 else ''}, found {found}")
-    if gib == 0:
-        # To ask for memory starts CUDA, and a process that did can fork no ranks that use it (`Ranks`).
-        return pytest.mark.skipif(False, reason="")
     smallest = min(torch.cuda.get_device_properties(i).total_memory // GIB for i in range(count))
     reason = f"needs {count} CUDA GPU{'s' if count > 1 else ''} of {gib} GiB, found {smallest} GiB"
     return pytest.mark.skipif(smallest < gib, reason=reason)

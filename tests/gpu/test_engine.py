@@ -4,6 +4,7 @@ The same functions run on the CPU with one family. Nothing here asks for speed: 
 """
 
 import json
+import multiprocessing
 import time
 
 import pytest
@@ -19,7 +20,7 @@ from engine.config import (
     RuntimeConfig,
     SamplerConfig,
 )
-from engine.models.load import freeze_but_trained, load_adapter
+from engine.models.load import freeze_but_trained, load_adapter, trainable
 from engine.models.text import EncodedText
 from engine.rollout.request import Score
 from engine.rollout.sampler import denoise, rollout_plan
@@ -122,6 +123,48 @@ def test_a_run_goes_on_from_its_checkpoint_on_the_cpu(tmp_path):
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES.keys())
 def test_a_run_goes_on_from_its_checkpoint_on_one_gpu(family, weights, tmp_path):
     run_and_go_on(family, weights, "cuda:0", tmp_path)
+
+
+@pytest.mark.gpu
+@needs_gpus(1)
+def test_low_rank_adapters_are_the_same_on_a_gpu_and_draw_no_number_of_its_own():
+    made = []
+    before = torch.cuda.get_rng_state()
+    for device in ("cpu", "cuda:0"):
+        torch.manual_seed(0)
+        adapter = placed(FAMILIES["qwen-image"].build(), device)
+        torch.cuda.set_rng_state(before)
+        freeze_but_trained(adapter, ModelConfig(weights="lora", lora_rank=2))
+        made.append({name: parameter.cpu() for name, parameter in trainable(adapter).items()})
+    assert all(torch.equal(value, made[1][name]) for name, value in made[0].items())
+    assert torch.equal(torch.cuda.get_rng_state(), before)
+
+
+def sum_on(device, pipe):
+    pipe.send(float(torch.ones(8, device=device).sum()))
+
+
+@pytest.mark.gpu
+@needs_gpus(1)
+def test_what_a_node_agent_forks_can_use_a_gpu():
+    """Whatever is loaded before the fork (engine/runtime/agent.py) must not have looked for one."""
+    ours, theirs = multiprocessing.get_context("spawn").Pipe()
+    program = multiprocessing.get_context("spawn").Process(target=fork_as_the_agent_does, args=(theirs,))
+    program.start()
+    try:
+        assert ours.poll(120), "no answer"
+        assert ours.recv() == 8.0
+    finally:
+        program.kill()
+
+
+def fork_as_the_agent_does(pipe):
+    """In a process of its own: a forkserver is started once, and the tests' has diffusers in it."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["engine.runtime.processes"])
+    forked = context.Process(target=sum_on, args=("cuda:0", pipe))
+    forked.start()
+    forked.join()
 
 
 @pytest.mark.gpu

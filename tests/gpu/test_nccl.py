@@ -139,7 +139,7 @@ def alone(ranks):
 
 
 def with_ranks(number, backend, check):
-    ranks = Ranks(number, (), preload=[__name__])
+    ranks = Ranks(number, (), preload=[__name__], on_gpus=backend == "nccl")
     try:
         ranks.run(range(number), begin, ranks._store.port, backend)
         return check(ranks)

@@ -13,9 +13,11 @@ from diffusers import QwenImageTransformer2DModel
 from torch import nn
 
 from engine.config import ModelConfig
+from engine.models.half import half_precision
 from engine.models.load import freeze_but_trained, trainable
 from engine.models.qwen_image import QwenImageAdapter
 from engine.models.text import EncodedText
+from engine.runtime.worker import get_weights, set_weights
 from tests.gpu.device import GIB, describe_device, keep_figures, needs_gpus
 
 PUBLISHED = {
@@ -80,15 +82,15 @@ def peak_gib(device):
     return torch.cuda.max_memory_allocated() / GIB if torch.device(device).type == "cuda" else 0.0
 
 
-def inputs(adapter, device):
-    x = torch.randn(1, *adapter.latent_shape(), device=device)
-    return x, torch.full((1,), 0.5, device=device), adapter.encode(["a shop sign"])
+def inputs(adapter, device, pictures=1):
+    x = torch.randn(pictures, *adapter.latent_shape(), device=device)
+    return x, torch.full((pictures,), 0.5, device=device), adapter.encode(["a shop sign"] * pictures)
 
 
 @torch.no_grad()
-def forward_seconds(adapter, device, runs):
-    """Of passes of one picture, the slow first one left out."""
-    x, sigma, conditioning = inputs(adapter, device)
+def forward_seconds(adapter, device, runs, pictures=1):
+    """Of passes of so many pictures, the slow first one left out."""
+    x, sigma, conditioning = inputs(adapter, device, pictures)
     seconds = []
     for _ in range(runs + 1):
         finish(device)
@@ -124,6 +126,30 @@ def lora_seconds(adapter, device, runs):
     return seconds[1:]
 
 
+def seconds_of_a_picture(adapter, device, pictures, runs):
+    """Median of passes, shared among their pictures, by how many a pass has."""
+    return {number: sorted(forward_seconds(adapter, device, runs, number))[runs // 2] / number for number in pictures}
+
+
+def adapter_figures(adapter, device, pictures, runs):
+    """What low-rank adapters cost: in a forward pass, as it is and in `half_precision`; and to send and load them."""
+    figures = {"without": seconds_of_a_picture(adapter, device, pictures, runs)}
+    freeze_but_trained(adapter, LORA)
+    figures["with"] = seconds_of_a_picture(adapter, device, pictures, runs)
+    with half_precision(adapter.transformer):
+        figures["with, half precision"] = seconds_of_a_picture(adapter, device, pictures, runs)
+    trained, seconds = trainable(adapter), []
+    for _ in range(runs):
+        begun = time.perf_counter()
+        sent = get_weights(trained)
+        between = time.perf_counter()
+        set_weights(trained, sent)
+        finish(device)
+        seconds.append((between - begun, time.perf_counter() - between))
+    medians = [sorted(some)[runs // 2] for some in zip(*seconds, strict=True)]
+    return {"s_a_picture": figures, "bytes": len(sent), "get_s": medians[0], "set_s": medians[1], "runs": runs}
+
+
 def test_the_published_configuration_has_20_billion_parameters():
     with torch.device("meta"):
         transformer = cast(nn.Module, QwenImageTransformer2DModel(**PUBLISHED))
@@ -136,6 +162,14 @@ def test_a_narrow_model_passes_and_steps_through_what_the_large_one_is_measured_
     assert adapter.latent_shape() == (16, 64)
     assert len(forward_seconds(adapter, "cpu", 1)) == 1
     assert len(lora_seconds(adapter, "cpu", 1)) == 1
+
+
+def test_a_narrow_model_is_asked_what_adapters_cost_as_the_large_one_is():
+    figures = adapter_figures(build(NARROW, "cpu", torch.bfloat16, 8), "cpu", (1, 2), 1)
+    assert {way: list(seconds) for way, seconds in figures["s_a_picture"].items()} == {
+        way: [1, 2] for way in ("without", "with", "with, half precision")
+    }
+    assert figures["bytes"] > 0
 
 
 @pytest.mark.gpu
@@ -159,3 +193,13 @@ def test_a_lora_step_of_20b_fits_on_one_gpu(tokens):
     seconds = sorted(lora_seconds(adapter, "cuda", RUNS))
     figures = {"median_s": seconds[RUNS // 2], "max_s": seconds[-1], "runs": RUNS, "peak_gib": peak_gib("cuda")}
     keep_figures(f"20 B LoRA step, rank 64, bf16, {tokens} tokens", figures, describe_device())
+
+
+@pytest.mark.gpu
+@needs_gpus(1, gib=60)
+@pytest.mark.parametrize(("tokens", "pictures"), [(1024, (1, 4, 16)), (6400, (1, 4))])
+def test_what_low_rank_adapters_cost_20b_on_one_gpu(tokens, pictures):
+    figures = adapter_figures(build(PUBLISHED, "cuda", torch.bfloat16, SIDES[tokens]), "cuda", pictures, RUNS)
+    without, with_them = figures["s_a_picture"]["without"], figures["s_a_picture"]["with"]
+    assert all(without[number] < with_them[number] for number in pictures)
+    keep_figures(f"20 B forward with LoRA, rank 64, bf16, {tokens} tokens", figures, describe_device())
