@@ -48,7 +48,7 @@ JOB = """\
 name: {run}
 infra: {infra}
 clock_factor: 1
-iterations: 100000
+iterations: 5000
 evaluation: {{prompts: 16, every: 1000}}
 algorithm: {{prompts_per_batch: 8, images_per_prompt: 4}}
 exploration: {{mode: stale, budget: {{candidates: 64}}}}

@@ -27,9 +27,9 @@ pytestmark = [pytest.mark.clouds, pytest.mark.timeout(900)]
 JOB = """\
 name: {name}
 infra: {infra}
-store: {{aws: s3://spotrl-runs/faults, gcp: gs://spotrl-runs/faults}}
+store: {{{store}}}
 ssh_from: 192.0.2.1/32
-iterations: 100000
+iterations: {iterations}
 evaluation: {{prompts: 16, every: 1000}}
 algorithm: {{prompts_per_batch: 8, images_per_prompt: 4}}
 exploration: {{mode: stale, budget: {{candidates: 64}}}}
@@ -38,8 +38,9 @@ recovery: {{launches_per_minute: 60}}
 resources:
   trainer: {{accelerators: L4:1}}
   rollout: {{accelerators: L4:1, use_spot: true, num_nodes: {spot}}}
-budget: {{max_total: {max_total}, max_hourly: $90{deadline}}}
-{more}"""
+budget: {{max_total: ${total}, max_hourly: $90{deadline}}}
+secrets: [{secrets}]
+"""
 
 OUTAGE_SECONDS = 300.0
 DEADLINE_MINUTES = 8
@@ -48,8 +49,19 @@ BACK_SECONDS = 300.0
 """For a successor to be at work: a machine, its set-up, its engine; on two cores that all hosts share."""
 
 
-def job(name: str, infra: str, *, spot: int = 1, max_total: str = "$40", deadline: str = "", more: str = "") -> str:
-    return JOB.format(name=name, infra=infra, spot=spot, max_total=max_total, deadline=deadline, more=more)
+def job(name: str, infra: str, *, iterations: int = 1000, spot: int = 1, total: int = 40, **more: str) -> str:
+    """`more`: `deadline` and `secrets`, as the job file has them."""
+    buckets = {"aws": "aws: s3://spotrl-runs/faults", "gcp": "gcp: gs://spotrl-runs/faults"}
+    return JOB.format(
+        name=name,
+        infra=infra,
+        store=", ".join(buckets[cloud] for cloud in infra.split(",")),
+        iterations=iterations,
+        spot=spot,
+        total=total,
+        deadline=f", deadline: {more['deadline']}" if "deadline" in more else "",
+        secrets=more.get("secrets", ""),
+    )
 
 
 @dataclass
@@ -75,17 +87,16 @@ def runs(world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run
     before = {json.dumps(one, sort_keys=True) for one in world.inventory()}
     home, ended = world.folder / "home" / "faults", tmp_path_factory.mktemp("ended")
     home.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400m", "tmpfs", home], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1300m", "tmpfs", home], check=True)
+    world.quota("aws", "L-DB2E81BA", 256)
     names = ("steady", "priced", "abandoned")
     runs = Runs(*(Launched(world=world, name=name, home=home) for name in names), plant(world), time.time())
     try:
         runs.steady.spotrl("catalog", "refresh")
-        named = job(
-            "abandoned", "aws", spot=0, deadline=f", deadline: {DEADLINE_MINUTES}m", more="secrets: [HF_TOKEN]\n"
-        )
-        runs.abandoned.launch(named, HF_TOKEN=runs.planted["hugging face token"])
+        alone = job("abandoned", "aws", iterations=2, spot=0, deadline=f"{DEADLINE_MINUTES}m", secrets="HF_TOKEN")
+        runs.abandoned.launch(alone, HF_TOKEN=runs.planted["hugging face token"])
         runs.steady.launch(job("steady", "gcp"))
-        runs.priced.launch(job("priced", "aws", spot=2, max_total="$12"))
+        runs.priced.launch(job("priced", "aws", iterations=300, spot=2, total=12))
         runs.abandoned.until("its trainer works", runs.abandoned.ready, UP_SECONDS)
         runs.abandoned.signal(signal.SIGKILL)
         for run, nodes in ((runs.steady, 2), (runs.priced, 3)):
@@ -96,7 +107,7 @@ def runs(world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run
         world.clear()
         for run in (runs.steady, runs.priced, runs.abandoned):
             run.spotrl("down", run.name, check=False)
-            shutil.copytree(home / "runs" / run.name, ended / run.name)
+        shutil.copytree(home, ended, dirs_exist_ok=True)
         subprocess.run(["umount", "--lazy", home], check=True)
         assert {json.dumps(one, sort_keys=True) for one in world.inventory() if one["id"] != "spotrlNode"} <= before
 
