@@ -192,7 +192,9 @@ def sites_of(ask: CloudAsk, market: MarketView) -> tuple[tuple[Site, ...], tuple
             and offer.gpus >= ask.trainer.gpus
             and offer.quality in USABLE
         ]
-        trainers = [offer for offer in offered if pool_of_offer(offer) not in market.cooling]
+        # As many GPUs as were asked for, or as few more as are to be had: nobody has timed a trainer with others.
+        fewest = min((offer.gpus for offer in offered), default=0)
+        trainers = [offer for offer in offered if offer.gpus == fewest and pool_of_offer(offer) not in market.cooling]
         if not trainers:
             wanted = f"no trainer with {ask.trainer} on demand"
             why = f"{wanted} was to be had a moment ago" if offered else f"{wanted} is offered there"
