@@ -79,7 +79,7 @@ from launcher.placement.plan import Plan
 
 log = logging.getLogger(__name__)
 
-PASS_SECONDS = 0.25
+PASS_SECONDS, CLOUD_PASS_SECONDS = 0.25, 0.5
 """Wall time between passes: a notice is seen well within the engine's lease."""
 
 CAPACITY_SECONDS = 10.0
@@ -107,7 +107,7 @@ CARRY_SECONDS = 10.0
 """Between tries to carry a checkpoint to another cloud."""
 
 TROUBLE_PASSES = 40
-"""Passes in a row that a locked ledger or a full disk may spoil before the controller gives up: about 10 s."""
+"""Passes in a row that a locked ledger or a full disk may spoil before the controller gives up: 10 s, on clouds 20."""
 
 LOG_TAIL_CHARACTERS = 1500
 
@@ -157,6 +157,8 @@ class Controller:
         self._carried: dict[str, tuple[float, Future[object]]] = {}
         self._not_carried: str | None = None
         self._ended_runs: dict[int, tuple[int, int]] = {}
+        self._advance = (0, -1, 0)
+        """Of the iterations that were done: the last row read, the furthest of them, and when it was reached first."""
 
     @property
     def sites(self) -> tuple[SiteOptions, ...]:
@@ -268,11 +270,29 @@ class Controller:
             metered=metered_micro_usd(session, self._run, now_ms) + side_micro_usd(session, self._run, now_ms),
             finished=EngineFinished(**finished.event) if finished is not None else None,
             finished_ms=finished.at_ms if finished is not None else 0,
-            advanced_ms=_advanced_ms(session, self._run),
+            advanced_ms=self._advanced_ms(session),
             trouble=self._trouble or self._not_carried,
             others=self._others(session, now_ms),
             sites=tuple(repriced(site, self._prices) for site in self._sites),
         )
+
+    def _advanced_ms(self, session: Session) -> int:
+        """When the run first reached the iteration that it has reached: redone ones do not count as progress.
+
+        Rows are only ever added, so each pass reads the new ones: a run may have many thousands.
+        """
+        seen_id, best, at_ms = self._advance
+        rows = session.scalars(
+            select(ProgressRow)
+            .where(ProgressRow.run_id == self._run.id, ProgressRow.kind == IterationDone.KIND, ProgressRow.id > seen_id)
+            .order_by(ProgressRow.id)
+        )
+        for row in rows:
+            seen_id = row.id
+            if row.event["iteration"] > best:
+                best, at_ms = row.event["iteration"], row.at_ms
+        self._advance = (seen_id, best, at_ms)
+        return at_ms
 
     def _others(self, session: Session, now_ms: int) -> Others:
         """What all other runs on real clouds spend, where limits bind the sum."""
@@ -546,7 +566,7 @@ def run_controller(
     ended = threading.Event()
     if controller.sites:
         threading.Thread(target=_watch_spot_prices, args=(sessions, run, ended), name="prices", daemon=True).start()
-    trouble = 0
+    trouble, pass_seconds = 0, CLOUD_PASS_SECONDS if controller.sites else PASS_SECONDS
     while True:
         started = time.monotonic()
         try:
@@ -564,7 +584,7 @@ def run_controller(
             log.warning("%s", error)
             ended.set()
             return
-        sleep(max(0.0, PASS_SECONDS - (time.monotonic() - started)))
+        sleep(max(0.0, pass_seconds - (time.monotonic() - started)))
     ended.set()
     if over_machines is not None:
         over_machines.give_up()
@@ -768,20 +788,6 @@ def _not_priced(run: Run, now_ms: int) -> list[SideCost]:
         )
         for kind, what in NOT_PRICED
     ]
-
-
-def _advanced_ms(session: Session, run: Run) -> int:
-    """When the run first reached the iteration that it has reached: redone ones do not count as progress."""
-    best, at_ms = -1, 0
-    rows = session.scalars(
-        select(ProgressRow)
-        .where(ProgressRow.run_id == run.id, ProgressRow.kind == IterationDone.KIND)
-        .order_by(ProgressRow.id)
-    )
-    for row in rows:
-        if row.event["iteration"] > best:
-            best, at_ms = row.event["iteration"], row.at_ms
-    return at_ms
 
 
 def _is_stranger(name: str, fact: NodeFact, facts: Facts) -> bool:

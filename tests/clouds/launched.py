@@ -134,7 +134,7 @@ class Launched:
             if time.monotonic() > until:
                 last = "\n".join(self.words().splitlines()[-12:])
                 raise TimeoutError(f"{self.name}: not within {seconds:.0f} s: {what}; last:\n{last}")
-            time.sleep(0.25)
+            time.sleep(1.0)
 
     def trains_on(self, iterations: int = 2, seconds: float = 120) -> None:
         """It gets so many iterations further."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from launcher.cluster.brakes import RELEASE_ALLOWANCE_MS
 from launcher.cluster.processes import is_alive
 from launcher.cluster.stores import newest_checkpoint, open_store
 from tests.clouds.launched import Launched
@@ -22,7 +23,7 @@ from tests.clouds.planted import below, on_host, plant, planted_in
 from tests.clouds.story import left_in_the_clouds
 from tests.fakes.clouds.world import World
 
-pytestmark = [pytest.mark.clouds, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.clouds, pytest.mark.timeout(1200)]
 
 JOB = """\
 name: {name}
@@ -33,8 +34,8 @@ iterations: {iterations}
 evaluation: {{prompts: 16, every: 1000}}
 algorithm: {{prompts_per_batch: 8, images_per_prompt: 4}}
 exploration: {{mode: stale, budget: {{candidates: 64}}}}
-runtime: {{name: local, shape: 8, step_seconds: 0.3}}
-recovery: {{launches_per_minute: 60}}
+runtime: {{name: local, shape: 8, step_seconds: {step}}}
+recovery: {{launches_per_minute: 60{recovery}}}
 resources:
   trainer: {{accelerators: L4:1}}
   rollout: {{accelerators: L4:1, use_spot: true, num_nodes: {spot}}}
@@ -44,12 +45,16 @@ secrets: [{secrets}]
 
 OUTAGE_SECONDS = 300.0
 DEADLINE_MINUTES = 8
-UP_SECONDS = 400.0
-BACK_SECONDS = 300.0
+BUDGET = 0.42
+"""Dollars of `priced`: about 18 minutes of its nodes."""
+UP_SECONDS = 700.0
+BACK_SECONDS = 420.0
 """For a successor to be at work: a machine, its set-up, its engine; on two cores that all hosts share."""
 
 
-def job(name: str, infra: str, *, iterations: int = 1000, spot: int = 1, total: int = 40, **more: str) -> str:
+def job(
+    name: str, infra: str, *, iterations: int = 1000, spot: int = 1, total: float = 40, step: float = 0.3, **more: str
+) -> str:
     """`more`: `deadline` and `secrets`, as the job file has them."""
     buckets = {"aws": "aws: s3://spotrl-runs/faults", "gcp": "gcp: gs://spotrl-runs/faults"}
     return JOB.format(
@@ -59,8 +64,10 @@ def job(name: str, infra: str, *, iterations: int = 1000, spot: int = 1, total: 
         iterations=iterations,
         spot=spot,
         total=total,
+        step=step,
         deadline=f", deadline: {more['deadline']}" if "deadline" in more else "",
         secrets=more.get("secrets", ""),
+        recovery=f", {more['recovery']}" if "recovery" in more else "",
     )
 
 
@@ -96,11 +103,11 @@ def runs(world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run
         alone = job("abandoned", "aws", iterations=2, spot=0, deadline=f"{DEADLINE_MINUTES}m", secrets="HF_TOKEN")
         runs.abandoned.launch(alone, HF_TOKEN=runs.planted["hugging face token"])
         runs.steady.launch(job("steady", "gcp"))
-        runs.priced.launch(job("priced", "aws", iterations=300, spot=2, total=12))
+        runs.priced.launch(job("priced", "aws", iterations=8, total=BUDGET, step=6.0))
         runs.abandoned.until("its trainer works", runs.abandoned.ready, UP_SECONDS)
         runs.abandoned.signal(signal.SIGKILL)
-        for run, nodes in ((runs.steady, 2), (runs.priced, 3)):
-            run.until("all its nodes work", lambda run=run, nodes=nodes: len(run.ready()) == nodes, UP_SECONDS)
+        for run in (runs.steady, runs.priced):
+            run.until("all its nodes work", lambda run=run: len(run.ready()) == 2, UP_SECONDS)
         runs.steady.trains_on()
         yield runs
     finally:
@@ -161,7 +168,7 @@ def test_an_outage_begins(world, runs):
 def test_a_price_that_doubles_is_what_is_paid(world, runs):
     priced = runs.priced
     before = {node.name: node.micro_usd_per_hour for node in priced.ready("rollout")}
-    assert len(before) == 2
+    assert before
     world.price("aws", 2)
     priced.until(
         "the double price is on record",
@@ -169,20 +176,6 @@ def test_a_price_that_doubles_is_what_is_paid(world, runs):
         200,
     )
     assert {node.name for node in priced.ready("rollout")} == set(before), "that price was within the limits"
-
-
-def test_a_budget_that_is_used_up_in_the_middle_of_a_launch_ends_the_run(world, runs):
-    priced = runs.priced
-    lost = priced.ready("rollout")[0]
-    world.reclaim(lost.name)
-    successor = lost.name.replace("-g0", "-g1")
-    priced.until("its successor is asked for", lambda: successor in priced.records(), 60)
-    world.price("aws", 600)
-    wait_for(lambda: priced.view().status == "stopped", 400)
-    assert priced.view().reason.startswith("budget")
-    assert priced.machines() == []
-    assert priced.view().spent_micro_usd <= 12_000_000 + 5 * 60_000 * 700_000 // 60_000
-    priced.down()
 
 
 def test_the_run_went_on_through_the_outage(world, runs):
@@ -195,16 +188,37 @@ def test_the_run_went_on_through_the_outage(world, runs):
     assert "compute" in steady.log()  # it said who did not answer
 
 
+def test_a_budget_that_is_used_up_in_the_middle_of_a_launch_ends_the_run(world, runs):
+    """Its spot node is lost so late that a successor may just be bought, and cannot be at work in time."""
+    priced = runs.priced
+    (trainer,), (lost,) = priced.ready("trainer"), priced.ready("rollout")
+    total, minutes = round(BUDGET * 1e6), RELEASE_ALLOWANCE_MS / 60_000 + 1  # what is held for both, and to buy one
+    both = trainer.micro_usd_per_hour + lost.micro_usd_per_hour
+    late = total - round((both * minutes + trainer.micro_usd_per_hour * 0.25) / 60)
+    priced.until("little is left", lambda: priced.view().spent_micro_usd >= late, 900)
+    world.reclaim(lost.name)
+    successor = lost.name.replace("-g0", "-g1")
+    priced.until("its successor is asked for", lambda: successor in priced.records(), 60)
+    wait_for(lambda: priced.view().status == "stopped", 400)
+    assert priced.view().reason == "budget"
+    assert priced.machines() == []
+    assert priced.records()[successor].ended_ms is not None
+    assert late < priced.view().spent_micro_usd <= total
+    priced.down()
+
+
 def test_no_capacity_anywhere_is_said_and_waited_for(world, runs):
     world.fault("capacity")
     nowhere = Launched(world=world, name="nowhere", home=runs.steady.home)
-    nowhere.launch(job("nowhere", "aws,gcp"))
-    nowhere.until("every region has refused", lambda: len(refusals(nowhere)) >= 4, 180)
-    assert nowhere.view().status == "running"
-    assert "no capacity" in nowhere.view().reason, nowhere.view().reason
-    assert nowhere.view().spent_micro_usd == 0
-    nowhere.down()
-    world.clear("capacity")
+    try:
+        nowhere.launch(job("nowhere", "aws,gcp", recovery="trainer_wait: 1s"))
+        nowhere.until("every region has refused", lambda: len(refusals(nowhere)) == 4, 300)
+        assert nowhere.view().status == "running"
+        assert nowhere.view().spent_micro_usd == 0
+        nowhere.until("it says so", lambda: "no capacity" in nowhere.view().reason, 120)
+    finally:
+        world.clear("capacity")
+        nowhere.down()
 
 
 def test_a_frozen_controller_misses_nothing(world, runs):
@@ -215,12 +229,13 @@ def test_a_frozen_controller_misses_nothing(world, runs):
     try:
         time.sleep(2)
         world.reclaim(lost.name)
-        reached = trained(steady)
-        time.sleep(23)
-        assert trained(steady) >= reached + 2
+        reached, began = trained(steady), time.monotonic()
+        wait_for(lambda: trained(steady) >= reached + 2, 180)
+        time.sleep(max(0.0, began + 20 - time.monotonic()))  # 15 s is how long its lease lasts
+        assert not steady.records()[lost.name].reclaimed
     finally:
         steady.signal(signal.SIGCONT)
-    steady.until("it is missed", lambda: steady.records()[lost.name].reclaimed, 30)
+    steady.until("it is missed", lambda: steady.records()[lost.name].reclaimed, 60)
     steady.until("it is replaced", lambda: steady.ready("rollout"), BACK_SECONDS)
     assert every_batch_is_whole(steady)
 
@@ -240,25 +255,30 @@ def test_a_half_written_checkpoint_does_not_count(world, runs):
     name = world.call(cut_the_newest_manifest_short)
     (trainer,) = steady.ready("trainer")
     world.reclaim(trainer.name)
-    steady.until("another trainer works", lambda: steady.ready("trainer") not in ([], [trainer]), BACK_SECONDS)
+    steady.until(
+        "another trainer works",
+        lambda: {node.name for node in steady.ready("trainer")} - {trainer.name},
+        BACK_SECONDS,
+    )
     steady.trains_on()
     logs = "\n".join(path.read_text() for path in (steady.home / "runs").glob("steady/nodes/*/logs/*.log"))
     assert f"checkpoint {name} does not count" in logs
     assert every_batch_is_whole(steady)
 
 
-def test_a_full_disk_ends_the_controller_and_nothing_else(runs):
+def test_a_full_disk_loses_no_node(runs):
+    """A controller goes on without writing for a while; one that gave up is started again by a person."""
     steady = runs.steady
-    nodes = {node.name for node in steady.ready()}
-    filler = steady.home / "filler"
+    steady.until("its nodes work", lambda: len(steady.ready()) == 2, BACK_SECONDS)
+    nodes, filler = {node.name for node in steady.ready()}, steady.home / "filler"
     subprocess.run(["dd", "if=/dev/zero", f"of={filler}", "bs=1M"], stderr=subprocess.DEVNULL)
-    try:
-        wait_for(lambda: not is_alive(steady.controller(), None), 120)
-    finally:
-        filler.unlink()
-    steady.spotrl("resume", "steady")
+    assert shutil.disk_usage(steady.home).free == 0
+    time.sleep(30)
+    filler.unlink()
+    if not is_alive(steady.controller(), None):
+        steady.spotrl("resume", "steady")
     steady.trains_on()
-    assert nodes <= {node.name for node in steady.ready()}, "they were kept"
+    assert nodes == {node.name for node in steady.ready()}, "they were kept"
 
 
 def test_nothing_lives_past_its_deadline_without_a_controller(runs):
