@@ -136,7 +136,9 @@ class Loop:
         self._told_alone = False
         self._untold_seconds = 0.0
         """Time since the last report that belongs to the next: checkpoint and publish."""
-        self.config_digest = hashlib.sha256(config.model_dump_json().encode()).hexdigest()[:16]
+        # It is the same job wherever it computes.
+        job = config.model_dump_json(exclude={"runtime": {"device"}})
+        self.config_digest = hashlib.sha256(job.encode()).hexdigest()[:16]
 
     # --- the run ----------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ Conditioning = Mapping[str, Tensor]
 
 
 class DiTAdapter(Protocol):
-    """One loaded model. Rows of a batch never influence one another."""
+    """One loaded model, all of it on one device. Rows of a batch never influence one another."""
 
     transformer: nn.Module
     """What is trained and published. With LoRA: the wrapped module."""

@@ -107,13 +107,13 @@ def build_transformer() -> nn.Module:
     return cast(nn.Module, transformer)
 
 
-def load_digits(path: Path = BASE) -> DigitsAdapter:
+def load_digits(path: Path = BASE, device: str = "cpu") -> DigitsAdapter:
     """The pre-trained base, in fp32."""
     tensors = {name: tensor.float() for name, tensor in load_file(path).items()}
     transformer, text = build_transformer(), ByteText()
     transformer.load_state_dict(_under("transformer.", tensors))
     text.load_state_dict(_under("text.", tensors))
-    return DigitsAdapter(transformer, text)
+    return DigitsAdapter(transformer.to(device), text.to(device))
 
 
 def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -88,12 +88,16 @@ def grid_positions(rows: int, columns: int) -> Tensor:
 
 
 def load_flux(
-    path: Path, picture_size: int = PICTURE_SIZE, text_length: int = TEXT_LENGTH, dtype: torch.dtype = torch.bfloat16
+    path: Path,
+    device: str = "cpu",
+    picture_size: int = PICTURE_SIZE,
+    text_length: int = TEXT_LENGTH,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> FluxAdapter:
     """From a diffusers folder on this machine; nothing is downloaded."""
     from diffusers import FluxPipeline
 
-    pipeline = FluxPipeline.from_pretrained(path, local_files_only=True, torch_dtype=dtype)
+    pipeline = FluxPipeline.from_pretrained(path, local_files_only=True, torch_dtype=dtype).to(device)
     freeze(pipeline.text_encoder)
     freeze(pipeline.text_encoder_2)
 

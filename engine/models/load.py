@@ -22,41 +22,44 @@ LORA_SEED = 0
 """Low-rank adapters start from random values; every node draws the same ones."""
 
 
-def load_adapter(config: ModelConfig) -> DiTAdapter:
-    """The model with its weights, ready for rollouts and for training what `config.weights` says."""
-    adapter = _load_family(config)
+def load_adapter(config: ModelConfig, device: str = "cpu") -> DiTAdapter:
+    """The model with its weights, ready for rollouts and for training what `config.weights` says.
+
+    All of it is on the device: transformer, autoencoder and text encoder.
+    """
+    adapter = _load_family(config, device)
     freeze_but_trained(adapter, config)
     return adapter
 
 
-def _load_family(config: ModelConfig) -> DiTAdapter:
+def _load_family(config: ModelConfig, device: str) -> DiTAdapter:
     path = Path(config.path) if config.path is not None else None
     match config.name:
         case "digits-ocr":
             from engine.models.digits import BASE, load_digits
 
-            return load_digits(path or BASE)
+            return load_digits(path or BASE, device)
         case "shapes":
             from engine.models.shapes import BASE as SHAPES_BASE
             from engine.models.shapes import load_shapes
 
-            return load_shapes(path or SHAPES_BASE)
+            return load_shapes(path or SHAPES_BASE, device)
         case "qwen-image":
             from engine.models.qwen_image import load_qwen_image
 
-            return load_qwen_image(_folder(path, config))
+            return load_qwen_image(_folder(path, config), device)
         case "sd3":
             from engine.models.sd3 import load_sd3
 
-            return load_sd3(_folder(path, config))
+            return load_sd3(_folder(path, config), device)
         case "flux":
             from engine.models.flux import load_flux
 
-            return load_flux(_folder(path, config))
+            return load_flux(_folder(path, config), device)
         case "wan":
             from engine.models.wan import load_wan
 
-            return load_wan(_folder(path, config))
+            return load_wan(_folder(path, config), device)
         case _:
             assert_never(config.name)
 

@@ -87,12 +87,16 @@ def unpack(x: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def load_qwen_image(
-    path: Path, picture_size: int = PICTURE_SIZE, text_length: int = TEXT_LENGTH, dtype: torch.dtype = torch.bfloat16
+    path: Path,
+    device: str = "cpu",
+    picture_size: int = PICTURE_SIZE,
+    text_length: int = TEXT_LENGTH,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> QwenImageAdapter:
     """From a diffusers folder on this machine; nothing is downloaded."""
     from diffusers import QwenImagePipeline
 
-    pipeline = QwenImagePipeline.from_pretrained(path, local_files_only=True, torch_dtype=dtype)
+    pipeline = QwenImagePipeline.from_pretrained(path, local_files_only=True, torch_dtype=dtype).to(device)
     freeze(pipeline.text_encoder)
 
     def encode(prompts: Sequence[str]) -> EncodedText:

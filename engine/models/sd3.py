@@ -71,12 +71,16 @@ class SD3Adapter:
 
 
 def load_sd3(
-    path: Path, picture_size: int = PICTURE_SIZE, t5_length: int = T5_LENGTH, dtype: torch.dtype = torch.bfloat16
+    path: Path,
+    device: str = "cpu",
+    picture_size: int = PICTURE_SIZE,
+    t5_length: int = T5_LENGTH,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> SD3Adapter:
     """From a diffusers folder on this machine; nothing is downloaded."""
     from diffusers import StableDiffusion3Pipeline
 
-    pipeline = StableDiffusion3Pipeline.from_pretrained(path, local_files_only=True, torch_dtype=dtype)
+    pipeline = StableDiffusion3Pipeline.from_pretrained(path, local_files_only=True, torch_dtype=dtype).to(device)
     for encoder in (pipeline.text_encoder, pipeline.text_encoder_2, pipeline.text_encoder_3):
         if encoder is not None:
             freeze(encoder)

@@ -134,13 +134,13 @@ def build_transformer() -> nn.Module:
     return cast(nn.Module, transformer)
 
 
-def load_shapes(path: Path = BASE) -> ShapesAdapter:
+def load_shapes(path: Path = BASE, device: str = "cpu") -> ShapesAdapter:
     """The pre-trained base, in fp32."""
     tensors = {name: tensor.float() for name, tensor in load_file(path).items()}
     transformer, text = build_transformer(), WordText()
     transformer.load_state_dict(_under("transformer.", tensors))
     text.load_state_dict(_under("text.", tensors))
-    return ShapesAdapter(transformer, text)
+    return ShapesAdapter(transformer.to(device), text.to(device))
 
 
 def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -76,6 +76,7 @@ class WanAdapter:
 
 def load_wan(
     path: Path,
+    device: str = "cpu",
     video_size: tuple[int, int, int] = (FRAMES, PICTURE_HEIGHT, PICTURE_WIDTH),
     text_length: int = TEXT_LENGTH,
     dtype: torch.dtype = torch.bfloat16,
@@ -87,6 +88,7 @@ def load_wan(
     if getattr(pipeline, "transformer_2", None) is not None:
         raise ValueError(f"{path} holds two transformers (Wan 2.2); use Wan 2.1, because only one can be trained here")
     freeze(pipeline.text_encoder)
+    pipeline.to(device)
 
     def encode(prompts: Sequence[str]) -> EncodedText:
         hidden, _ = pipeline.encode_prompt(

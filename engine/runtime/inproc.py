@@ -19,6 +19,7 @@ from engine.rewards.reward import Reward
 from engine.rollout.request import Exit
 from engine.rollout.wire import Blobs
 from engine.runtime.coordinator import Coordinator, open_coordinator
+from engine.runtime.device import device_of
 from engine.runtime.progress import ProgressLog
 from engine.runtime.transport import Answer, InprocTransport
 from engine.runtime.worker import Worker
@@ -65,7 +66,7 @@ def build_inproc(
     `make_adapter` gives the trainer and every worker a model of its own, all with the same weights; by default the
     one that the config names.
     """
-    make_adapter = make_adapter or (lambda: load_adapter(config.model))
+    make_adapter = make_adapter or (lambda: load_adapter(config.model, device_of(config.runtime.device, 0)))
     progress = ProgressLog(folder / "progress" / "coordinator.jsonl", run=run, source="coordinator", clock=clock)
     coordinator = open_coordinator(folder / "coordinator", clock=clock, runtime=config.runtime, progress=progress)
     spot = []

@@ -18,11 +18,13 @@ import torch
 import engine.rewards.ocr  # noqa: F401  preloaded
 from engine.config import NodeSpec
 from engine.loop import Loop, Place
+from engine.models.adapter import DiTAdapter
 from engine.models.load import load_adapter, trainable
 from engine.prompts import prompt_source
 from engine.rewards.load import load_reward, load_student
 from engine.runtime.child import Beat, begin
 from engine.runtime.coordinator import Coordinator, open_coordinator
+from engine.runtime.device import device_of
 from engine.runtime.disk import when_there_is_room
 from engine.runtime.node_store import join_groups
 from engine.runtime.node_weights import NodeMemory, NodeWeights
@@ -72,7 +74,7 @@ def run_trainer(spec: NodeSpec, beat: Beat, ready: Event) -> None:
         metrics=MetricsLog(folder / "metrics"),
         clock=clock,
     )
-    adapter = load_adapter(spec.engine.model)
+    adapter = _load_model(spec, 0)
     reward = load_reward(spec.engine.reward, spec.workdir)
     loop = Loop(spec.engine, place, adapter, reward, prompt_source(spec.engine, spec.workdir))
     ready.set()
@@ -96,7 +98,7 @@ def make_worker(
 ) -> Worker:
     """The worker in this place of its node, whatever carries its calls and weights. It takes one thread."""
     torch.set_num_threads(1)
-    adapter = load_adapter(spec.engine.model)
+    adapter = _load_model(spec, number)
     elastic = join_groups(spec, adapter)
     trace = step_trace(spec, f"worker-{number}", lambda: 1 if elastic is None else elastic.degree)
     return Worker(
@@ -118,6 +120,13 @@ def make_worker(
         heard=trace.regrouped,
         elastic=elastic,
     )
+
+
+def _load_model(spec: NodeSpec, number: int) -> DiTAdapter:
+    """On the device of this process. Only here CUDA is asked for anything: the forkserver must not have been."""
+    device = device_of(spec.engine.runtime.device, number)
+    print(f"computes on {device}", flush=True)
+    return load_adapter(spec.engine.model, device)
 
 
 def _transport_of_trainer(spec: NodeSpec) -> Transport:

@@ -108,7 +108,7 @@ def start_head(spec: NodeSpec) -> tuple[Node, str]:
 
 
 def start_raylet(spec: NodeSpec, address: str) -> Node:
-    """This spot node joins the cluster, with as many places as it has workers."""
+    """This spot node joins the cluster, with as many places as it has workers; Ray finds its GPUs by itself (NVML)."""
     _stay_on_loopback()
     node_ip = _own_address(address)
     return _Lean(_params(spec, cpus=spec.workers, gcs_address=address, node_ip=node_ip), shutdown_at_exit=False)

@@ -58,6 +58,13 @@ class _Place:
         return f"{self.worker}@{self.node_id}"
 
 
+def gpus_of_a_worker(gpus: int, workers: int) -> float:
+    """Whole GPUs, or a part of one that as many workers get as must share it; Ray counts in 1 / 10,000."""
+    if gpus >= workers:
+        return float(gpus // workers)
+    return 10_000 // -(-workers // gpus) / 10_000
+
+
 @dataclass
 class Supervisor:
     spec: NodeSpec
@@ -114,8 +121,8 @@ class Supervisor:
         if workers == 0:
             return
         bundle = {"CPU": 1.0}
-        if gpus := resources.get("GPU", 0.0):
-            bundle["GPU"] = gpus / workers
+        if gpus := int(resources.get("GPU", 0)):
+            bundle["GPU"] = gpus_of_a_worker(gpus, workers)
         name = f"{node}@{node_id}"
         try:
             group = get_placement_group(name)

@@ -282,6 +282,8 @@ class Worker:
                 for step in range(trajectories[0].step, made.plan.steps):
                     begun = time.perf_counter()
                     x, log_probs = advance(self.adapter, made.plan, made.conditioning, made.seeds, x, step)
+                    if x.is_cuda:
+                        torch.cuda.synchronize(x.device)  # what is only queued is neither timed nor stopped in time
                     trajectories = self._record(made.plan, work, trajectories, x, log_probs)
                     time.sleep(max(0.0, begun + self.step_seconds - time.perf_counter()))
                     seconds.append(time.perf_counter() - begun)
@@ -330,7 +332,7 @@ class Worker:
         return [t.then(plan, row, p, self._degree) for t, row, p in kept]
 
     def _score(self, latents: Tensor, prompts: list[str], scorer: Scorer) -> tuple[list[Score], Tensor]:
-        pictures = self.adapter.decode(latents)
+        pictures = self.adapter.decode(latents).cpu()
         reward = self.reward if scorer == "reward" else self._student_or_reward
         return list(reward(pictures, prompts)), pictures
 

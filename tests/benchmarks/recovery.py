@@ -95,6 +95,19 @@ class Here:
             part.replace(folder / "notice.json")
             time.sleep(NOTICE_SECONDS["local"])
         ended = time.time()
+        request, ready = (json.loads((folder / f"{name}.json").read_text()) for name in ("request", "ready"))
+        record = {
+            "evidence": "reclaimed by the benchmark",
+            "started_ms": request["requested_ms"],
+            "ended_ms": round(ended * 1000),
+            "ready_ms": ready["at_ms"],
+            "reclaimed": True,
+            "signal": "SIGKILL",
+            "with_notice": notice,
+        }
+        part = folder / ".ended"
+        part.write_text(json.dumps(record))
+        part.replace(folder / "ended.json")  # what a cloud says; a node that only died is replaced less eagerly
         processes.send(processes.processes_of(folder), signal.SIGKILL)
         return told, ended
 
@@ -254,6 +267,7 @@ def main() -> None:
     parser.add_argument("--runtime", choices=["local", "ray"], default="ray")
     parser.add_argument("--cache", type=Path, help="where the hosts' image is kept")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that its nodes go too
     load = load_now()
     result: dict[str, object] = {}
     rows = []

@@ -4,7 +4,6 @@ The same functions run on the CPU with one family. Nothing here asks for speed: 
 """
 
 import json
-import multiprocessing
 import time
 
 import pytest
@@ -20,12 +19,17 @@ from engine.config import (
     RuntimeConfig,
     SamplerConfig,
 )
+from engine.models.digits import load_digits
+from engine.models.flux import load_flux
 from engine.models.load import freeze_but_trained, load_adapter, trainable
-from engine.models.text import EncodedText
+from engine.models.qwen_image import load_qwen_image
+from engine.models.sd3 import load_sd3
+from engine.models.wan import load_wan
 from engine.rollout.request import Score
 from engine.rollout.sampler import denoise, rollout_plan
 from engine.runtime.inproc import build_inproc
-from tests.engine.test_families import FAMILIES, brightness
+from tests.engine.test_families import brightness
+from tests.engine.test_model_folders import make_flux, make_qwen_image, make_sd3, make_wan
 from tests.gpu.device import describe_device, keep_figures, needs_gpus
 
 UPDATES = 2
@@ -35,39 +39,36 @@ BOUND = 1e-3
 """Of pictures in [-1, 1], which are kept in steps of 8e-3; both devices compute in fp32."""
 
 
-def placed(adapter, device):
-    """The model on a device, with its autoencoder and its text."""
-    adapter.transformer.to(device)
-    for name in ("_vae", "text"):
-        if hasattr(adapter, name):
-            getattr(adapter, name).to(device)
-    if hasattr(adapter, "_text"):
-        adapter._text = Text(adapter._text, device)
-    return adapter
+FOLDERS = {
+    "qwen-image": (make_qwen_image, load_qwen_image, {"picture_size": 16, "text_length": 300}),
+    "sd3": (make_sd3, load_sd3, {"picture_size": 16, "t5_length": 20}),
+    "flux": (make_flux, load_flux, {"picture_size": 16, "text_length": 20}),
+    "wan": (make_wan, load_wan, {"video_size": (5, 16, 16), "text_length": 20}),
+}
+"""By family: what makes a tiny folder of random weights, what loads it, and how small its pictures are."""
+
+GUIDANCE = {"digits-ocr": 1.0} | dict.fromkeys(FOLDERS, 2.0)
 
 
-class Text:
-    """A text encoder whose answers are on a device."""
-
-    def __init__(self, encoder, device):
-        self._encoder, self._device = encoder, device
-
-    def __call__(self, prompts):
-        found = self._encoder(prompts)
-        pooled = None if found.pooled is None else found.pooled.to(self._device)
-        return EncodedText(found.hidden.to(self._device), found.mask.to(self._device), pooled)
+def loader(family, folder):
+    """Loads a family's own small weights on a device, as a node does, but in fp32."""
+    if family == "digits-ocr":
+        return lambda device: load_digits(device=device)
+    make, load, small = FOLDERS[family]
+    torch.manual_seed(0)
+    make().save_pretrained(folder)
+    return lambda device: load(folder, device, dtype=torch.float32, **small)
 
 
 def score(pictures, prompts):
     return [Score(reward=float(value), metrics={}) for value in brightness(pictures)]
 
 
-def run(family, weights, device, folder, iterations):
+def run(load, guidance, weights, device, folder, iterations):
     """A whole run with a spot worker, all on one device, or what is left of it."""
 
     def make_adapter():
-        torch.manual_seed(0)
-        adapter = placed(family.build(), device)
+        adapter = load(device)
         freeze_but_trained(adapter, ModelConfig(weights=weights, lora_rank=2))
         return adapter
 
@@ -79,7 +80,7 @@ def run(family, weights, device, folder, iterations):
         evaluation=EvaluationConfig(prompts=2, every=1, steps=2),
         runtime=RuntimeConfig(name="inproc", shape=2),
     )
-    config = config.model_copy(update={"sampler": SamplerConfig(steps=3, guidance=family.guidance)})
+    config = config.model_copy(update={"sampler": SamplerConfig(steps=3, guidance=guidance)})
     clock = ScaledClock(origin_ms=0)
     made = build_inproc(config, folder, run="tiny", clock=clock, reward=score, workers=1, make_adapter=make_adapter)
     finished = made.loop.run()
@@ -88,8 +89,9 @@ def run(family, weights, device, folder, iterations):
 
 
 def run_and_go_on(family, weights, device, folder):
-    run(family, weights, device, folder, 1)
-    loop = run(family, weights, device, folder, 2)
+    load = loader(family, folder / "model")
+    run(load, GUIDANCE[family], weights, device, folder, 1)
+    loop = run(load, GUIDANCE[family], weights, device, folder, 2)
     told = [json.loads(line) for line in (folder / "progress" / "trainer.jsonl").read_text().splitlines()]
     first, second = [line["event"]["health"] for line in told if line["kind"] == "iteration_done"]
     for health in (first, second):
@@ -104,7 +106,7 @@ def run_and_go_on(family, weights, device, folder):
 
 def pictures(device):
     """Pictures of the shipped base, the same seeds whatever the device; and seconds that they took."""
-    adapter = placed(load_adapter(ModelConfig()), device)
+    adapter = load_adapter(ModelConfig(), device)
     plan = rollout_plan(SamplerConfig(), run_seed=0, batch=0)
     conditioning = adapter.encode([f"{number:04d}" for number in range(PICTURES)])
     denoise(adapter, plan, conditioning, range(PICTURES))
@@ -114,57 +116,41 @@ def pictures(device):
 
 
 def test_a_run_goes_on_from_its_checkpoint_on_the_cpu(tmp_path):
-    run_and_go_on(FAMILIES["qwen-image"], "lora", "cpu", tmp_path)
+    run_and_go_on("qwen-image", "lora", "cpu", tmp_path)
 
 
 @pytest.mark.gpu
 @needs_gpus(1)
 @pytest.mark.parametrize("weights", ["full", "lora"])
-@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES.keys())
+@pytest.mark.parametrize("family", GUIDANCE)
 def test_a_run_goes_on_from_its_checkpoint_on_one_gpu(family, weights, tmp_path):
     run_and_go_on(family, weights, "cuda:0", tmp_path)
 
 
 @pytest.mark.gpu
 @needs_gpus(1)
-def test_low_rank_adapters_are_the_same_on_a_gpu_and_draw_no_number_of_its_own():
-    made = []
+@pytest.mark.parametrize("weights", ["full", "lora"])
+def test_all_of_a_model_is_put_on_the_gpu_and_is_as_it_was_loaded_but_for_what_is_trained(weights, tmp_path):
+    make_sd3().save_pretrained(tmp_path)
+    adapter = load_adapter(ModelConfig(name="sd3", path=str(tmp_path), weights=weights), "cuda:0")
+    whole = [*adapter.transformer.parameters(), *adapter._vae.parameters(), *adapter.encode(["a cat"]).values()]
+    assert {str(one.device) for one in whole} == {"cuda:0"}
+    assert {parameter.dtype for parameter in trainable(adapter).values()} == {torch.float32}
+    assert {parameter.dtype for parameter in adapter._vae.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.gpu
+@needs_gpus(1)
+def test_low_rank_adapters_are_the_same_on_a_gpu_and_draw_no_number_of_its_own(tmp_path):
+    load, made = loader("qwen-image", tmp_path), []
     before = torch.cuda.get_rng_state()
     for device in ("cpu", "cuda:0"):
-        torch.manual_seed(0)
-        adapter = placed(FAMILIES["qwen-image"].build(), device)
+        adapter = load(device)
         torch.cuda.set_rng_state(before)
         freeze_but_trained(adapter, ModelConfig(weights="lora", lora_rank=2))
         made.append({name: parameter.cpu() for name, parameter in trainable(adapter).items()})
     assert all(torch.equal(value, made[1][name]) for name, value in made[0].items())
     assert torch.equal(torch.cuda.get_rng_state(), before)
-
-
-def sum_on(device, pipe):
-    pipe.send(float(torch.ones(8, device=device).sum()))
-
-
-@pytest.mark.gpu
-@needs_gpus(1)
-def test_what_a_node_agent_forks_can_use_a_gpu():
-    """Whatever is loaded before the fork (engine/runtime/agent.py) must not have looked for one."""
-    ours, theirs = multiprocessing.get_context("spawn").Pipe()
-    program = multiprocessing.get_context("spawn").Process(target=fork_as_the_agent_does, args=(theirs,))
-    program.start()
-    try:
-        assert ours.poll(120), "no answer"
-        assert ours.recv() == 8.0
-    finally:
-        program.kill()
-
-
-def fork_as_the_agent_does(pipe):
-    """In a process of its own: a forkserver is started once, and the tests' has diffusers in it."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["engine.runtime.processes"])
-    forked = context.Process(target=sum_on, args=("cuda:0", pipe))
-    forked.start()
-    forked.join()
 
 
 @pytest.mark.gpu
