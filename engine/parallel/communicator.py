@@ -11,6 +11,8 @@ The promises:
   else wakes a call that waits, so the timeout is short and the node's agent kills who is frozen
 - a communicator stays when its group dissolves: to share with the same peers again costs nothing
 - everything is on loopback
+
+Workers use gloo, on GPUs too, where it copies through the CPU. NCCL is here for `tests/gpu`: no run uses it yet.
 """
 
 import os

@@ -51,8 +51,8 @@ def run_store(spec: NodeSpec, beat: Beat, ready: Event) -> None:
 def join_groups(spec: NodeSpec, adapter: "DiTAdapter") -> "Elastic | None":
     """A worker's part in the groups of its node, on its model; None when there are none. Waits for the store.
 
-    Its members talk through gloo on GPUs too, by way of the CPU. NCCL is quicker between GPUs, but refuses two workers
-    on one, and nothing of ours ran it between two yet (tests/gpu/test_nccl.py): no run uses it.
+    They talk through gloo, on GPUs too. NCCL refuses two workers on one GPU, and nothing of ours ran it between two yet
+    (tests/gpu/test_nccl.py).
     """
     if not may_share(spec):
         return None
