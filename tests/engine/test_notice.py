@@ -1,16 +1,36 @@
 """The metadata services' notice reaches the node's folder, whatever else they do."""
 
 import json
+import threading
 import time
 
 import pytest
 
 from engine.clock import ScaledClock
+from engine.runtime import notice
 from engine.runtime.metadata import GCE_HOST, IMDS_URL
 from engine.runtime.notice import GCE_NOTICE_MS, watch_notice, write_notice
 from tests.engine.metadata_faces import FakeGceMetadata, FakeImds
 
 CLOCK = ScaledClock(origin_ms=0)
+
+
+@pytest.fixture(autouse=True)
+def _nobody_asks_on(monkeypatch):
+    """Watchers end with their test; on a node they end with its agent."""
+    over, keep_asking = threading.Event(), notice._keep_asking
+
+    def until_over(ask):
+        def once():
+            if over.is_set():
+                raise SystemExit
+            ask()
+
+        keep_asking(once)
+
+    monkeypatch.setattr(notice, "_keep_asking", until_over)
+    yield
+    over.set()
 
 
 @pytest.fixture
