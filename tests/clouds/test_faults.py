@@ -188,8 +188,8 @@ def test_the_run_went_on_through_the_outage(world, runs):
     assert "compute" in steady.log()  # it said who did not answer
 
 
-def test_a_budget_that_is_used_up_in_the_middle_of_a_launch_ends_the_run(world, runs):
-    """Its spot node is lost so late that a successor may just be bought, and cannot be at work in time."""
+def test_a_budget_that_is_used_up_soon_after_a_launch_ends_the_run(world, runs):
+    """Its spot node is lost so late that a successor may just be bought; what that costs says whether it ever works."""
     priced = runs.priced
     (trainer,), (lost,) = priced.ready("trainer"), priced.ready("rollout")
     total, minutes = round(BUDGET * 1e6), RELEASE_ALLOWANCE_MS / 60_000 + 1  # what is held for both, and to buy one
