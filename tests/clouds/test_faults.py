@@ -215,7 +215,7 @@ def test_no_capacity_anywhere_is_said_and_waited_for(world, runs):
         nowhere.until("every region has refused", lambda: len(refusals(nowhere)) == 4, 300)
         assert nowhere.view().status == "running"
         assert nowhere.view().spent_micro_usd == 0
-        nowhere.until("it says so", lambda: "no capacity" in nowhere.view().reason, 120)
+        assert "no_capacity" in nowhere.words("nowhere-trainer-g0")
     finally:
         world.clear("capacity")
         nowhere.down()
