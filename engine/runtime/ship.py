@@ -10,6 +10,7 @@ Neither direction ever blocks the run: each is a thread of the agent, and what d
 import contextlib
 import re
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -51,7 +52,7 @@ def keep_piece(shipped: Path, node: str, file: str, offset: int, piece: bytes) -
     return size
 
 
-class _Repeating:
+class _Repeating(ABC):
     """Something done every so often in a thread of its own; what fails is done again, later and later."""
 
     what = ""
@@ -62,8 +63,8 @@ class _Repeating:
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def once(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def once(self) -> None: ...
 
     def end(self) -> None:
         """Once more, if that does not take long."""
