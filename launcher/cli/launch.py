@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -338,12 +338,16 @@ def _start_and_follow(
 
 
 def _settle(sessions: sessionmaker[Session], follow: Follow, job: Job) -> None:
-    """Wait for what is left when a run is over: here the last process, on clouds what was made for its nodes."""
+    """Wait for what is left when a run is over: here the last process, on clouds what was made for its nodes.
+
+    That takes minutes at worst. Ctrl-C ends the waiting, not what is waited for.
+    """
     if not job.clouds:
         wait_released(sessions, follow.name, SETTLE_SECONDS)
     elif left := still_running(sessions, follow.name):
         follow.say(f"{follow.name} is over; waiting until these are gone: {', '.join(left)}")
-        bring_down(sessions, follow.name, release_seconds(job.infra))
+        with suppress(KeyboardInterrupt):
+            bring_down(sessions, follow.name, release_seconds(job.infra))
 
 
 def _interrupted(sessions: sessionmaker[Session], follow: Follow, may_ask: bool = True) -> ExitCode:

@@ -8,13 +8,14 @@ from pathlib import Path
 import click
 import pytest
 from click.testing import CliRunner
+from rich.console import Console
 
 from launcher.cli import launch as launch_module
 from launcher.cli.live import panel, plain_line, sparkline
 from launcher.cli.main import CommandFolder, cli, run, summaries
 from launcher.cluster.runs import NodeView, RunView
 from launcher.exit_codes import ExitCode
-from launcher.job import load_job
+from launcher.job import Job, load_job
 from launcher.ledger.store import open_ledger
 
 
@@ -223,6 +224,17 @@ def launch(tmp_path, monkeypatch, capsys):
         return Ended(return_value=value, exception=error, stdout=captured.out, stderr=captured.err)
 
     return launch
+
+
+def test_ctrl_c_ends_the_wait_for_a_clouds_groups_and_the_last_words_still_come(monkeypatch, tmp_path, capsys):
+    def waits(sessions, name, seconds):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(launch_module, "still_running", lambda sessions, name: ["groups and identities of demo"])
+    monkeypatch.setattr(launch_module, "bring_down", waits)
+    follow = launch_module.Follow(name="demo", out=Console(), on_exit="keep", release_seconds=1.0)
+    launch_module._settle(open_ledger(tmp_path / "ledger.sqlite"), follow, Job(name="demo", infra="aws"))
+    assert "waiting until these are gone: groups and identities of demo" in capsys.readouterr().out
 
 
 def test_launch_shows_the_plan_follows_and_says_how_it_ended(launch):
