@@ -181,7 +181,7 @@ def test_what_the_cloud_said_of_prices_is_what_the_plan_is_made_from(launch, mon
 
 
 def test_a_pool_of_what_a_recorded_trace_is_of_is_judged_by_the_trace(launch):
-    v100 = [f"resources.{role}.accelerators=V100:1" for role in ("trainer", "rollout")]
+    v100 = ["resources.trainer.accelerators=V100:4", "resources.rollout.accelerators=V100:1"]
     _, text, _ = launch("--dry-run", "--json", "--infra", "aws", *(word for one in v100 for word in ("--set", one)))
     pools = [pool for pool in json.loads(text)["plan"]["pools"] if pool["market"] == "spot"]
     assert pools
