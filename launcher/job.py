@@ -457,8 +457,11 @@ class Job(EngineConfig):
         return self.resources.rollout.use_spot and self.spot != "never"
 
     def engine(self) -> EngineConfig:
-        """What is sent to every node."""
-        return EngineConfig(**{name: getattr(self, name) for name in EngineConfig.model_fields})
+        """What is sent to every node. On clouds `auto` is a GPU: one that cannot be used is paid for all the same."""
+        fields = {name: getattr(self, name) for name in EngineConfig.model_fields}
+        if self.clouds and self.runtime.device == "auto":
+            fields["runtime"] = self.runtime.model_copy(update={"device": "cuda"})
+        return EngineConfig(**fields)
 
 
 # --- from a file to a checked job --------------------------------------------------------------------

@@ -36,7 +36,7 @@ algorithm: {{name: flow-grpo, prompts_per_batch: 12, images_per_prompt: 4}}
 exploration: {{mode: stale, budget: {{candidates: 96}}}}
 evaluation: {{prompts: 192, every: 3}}
 target: {{metric: exact_match, value: {target}, evaluations: 2}}
-runtime: {{name: {runtime}, shape: 12, step_seconds: {step_seconds}}}
+runtime: {{device: cpu, name: {runtime}, shape: 12, step_seconds: {step_seconds}}}
 recovery: {{trainer_wait: 30s}}
 resources:
   trainer: {{accelerators: L4:1}}

@@ -34,7 +34,7 @@ iterations: {iterations}
 evaluation: {{prompts: 16, every: 1000}}
 algorithm: {{prompts_per_batch: 8, images_per_prompt: 4}}
 exploration: {{mode: stale, budget: {{candidates: 64}}}}
-runtime: {{name: local, shape: 8, step_seconds: {step}}}
+runtime: {{device: cpu, name: local, shape: 8, step_seconds: {step}}}
 recovery: {{launches_per_minute: 60{recovery}}}
 resources:
   trainer: {{accelerators: L4:1}}
@@ -188,21 +188,27 @@ def test_the_run_went_on_through_the_outage(world, runs):
     assert "compute" in steady.log()  # it said who did not answer
 
 
-def test_a_budget_that_is_used_up_soon_after_a_launch_ends_the_run(world, runs):
-    """Its spot node is lost so late that a successor may just be bought; what that costs says whether it ever works."""
+def test_a_budget_that_is_used_up_in_the_midst_of_a_launch_ends_the_run(world, runs):
+    """Its spot node is lost while there is just enough left to buy a successor, and that never boots."""
     priced = runs.priced
     (trainer,), (lost,) = priced.ready("trainer"), priced.ready("rollout")
     total, minutes = round(BUDGET * 1e6), RELEASE_ALLOWANCE_MS / 60_000 + 1  # what is held for both, and to buy one
     both = trainer.micro_usd_per_hour + lost.micro_usd_per_hour
     late = total - round((both * minutes + trainer.micro_usd_per_hour * 0.25) / 60)
     priced.until("little is left", lambda: priced.view().spent_micro_usd >= late, 900)
-    world.reclaim(lost.name)
-    successor = lost.name.replace("-g0", "-g1")
-    priced.until("its successor is asked for", lambda: successor in priced.records(), 60)
-    wait_for(lambda: priced.view().status == "stopped", 400)
+    world.fault("no_boot", "aws", times=1)
+    try:
+        world.reclaim(lost.name)
+        successor = lost.name.replace("-g0", "-g1")
+        priced.until("its successor is asked for", lambda: successor in priced.records(), 60)
+        wait_for(lambda: priced.view().status == "stopped", 400)
+    finally:
+        world.clear("no_boot")
     assert priced.view().reason == "budget"
     assert priced.machines() == []
-    assert priced.records()[successor].ended_ms is not None
+    launched = priced.records()[successor]
+    assert launched.ended_ms is not None
+    assert "ready" not in launched.happened, "it ended before it was of any use"
     assert late < priced.view().spent_micro_usd <= total
     priced.down()
 

@@ -249,6 +249,11 @@ def test_clouds_are_a_list_and_local_is_none(write):
     assert load_job(write("")).job.clouds == ()
 
 
+def test_no_node_of_a_cloud_computes_on_its_cpu_unless_the_job_says_so(write):
+    devices = {"": "auto", "infra: aws": "cuda", "infra: aws\nruntime: {device: cpu}": "cpu"}
+    assert {text: load_job(write(text)).job.engine().runtime.device for text in devices} == devices
+
+
 def test_whether_rollout_nodes_are_spot_is_said_twice_and_never_wins(write):
     assert load_job(write("")).job.rolls_out_on_spot
     assert not load_job(write("spot: never")).job.rolls_out_on_spot
