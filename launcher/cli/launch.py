@@ -201,7 +201,8 @@ def _check_clouds(checked: CheckedJob, plan: Plan, out: Console, allow_old_price
         ask_engine(checked)
     else:
         out.print("The engine is not installed here, so reward and prompts were not tried.", highlight=False)
-    for cloud, caller in check_clouds(checked, cloud_apis(checked.job.clouds)).items():
+    places = {site.place for site in plan.sites}
+    for cloud, caller in check_clouds(checked, cloud_apis(checked.job.clouds), places).items():
         out.print(f"Checked: {cloud} as {caller.identity} ({caller.account}), and its bucket.", highlight=False)
 
 

@@ -1,17 +1,17 @@
 """Before the first purchase on a real cloud: everything that would otherwise fail on a machine that is paid for.
 
 what the job lacks (limits, buckets, names that are too long) -> what this machine lacks (programs, SkyPilot, secrets)
--> prices that are too old -> whose credentials these are -> buckets, tried for real
+-> prices that are too old -> whose credentials these are -> buckets, tried for real -> another run of this name
 
 Nothing is bought, and nothing is left behind. A fault is one Failure that says what would do.
 """
 
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 
-from launcher.cluster.clouds.base import Caller, CloudApi
+from launcher.cluster.clouds.base import Caller, CloudApi, MachineState
 from launcher.cluster.stores import check_writable, run_store
 from launcher.exit_codes import Failure
 from launcher.job import CheckedJob
@@ -28,6 +28,9 @@ GENERATIONS = 99
 """A node may be replaced so often before its name grows by another digit, which still fits."""
 
 PROGRAMS = ("ssh", "rsync")
+
+AT_ONCE = 16
+"""Questions to clouds."""
 
 
 def check_job(checked: CheckedJob, slots: Sequence[Slot]) -> None:
@@ -98,14 +101,33 @@ def check_prices(slots: Sequence[Slot], now_ms: int) -> None:
 def check_clouds(
     checked: CheckedJob,
     apis: Mapping[str, CloudApi],
+    regions: Iterable[tuple[str, str]],
     try_bucket: Callable[[str], None] = check_writable,
 ) -> dict[str, Caller]:
-    """Whose credentials these are, by cloud; and that the run's buckets can be used. Raises Failure."""
+    """Whose credentials these are, by cloud; that the run's buckets can be used, and that its name is free there.
+
+    `regions`: (cloud, region) wherever it may have nodes. Raises Failure.
+    """
     buckets = [run_store(checked.job.store, cloud, checked.job.name) for cloud in apis]
-    with ThreadPoolExecutor(max_workers=2 * len(apis)) as pool:
+    with ThreadPoolExecutor(max_workers=AT_ONCE) as pool:
         callers = {cloud: pool.submit(api.caller) for cloud, api in apis.items()}
         tried = [pool.submit(try_bucket, url) for url in buckets]
         found = {cloud: caller.result() for cloud, caller in callers.items()}
         for one in tried:
             one.result()
+        for _ in pool.map(lambda place: _check_name_is_free(checked, apis[place[0]], place[1]), regions):
+            pass
     return found
+
+
+def _check_name_is_free(checked: CheckedJob, api: CloudApi, region: str) -> None:
+    """No ledger of ours knows this run, so a machine of its name is of a run that another one knows. Raises JobError."""
+    name = checked.job.name
+    alive = [one for one in api.machines(region, run=name) if one.state is not MachineState.GONE]
+    if alive:
+        whose = ", ".join(f"{one.id} of {one.owner or 'somebody'}" for one in alive)
+        raise checked.error(
+            "name",
+            f"machines of a run called {name} are in {api.cloud} {region} already, and no run here is: {whose}",
+            f"give this one another name (--name {name}-2); if nobody wants those any more: spotrl reap",
+        )

@@ -335,12 +335,21 @@ class SkyProvisioner:
     def _look_at(self, cloud: str, region: str) -> None:
         seen = self._seen.setdefault((cloud, region), _Seen())
         try:
-            machines = tuple(self._clouds[cloud].machines(region, run=self._all.run))
+            machines = tuple(self._machines_in(cloud, region))
         except Failure as failure:
             seen.trouble = str(failure)
             raise
         seen.machines, seen.at, seen.trouble = machines, self._monotonic(), ""
         seen.looks += 1
+
+    def _machines_in(self, cloud: str, region: str) -> list[Machine]:
+        """The run's. Somebody else's run may have its name: what bears another owner's label is not ours to touch."""
+        found = self._clouds[cloud].machines(region, run=self._all.run)
+        return [one for one in found if one.owner in ("", self._all.owners[cloud])]
+
+    def _things_in(self, cloud: str, region: str) -> list[Thing]:
+        found = self._clouds[cloud].things(region, run=self._all.run)
+        return [one for one in found if one.owner in ("", self._all.owners[cloud])]
 
     def _poll(self, requests: Sequence[str]) -> None:
         known = self._sky.poll(requests)
@@ -632,7 +641,7 @@ class SkyProvisioner:
         for cloud, region in self._all.regions:
             lost = [
                 one
-                for one in self._clouds[cloud].machines(region, run=self._all.run)
+                for one in self._machines_in(cloud, region)
                 if one.name == node.name and one.state is not MachineState.GONE
             ]
             if lost and (cloud, region) != self._region_of(node):
@@ -711,14 +720,14 @@ class SkyProvisioner:
             self._ended(node, ending)
             return
         api = self._clouds[place[0]]
-        alive = [one for one in api.machines(place[1], run=self._all.run) if one.name == node.name]
+        alive = [one for one in self._machines_in(*place) if one.name == node.name]
         alive = [one for one in alive if one.state is not MachineState.GONE]
         if alive:
             ending = {**ending, **self._last_words(node, ending, alive[0])}
             node.write("ending", ending)
             api.end(alive)
             raise _NotYet(f"{', '.join(one.id for one in alive)} is told to end and has not ended yet")
-        disks = [one for one in api.things(place[1], run=self._all.run) if one.kind == "disk" and one.node == node.name]
+        disks = [one for one in self._things_in(*place) if one.kind == "disk" and one.node == node.name]
         left = api.remove(disks) if disks else []
         if left:
             raise _NotYet(f"disk {', '.join(one.id for one in left)} cannot go yet")
@@ -770,11 +779,11 @@ class SkyProvisioner:
 
     def _tidy(self, cloud: str, region: str) -> None:
         api = self._clouds[cloud]
-        alive = [one for one in api.machines(region, run=self._all.run) if one.state is not MachineState.GONE]
+        alive = [one for one in self._machines_in(cloud, region) if one.state is not MachineState.GONE]
         if alive:
             api.end(alive)
             raise _NotYet(f"{', '.join(one.id for one in alive)} is told to end and has not ended yet")
-        things: Sequence[Thing] = api.things(region, run=self._all.run)
+        things = self._things_in(cloud, region)
         left = api.remove(things) if things else []
         if left:
             raise _NotYet(f"{', '.join(f'{one.kind} {one.id}' for one in left)} cannot go yet")

@@ -37,7 +37,7 @@ exploration: {{mode: stale, budget: {{candidates: 64}}}}
 runtime: {{device: cpu, name: local, shape: 8, step_seconds: {step}}}
 recovery: {{launches_per_minute: 60{recovery}}}
 resources:
-  trainer: {{accelerators: L4:1}}
+  trainer: {{accelerators: L4:1{place}}}
   rollout: {{accelerators: L4:1, use_spot: true, num_nodes: {spot}}}
 budget: {{max_total: ${total}, max_hourly: $90{deadline}}}
 secrets: [{secrets}]
@@ -55,7 +55,7 @@ BACK_SECONDS = 420.0
 def job(
     name: str, infra: str, *, iterations: int = 1000, spot: int = 1, total: float = 40, step: float = 0.3, **more: str
 ) -> str:
-    """`more`: `deadline` and `secrets`, as the job file has them."""
+    """`more`: `deadline`, `recovery` and `secrets`, as the job file has them; `region`: the trainer's, like `/us-east4`."""
     buckets = {"aws": "aws: s3://spotrl-runs/faults", "gcp": "gcp: gs://spotrl-runs/faults"}
     return JOB.format(
         name=name,
@@ -63,6 +63,7 @@ def job(
         store=", ".join(buckets[cloud] for cloud in infra.split(",")),
         iterations=iterations,
         spot=spot,
+        place=f", infra: {infra}{more['region']}" if "region" in more else "",
         total=total,
         step=step,
         deadline=f", deadline: {more['deadline']}" if "deadline" in more else "",
@@ -139,8 +140,11 @@ def test_a_second_controller_is_refused_also_from_another_machine(world, runs, t
     elsewhere = Launched(world=world, name="steady", home=world.folder / "home" / "elsewhere")
     elsewhere.spotrl("catalog", "refresh")
     machines = len(steady.machines())
-    with pytest.raises(RuntimeError, match="is controlled from another machine"):
+    with pytest.raises(RuntimeError, match="machines of a run called steady are in gcp us-central1 already"):
         elsewhere.launch(job("steady", "gcp"))
+    # Where none of them is, the lease in the bucket tells.
+    with pytest.raises(RuntimeError, match="is controlled from another machine"):
+        elsewhere.launch(job("steady", "gcp", region="/us-east4"))
     assert len(steady.machines()) == machines
     assert steady.spotrl("status", "steady").returncode == 0
 

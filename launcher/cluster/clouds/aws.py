@@ -27,6 +27,7 @@ from launcher.cluster.clouds.base import (
     MachineState,
     Place,
     Thing,
+    refuse_anothers,
 )
 from launcher.cluster.clouds.labels import bucket_of, run_name, slug
 
@@ -46,7 +47,8 @@ STATES: Mapping[str, MachineState] = {
 RECLAIMED = frozenset({"Server.SpotInstanceTermination", "Server.SpotInstanceShutdown"})
 """State reasons by which EC2 says that it was EC2."""
 
-ASK_LESS = re.compile(r"Throttl|RequestLimitExceeded|SlowDown|ServiceUnavailable|Unavailable|Internal|RequestTimeout")
+ASK_LESS = re.compile(r"Throttl|RequestLimitExceeded|SlowDown|Unavailable|Internal|RequestTimeout|^NoSuchEntity$")
+"""NoSuchEntity: IAM takes seconds until it knows what was just made."""
 
 NOT_YET = frozenset({"DependencyViolation", "VolumeInUse", "DeleteConflict", "IncorrectState"})
 
@@ -162,8 +164,8 @@ class AwsApi:
         return [thing for thing in things if not self._remove(thing)]
 
     def prepare(self, region: str, *, run: str, owner: str, ssh_from: str, buckets: Sequence[str]) -> Place:
-        name, tags = run_name(run), {RUN_LABEL: run, OWNER_LABEL: owner}
-        self._prepare_role(name, tags, node_policy(run, buckets))
+        name = run_name(run)
+        self._prepare_role(name, run, owner, node_policy(run, buckets))
         with _said(f"aws ec2 security group {name}, {region}"):
             client = self._client("ec2", region)
             vpcs = client.describe_vpcs(Filters=[{"Name": "is-default", "Values": ["true"]}])["Vpcs"]
@@ -174,7 +176,10 @@ class AwsApi:
                 )
             group = self._group(client, name)
             if group is None:
-                group = self._make_group(client, name, vpcs[0]["VpcId"], {**tags, "Name": name})
+                tags = {**_labels(run, owner), "Name": name}
+                group = self._make_group(client, name, vpcs[0]["VpcId"], tags)
+            whose = _from_tags(group.get("Tags", ())).get(OWNER_LABEL, "")
+            refuse_anothers(f"aws security group {name} in {region}", run, owner, whose)
             self._set_rules(client, group, ssh_from)
         return Place(cloud="aws", region=region, group=name, identity=name, ssh_from=ssh_from)
 
@@ -226,11 +231,15 @@ class AwsApi:
             with _missing_is_none():
                 client.revoke_security_group_ingress(GroupId=group_id, IpPermissions=[_ssh(old)])
 
-    def _prepare_role(self, name: str, tags: Mapping[str, str], policy: Mapping[str, Any]) -> None:
+    def _prepare_role(self, name: str, run: str, owner: str, policy: Mapping[str, Any]) -> None:
         with _said(f"aws iam role {name}"):
-            iam = self._client("iam", HOME_REGION)
+            iam, tags, is_new = self._client("iam", HOME_REGION), _labels(run, owner), False
             with _already_is_fine():
                 iam.create_role(RoleName=name, Path=PATH, AssumeRolePolicyDocument=WHO_MAY_BE_A_NODE, Tags=_tags(tags))
+                is_new = True
+            if not is_new:
+                whose = _from_tags(iam.list_role_tags(RoleName=name)["Tags"]).get(OWNER_LABEL, "")
+                refuse_anothers(f"aws role {name}", run, owner, whose)
             iam.put_role_policy(RoleName=name, PolicyName="node", PolicyDocument=json.dumps(policy))
             with _already_is_fine():
                 iam.create_instance_profile(InstanceProfileName=name, Path=PATH, Tags=_tags(tags))
@@ -329,6 +338,10 @@ def _by_tag(owner: str | None, run: str | None) -> list[dict[str, Any]]:
     if run is not None:
         filters.append({"Name": f"tag:{RUN_LABEL}", "Values": [run]})
     return filters
+
+
+def _labels(run: str, owner: str) -> dict[str, str]:
+    return {RUN_LABEL: run, OWNER_LABEL: owner}
 
 
 def _tags(tags: Mapping[str, str]) -> list[dict[str, str]]:

@@ -85,6 +85,15 @@ class Caller:
     owner: str
 
 
+def refuse_anothers(what: str, run: str, owner: str, found: str) -> None:
+    """Two people may call their runs the same. `found`: whose it is by its label. Raises CloudRefused."""
+    if found not in ("", owner):
+        raise CloudRefused(
+            f"{what} is there already and belongs to {found}, who has a run called {run} too; give this one another "
+            "name (--name)"
+        )
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
     """What is ready in a region for a run's nodes: SkyPilot is told these names.
@@ -134,6 +143,7 @@ class CloudApi(Protocol):
         """Make what the run's nodes need in a region, or find it: group, rules, identity. Idempotent.
 
         `ssh_from`: the controller's address as CIDR. `buckets`: the URLs that the nodes may read and write.
+        Raises CloudRefused when it is there already and somebody else's.
         """
 
     def open_rules(self, place: Place) -> Sequence[str]:

@@ -31,6 +31,7 @@ from launcher.cluster.clouds.base import (
     MachineState,
     Place,
     Thing,
+    refuse_anothers,
 )
 from launcher.cluster.clouds.labels import PREFIX, bucket_of, run_name, slug
 
@@ -183,6 +184,7 @@ class GceApi:
             network = self._made(
                 "/global/networks", name, {"autoCreateSubnetworks": False, "description": whose}, global_wait=True
             )
+            refuse_anothers(f"gcp network {name}", run, owner, _described("network", "", network, None).owner)
             self._prepare_subnet(region, name, network["selfLink"], whose)
             self._prepare_firewall(f"{name}-inside", network["selfLink"], whose, INSIDE, {"IPProtocol": "all"})
             ssh = {"IPProtocol": "tcp", "ports": ["22"]}

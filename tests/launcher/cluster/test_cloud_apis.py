@@ -137,6 +137,20 @@ def test_aws_makes_one_group_and_one_role_for_a_run_and_takes_them_away(aws):
     assert aws.things(REGION, run="run", owner="me") == []
 
 
+def test_aws_leaves_what_is_of_anothers_run_of_the_same_name_as_it_is(aws):
+    aws.prepare(REGION, run="run", owner="you", ssh_from=FROM, buckets=["s3://yours/run"])
+    before = boto3.client("iam").get_role_policy(RoleName="spotrl-run", PolicyName="node")["PolicyDocument"]
+    with pytest.raises(CloudRefused, match="role spotrl-run is there already and belongs to you"):
+        aws.prepare(REGION, run="run", owner="me", ssh_from="198.51.100.1/32", buckets=["s3://mine/run"])
+    assert boto3.client("iam").get_role_policy(RoleName="spotrl-run", PolicyName="node")["PolicyDocument"] == before
+    aws.remove([one for one in aws.things(REGION, run="run") if one.kind == "role"])
+    with pytest.raises(CloudRefused, match="security group spotrl-run in us-east-1 is there already"):
+        aws.prepare(REGION, run="run", owner="me", ssh_from="198.51.100.1/32", buckets=[])
+    (group,) = boto3.client("ec2").describe_security_groups(GroupNames=["spotrl-run"])["SecurityGroups"]
+    assert FROM in str(group)
+    assert "198.51.100.1" not in str(group)
+
+
 def test_aws_ssh_comes_from_where_the_controller_is_now(aws):
     aws.prepare(REGION, run="run", owner="me", ssh_from="198.51.100.1/32", buckets=[])
     place = aws.prepare(REGION, run="run", owner="me", ssh_from=FROM, buckets=[])
@@ -337,6 +351,15 @@ def test_gcp_makes_a_network_and_an_identity_for_a_run_and_takes_them_away(gcp, 
     for region in ("us-east4", "us-central1"):
         assert gcp.things(region, run="run") == []
     assert not any(member in one["members"] for one in google.gce.policy["bindings"])
+
+
+def test_gcp_leaves_what_is_of_anothers_run_of_the_same_name_as_it_is(gcp, google):
+    gcp.prepare("us-central1", run="run", owner="you", ssh_from=FROM, buckets=["gs://yours/run"])
+    rule, policy = google.gce.resources["global", "firewalls", "spotrl-run-ssh"], google.gce.policy["bindings"]
+    before = json.dumps([rule, policy])
+    with pytest.raises(CloudRefused, match="network spotrl-run is there already and belongs to you"):
+        gcp.prepare("us-central1", run="run", owner="me", ssh_from="198.51.100.1/32", buckets=["gs://mine/run"])
+    assert json.dumps([rule, google.gce.policy["bindings"]]) == before
 
 
 def test_gcp_keeps_the_bindings_of_others(gcp, google):

@@ -7,7 +7,7 @@ import pytest
 
 from engine.events import Market
 from launcher.cluster import ready
-from launcher.cluster.clouds.base import Caller, CloudRefused
+from launcher.cluster.clouds.base import Caller, CloudRefused, MachineState
 from launcher.cluster.ready import check_clouds, check_here, check_job, check_prices
 from launcher.exit_codes import ExitCode, Failure
 from launcher.job import JobError, load_job
@@ -16,6 +16,7 @@ from launcher.market.prices import iso
 from launcher.money import HOUR_MS
 from launcher.placement.placement import Placement
 from launcher.placement.plan import Slot
+from tests.launcher.cluster.fake_cloud import FakeCloud, machine
 
 NOW_MS = time.time_ns() // 1_000_000
 
@@ -120,11 +121,11 @@ def test_programs_and_secrets_are_looked_for_here(job, monkeypatch):
 
 def test_every_clouds_credentials_and_bucket_are_tried(job):
     tried = []
-    callers = check_clouds(job(), {"aws": Api("aws"), "gcp": Api("gcp")}, tried.append)
+    callers = check_clouds(job(), {"aws": Api("aws"), "gcp": Api("gcp")}, [], tried.append)
     assert {cloud: caller.identity for cloud, caller in callers.items()} == {"aws": "someone", "gcp": "someone"}
     assert sorted(tried) == ["gs://runs/digits", "s3://runs/ours/digits"]
     with pytest.raises(CloudRefused, match="no credentials"):
-        check_clouds(job(), {"aws": Api("aws", "no credentials")}, tried.append)
+        check_clouds(job(), {"aws": Api("aws", "no credentials")}, [], tried.append)
 
 
 def test_a_bucket_that_cannot_be_used_stops_the_launch(job):
@@ -132,7 +133,17 @@ def test_a_bucket_that_cannot_be_used_stops_the_launch(job):
         raise Failure(f"{url} may not be written in")
 
     with pytest.raises(Failure, match="may not be written in"):
-        check_clouds(job(), {"aws": Api("aws")}, refuse)
+        check_clouds(job(), {"aws": Api("aws")}, [], refuse)
+
+
+def test_a_name_that_machines_have_already_is_refused_wherever_the_run_may_be(job):
+    """Of another ledger, or of one that was lost: this run would take them for its own."""
+    cloud, places = FakeCloud(), [("aws", "us-east-1"), ("aws", "us-west-2")]
+    cloud.add(machine(state=MachineState.GONE), machine("i-2", region="us-west-2", owner="grace"))
+    with pytest.raises(JobError, match=r"aws us-west-2 already.*i-2 of grace.*--name digits-2.*spotrl reap") as caught:
+        check_clouds(job(), {"aws": cloud}, places, lambda url: None)
+    assert caught.value.field == "name"
+    check_clouds(job(), {"aws": cloud}, places[:1], lambda url: None)
 
 
 def test_a_slot_is_judged_by_its_own_markets_age():

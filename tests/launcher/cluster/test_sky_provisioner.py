@@ -219,7 +219,9 @@ class FakeCloud:
             state = MachineState.STOPPING if self.ends_slowly else MachineState.GONE
             self.there = [replace(one, state=state) if one.id == machine.id else one for one in self.there]
             if state is MachineState.GONE:
-                self.disks = [one for one in self.disks if one.node != machine.name]
+                self.disks = [
+                    one for one in self.disks if one.node != machine.name or one.owner not in ("", machine.owner)
+                ]
 
     def remove(self, things):
         self._answer()
@@ -798,6 +800,20 @@ def test_a_stranger_with_our_label_is_reported_and_can_be_released(stage):
     stage.provisioner.release(["run-rollout-7-g3"])
     assert stage.passes(5)["run-rollout-7-g3"].status is NodeStatus.GONE
     assert stage.cloud.ended == ["i-1"]
+
+
+def test_anothers_run_of_the_same_name_is_neither_seen_nor_touched(stage):
+    stage.bring_up(NODE)
+    for name in (NODE, "run-rollout-7-g3"):
+        stage.cloud.start(name, placement())
+        stage.cloud.there[-1] = replace(stage.cloud.there[-1], owner="you")
+        stage.cloud.disks[-1] = replace(stage.cloud.disks[-1], owner="you")
+    assert stage.passes(3).keys() == {NODE}
+    stage.provisioner.release([NODE])
+    assert stage.passes(10)[NODE].status is NodeStatus.GONE
+    assert stage.provisioner.tidy() or stage.provisioner.tidy()
+    assert stage.cloud.ended == ["i-1"]
+    assert [one.owner for one in stage.cloud.disks] == ["you", "you"]
 
 
 # --- doubt ----------------------------------------------------------------------------------------------
