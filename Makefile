@@ -67,7 +67,7 @@ test-slow test-gpu: env
 	$(BIN)/pytest -m $(@:test-%=%)
 
 test-clouds: env tools
-	$(BIN)/pytest -m clouds --timeout 900 tests/clouds tests/engine/test_hosts.py
+	$(BIN)/pytest -m clouds --timeout 900 --durations 25 tests/clouds tests/engine/test_hosts.py
 
 format: env
 	$(BIN)/ruff format .

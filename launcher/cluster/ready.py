@@ -121,7 +121,7 @@ def check_clouds(
 
 
 def _check_name_is_free(checked: CheckedJob, api: CloudApi, region: str) -> None:
-    """No ledger of ours knows this run, so a machine of its name is of a run that another one knows. Raises JobError."""
+    """This ledger knows no such run, so that a machine of its name is of one that another ledger knows."""
     name = checked.job.name
     alive = [one for one in api.machines(region, run=name) if one.state is not MachineState.GONE]
     if alive:

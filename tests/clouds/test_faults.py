@@ -55,7 +55,7 @@ BACK_SECONDS = 420.0
 def job(
     name: str, infra: str, *, iterations: int = 1000, spot: int = 1, total: float = 40, step: float = 0.3, **more: str
 ) -> str:
-    """`more`: `deadline`, `recovery` and `secrets`, as the job file has them; `region`: the trainer's, like `/us-east4`."""
+    """`more`: `deadline`, `recovery` and `secrets` as the job file has them; `region` of the trainer, like `/us-east4`."""
     buckets = {"aws": "aws: s3://spotrl-runs/faults", "gcp": "gcp: gs://spotrl-runs/faults"}
     return JOB.format(
         name=name,
