@@ -247,8 +247,8 @@ class RuntimeConfig(Strict):
     """`local`: processes of the node's agent, over HTTP. `ray`: actors of one Ray cluster. `inproc`: tests only."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """What a node computes on. `auto`: GPUs if torch can use any, a worker each while there are as many, the trainer on
-    the first of its own; else the CPU. `cuda`: GPUs or nothing, so that none is paid for and left idle; on clouds, `auto`
-    is this."""
+    the first of its own; else the CPU. `cuda`: GPUs or nothing, so that none is paid for and left idle; that is what
+    `auto` means on clouds."""
     shape: Positive = 12
     """Pictures per forward pass of a training rollout; always this many, padded with copies."""
     lease_seconds: Annotated[float, Field(gt=0.0)] = 2.0

@@ -107,7 +107,7 @@ AFTER_NOTICE_MS = 600_000
 STOPPING_NOTICE_MS = 30_000
 """What is left when the first that we hear of a reclaim is that the machine is stopping (Google Cloud's notice)."""
 
-SET_UP_SECONDS = 15.0
+SET_UP_SECONDS = 30.0
 """Between two questions to SkyPilot how a set-up goes; each costs it an SSH session and seconds of CPU."""
 
 REARM_SECONDS = 300.0

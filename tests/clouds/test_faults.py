@@ -55,7 +55,7 @@ BACK_SECONDS = 420.0
 def job(
     name: str, infra: str, *, iterations: int = 1000, spot: int = 1, total: float = 40, step: float = 0.3, **more: str
 ) -> str:
-    """`more`: `deadline`, `recovery` and `secrets` as the job file has them; `region` of the trainer, like `/us-east4`."""
+    """`more`: `deadline`, `recovery` and `secrets` as the job file has them; `region` of the trainer: `/us-east4`."""
     buckets = {"aws": "aws: s3://spotrl-runs/faults", "gcp": "gcp: gs://spotrl-runs/faults"}
     return JOB.format(
         name=name,
@@ -182,16 +182,6 @@ def test_a_price_that_doubles_is_what_is_paid(world, runs):
     assert {node.name for node in priced.ready("rollout")} == set(before), "that price was within the limits"
 
 
-def test_the_run_went_on_through_the_outage(world, runs):
-    steady = runs.steady
-    began, nodes = runs.outage
-    time.sleep(max(0.0, began + OUTAGE_SECONDS + 5 - time.monotonic()))
-    steady.trains_on(3)
-    assert set(steady.records()) == nodes, "nobody was replaced"
-    assert len(steady.ready()) == 2
-    assert "compute" in steady.log()  # it said who did not answer
-
-
 def test_a_budget_that_is_used_up_in_the_midst_of_a_launch_ends_the_run(world, runs):
     """Its spot node is lost while there is just enough left to buy a successor, and that never boots."""
     priced = runs.priced
@@ -215,6 +205,16 @@ def test_a_budget_that_is_used_up_in_the_midst_of_a_launch_ends_the_run(world, r
     assert "ready" not in launched.happened, "it ended before it was of any use"
     assert late < priced.view().spent_micro_usd <= total
     priced.down()
+
+
+def test_the_run_went_on_through_the_outage(world, runs):
+    steady = runs.steady
+    began, nodes = runs.outage
+    time.sleep(max(0.0, began + OUTAGE_SECONDS + 5 - time.monotonic()))
+    steady.trains_on(3)
+    assert set(steady.records()) == nodes, "nobody was replaced"
+    assert len(steady.ready()) == 2
+    assert "compute" in steady.log()  # it said who did not answer
 
 
 def test_no_capacity_anywhere_is_said_and_waited_for(world, runs):
