@@ -18,6 +18,7 @@ def world() -> Iterator[World]:
 
 @pytest.fixture(autouse=True)
 def _no_fault_outlives_its_test(request: pytest.FixtureRequest) -> Iterator[None]:
+    world = request.getfixturevalue("world") if "world" in request.fixturenames else None
     yield
-    if "world" in request.fixturenames:
-        request.getfixturevalue("world").clear()
+    if world is not None:
+        world.clear()

@@ -29,8 +29,8 @@ def plant_secrets(world: World) -> None:
     }.items():
         (home / path).parent.mkdir(parents=True, exist_ok=True)
         (home / path).write_text(text)
-    with (home / ".aws" / "credentials").open("a") as file:
-        file.write("[other]\naws_access_key_id = x\naws_secret_access_key = planted-aws-secret\n")
+    credentials, other = home / ".aws" / "credentials", "[other]\naws_secret_access_key = planted-aws-secret\n"
+    credentials.write_text(credentials.read_text().removesuffix(other) + other)
 
 
 def left(world: World) -> set[str]:
