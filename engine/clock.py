@@ -6,7 +6,7 @@ Everything that is summed is an integer of milliseconds. Standard library only.
 """
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 
@@ -28,8 +28,29 @@ class ScaledClock:
     factor: float = 1.0
 
     def now_ms(self) -> int:
-        wall_ms = time.time_ns() // 1_000_000
-        return self.origin_ms + round((wall_ms - self.origin_ms) * self.factor)
+        return self.origin_ms + round((self._wall_ms() - self.origin_ms) * self.factor)
 
     def wall_seconds(self, duration_ms: int) -> float:
         return duration_ms / 1000 / self.factor
+
+    def _wall_ms(self) -> int:
+        return time.time_ns() // 1_000_000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SteadyClock(ScaledClock):
+    """The wall clock as it was when this one was made, carried on by what has passed since: no jump moves it.
+
+    For whoever meters money on machines that have clocks of their own: an hour that never was must not end a run.
+    """
+
+    began_ms: int = field(default_factory=lambda: time.time_ns() // 1_000_000 - boot_ms())
+    """When this machine was switched on."""
+
+    def _wall_ms(self) -> int:
+        return self.began_ms + boot_ms()
+
+
+def boot_ms() -> int:
+    """Since this machine was switched on; goes on while a laptop sleeps, and nobody can set it."""
+    return time.clock_gettime_ns(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)) // 1_000_000

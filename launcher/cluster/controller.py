@@ -26,7 +26,7 @@ from sqlalchemy import select
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import Session, sessionmaker
 
-from engine.clock import Clock
+from engine.clock import Clock, ScaledClock, SteadyClock
 from engine.config import ClockConfig, NodeSpec
 from engine.events import Capacity, EngineFinished, IterationDone, Market, NodeCapacity, NodeState
 from launcher.cluster import brakes
@@ -550,8 +550,10 @@ def run_controller(
     """Look after a run until it is over and nothing of it is left. LeaseHeld when somebody else does."""
     with sessions() as session:
         run = find_run(session, run_name)
-    clock = clock or ClockConfig(origin_ms=run.clock_origin_ms, factor=run.clock_factor).clock()
     job = Job.model_validate(run.job)
+    # Nodes here share this machine's clock, jumps and all; those of a cloud have clocks of their own.
+    kind = SteadyClock if job.clouds else ScaledClock
+    clock = clock or kind(origin_ms=run.clock_origin_ms, factor=run.clock_factor)
     over_machines = _store_lease(run, job)
     if over_machines is not None:
         over_machines.take()

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from engine.clock import boot_ms
 from engine.config import NodeSpec
 
 BEAT_SECONDS = 1.0
@@ -67,13 +68,10 @@ class _Money:
 
     left_ms: int
     told: int
-    at_boot: float
-    at_wall: float
+    at_boot_ms: int
 
     def left_now_ms(self) -> int:
-        # By both clocks: one stands still while a laptop sleeps, the other may be set back.
-        passed = max(_boot_seconds() - self.at_boot, time.time() - self.at_wall)
-        return self.left_ms - round(passed * 1000)
+        return self.left_ms - (boot_ms() - self.at_boot_ms)
 
 
 class _BrokenLine(Exception):
@@ -124,7 +122,7 @@ class NodeLink:
     def rearm(self, left_ms: int) -> None:
         """Tell the node how long its money lasts from now."""
         with self._lock:
-            self._money = _Money(left_ms=left_ms, told=self._now_told(), at_boot=_boot_seconds(), at_wall=time.time())
+            self._money = _Money(left_ms=left_ms, told=self._now_told(), at_boot_ms=boot_ms())
             self._wants += 1
 
     def notice(self, deadline_ms: int) -> None:
@@ -370,11 +368,6 @@ class _Line:
             assert pipe is not None
             with contextlib.suppress(OSError):
                 pipe.close()
-
-
-def _boot_seconds() -> float:
-    """Runs on while a laptop sleeps, where the system has such a clock."""
-    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 def _free_port() -> int:

@@ -12,6 +12,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -103,7 +104,7 @@ def runs(world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run
         runs.steady.spotrl("catalog", "refresh")
         alone = job("abandoned", "aws", iterations=2, spot=0, deadline=f"{DEADLINE_MINUTES}m", secrets="HF_TOKEN")
         runs.abandoned.launch(alone, HF_TOKEN=runs.planted["hugging face token"])
-        runs.steady.launch(job("steady", "gcp"))
+        runs.steady.launch(job("steady", "gcp", deadline="2h"))
         runs.priced.launch(job("priced", "aws", iterations=8, total=BUDGET, step=6.0))
         runs.abandoned.until("its trainer works", runs.abandoned.ready, UP_SECONDS)
         runs.abandoned.signal(signal.SIGKILL)
@@ -248,6 +249,27 @@ def test_a_frozen_controller_misses_nothing(world, runs):
     steady.until("it is missed", lambda: steady.records()[lost.name].reclaimed, 60)
     steady.until("it is replaced", lambda: steady.ready("rollout"), BACK_SECONDS)
     assert every_batch_is_whole(steady)
+
+
+def test_a_clock_that_is_set_moves_neither_money_nor_deadline(runs, tmp_path):
+    """Three hours on, past the run's deadline, and three back: of the machine that the controller runs on."""
+    steady, jump = runs.steady, tmp_path / "jump"
+    nodes, spent, jumping = (
+        set(steady.records()),
+        steady.view().spent_micro_usd,
+        Path(__file__).parent / "jumping_clock",
+    )
+    jump.write_text("0")
+    steady.signal(signal.SIGKILL)
+    steady.spotrl("resume", "steady", PYTHONPATH=str(jumping), CLOCK_JUMP=str(jump))
+    steady.trains_on()
+    for hours in (3, -3):
+        jump.write_text(str(hours * 3600))
+        time.sleep(15)
+        steady.trains_on()
+        assert (steady.view().status, set(steady.records())) == ("running", nodes)
+    assert steady.view().spent_micro_usd < spent + 200_000  # minutes, at less than two dollars an hour
+    jump.write_text("0")
 
 
 def test_a_notice_shorter_than_the_drain_loses_no_rollout(world, runs):

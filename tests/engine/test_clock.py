@@ -1,0 +1,26 @@
+"""Clocks of a run: one that follows the machine's, one that no jump of it moves."""
+
+import time
+
+import pytest
+
+from engine.clock import ScaledClock, SteadyClock, boot_ms
+
+
+@pytest.mark.parametrize("jump_ms", [3_600_000, -3_600_000])
+def test_a_steady_clock_goes_on_whatever_the_machines_is_set_to(monkeypatch, jump_ms):
+    wall, steady = ScaledClock(origin_ms=0), SteadyClock(origin_ms=0)
+    true_ns, before_ms = time.time_ns, wall.now_ms()
+    assert abs(steady.now_ms() - before_ms) < 1000
+    monkeypatch.setattr(time, "time_ns", lambda: true_ns() + jump_ms * 1_000_000)
+    assert abs(wall.now_ms() - before_ms - jump_ms) < 1000
+    assert abs(steady.now_ms() - before_ms) < 1000
+    time.sleep(0.05)
+    assert 50 <= steady.now_ms() - before_ms < 1000
+
+
+def test_a_steady_clock_runs_as_fast_as_it_is_told():
+    clock, boot = SteadyClock(origin_ms=time.time_ns() // 1_000_000, factor=60.0), boot_ms()
+    before = clock.now_ms()
+    time.sleep(0.1)
+    assert 6_000 <= clock.now_ms() - before <= (boot_ms() - boot + 2) * 60
