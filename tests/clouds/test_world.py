@@ -267,7 +267,7 @@ def test_google_metadata_wants_its_flavor_and_waits_for_a_change(site: Site) -> 
         with pytest.raises(RuntimeError, match="NotFound"):
             site.world.call(lambda: instance_of("test-preempted").status)
         operations = site.world.call(preemptions)
-        assert operations == [machine.id]
+        assert operations.count(machine.id) == 1
     finally:
         site.end(machine)
 

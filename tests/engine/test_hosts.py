@@ -115,6 +115,8 @@ def test_a_run_across_hosts_survives_that_one_vanishes(hosts, tmp_path, monkeypa
             machine.wait_for(lambda machine=machine: machine.says("ready.json"), seconds=90)
         assert {address for port, address in hosts.listening("trainer") if port == str(PORT)} == {TRAINER}
         trainer.wait_for(lambda: "iteration_done" in kinds(trainer))
+        shipped = trainer.folder / "shipped/spot-1/worker-0.log"
+        trainer.wait_for(lambda: shipped.exists() and shipped.stat().st_size > 0, seconds=30)
         hosts.do("trainer", "ip link set to2 down")
         for process in lost.processes():
             with contextlib.suppress(psutil.Error):
