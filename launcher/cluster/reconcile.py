@@ -63,7 +63,8 @@ TRAINER_TRIES = 5
 """Trainers lost in a row without a new iteration: the sixth would fail in the same way."""
 
 YOUNG_MS = 300_000
-"""A node that ended within 5 minutes of its request, or was never ready, did no work worth its start."""
+"""A node that ended within 5 minutes of its request, or was never ready, did no work worth its start. One that worked
+and was taken back is no sign that the next would fail: its place cools down (moves.py), its slot does not wait."""
 
 FIRST_WAIT_MS = 10_000
 LONGEST_WAIT_MS = 600_000
@@ -126,7 +127,9 @@ class NodeRecord:
     def died_young(self) -> bool:
         if self.ended_ms is None or "released" in self.happened:
             return False
-        return "ready" not in self.happened or self.ended_ms - self.requested_ms < YOUNG_MS
+        if "ready" not in self.happened:
+            return True
+        return not self.reclaimed and self.ended_ms - self.requested_ms < YOUNG_MS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -99,6 +99,15 @@ def test_nodes_that_die_young_make_the_slot_wait_longer_and_longer():
     assert wait_ms([*young, up("spot-0", 10, gone=NOW)], planned_ms=0) == 0
 
 
+def test_a_node_that_worked_and_was_taken_back_is_replaced_at_once_however_young():
+    at = NOW - 9000
+    taken = replace(node("spot-0", requested=at, up=at, ready=at + 5000, gone=NOW - 1), reclaimed=True)
+    assert bought(decide(facts(up("trainer"), taken), wanted())) == ["demo-spot-0-g1"]
+    assert decide(facts(up("trainer"), replace(taken, reclaimed=False)), wanted()) == []
+    never_ready = replace(node("spot-0", requested=at, up=at, gone=NOW - 1), reclaimed=True)
+    assert decide(facts(up("trainer"), never_ready), wanted()) == []
+
+
 def test_a_slot_that_waits_buys_nothing():
     young = node("spot-0", requested=NOW - 5000, up=NOW - 5000, gone=NOW - 5000)
     assert decide(facts(up("trainer"), young), wanted()) == []
