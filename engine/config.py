@@ -387,6 +387,9 @@ class NodeSpec(Strict):
     token: str
     clock: ClockConfig
     engine: EngineConfig
+    weights: str = ""
+    """Where the model's folder is in the run's bucket (obstore URL): the node brings it to its own disk. Empty:
+    `model.path` is a folder of this node, or the model ships with spotrl."""
     workdir: str | None = None
     """Where the user's reward module and prompt file are found."""
     money_deadline_ms: int | None = None

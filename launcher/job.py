@@ -691,7 +691,7 @@ def _check_files(checked: CheckedJob) -> None:
             ) from None
         if not has_prompts:
             raise checked.error("prompts", f"{job.prompts} has no prompts", "write one prompt a line")
-    # On a cloud, nodes get the weights from a store of their region; a plan says what is not here.
+    # On clouds a plan says what is not here, and only `launch` needs it.
     if job.model.path is not None and not job.clouds and not (folder / job.model.path).is_dir():
         raise checked.error(
             "model.path",

@@ -38,12 +38,12 @@ def _load_family(config: ModelConfig, device: str) -> DiTAdapter:
         case "digits-ocr":
             from engine.models.digits import BASE, load_digits
 
-            return load_digits(path or BASE, device)
+            return load_digits(BASE if path is None else path / BASE.name, device)
         case "shapes":
             from engine.models.shapes import BASE as SHAPES_BASE
             from engine.models.shapes import load_shapes
 
-            return load_shapes(path or SHAPES_BASE, device)
+            return load_shapes(SHAPES_BASE if path is None else path / SHAPES_BASE.name, device)
         case "qwen-image":
             from engine.models.qwen_image import load_qwen_image
 

@@ -10,6 +10,7 @@ import asyncio
 import os
 import threading
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.synchronize import Event
 from pathlib import Path
 
@@ -19,6 +20,7 @@ import engine.rewards.ocr  # noqa: F401  preloaded
 from engine.config import NodeSpec
 from engine.loop import Loop, Place
 from engine.models.adapter import DiTAdapter
+from engine.models.fetch import fetched
 from engine.models.load import load_adapter, trainable
 from engine.prompts import prompt_source
 from engine.rewards.load import load_reward, load_student
@@ -126,7 +128,13 @@ def _load_model(spec: NodeSpec, number: int) -> DiTAdapter:
     """On the device of this process. Only here CUDA is asked for anything: the forkserver must not have been."""
     device = device_of(spec.engine.runtime.device, number)
     print(f"computes on {device}", flush=True)
-    return load_adapter(spec.engine.model, device)
+    model = spec.engine.model
+    if spec.weights:
+        # Beside the node's folder, which the next node of a machine may replace.
+        below = Path(spec.folder).parent / "weights"
+        path = fetched(spec.weights, below, partial(print, flush=True))
+        model = model.model_copy(update={"path": str(path)})
+    return load_adapter(model, device)
 
 
 def _transport_of_trainer(spec: NodeSpec) -> Transport:

@@ -177,4 +177,4 @@ def _never_run(job: Job, plan: CloudPlan) -> Iterator[str]:
     for note in plan.notes:
         yield f"    {note}"
     if job.model.path is not None:
-        yield f"    {job.model.path} was not looked for: on a cloud, weights come from a store in the run's region"
+        yield f"    {job.model.path} was not looked for: a launch sends it to the bucket, where nodes take it from"

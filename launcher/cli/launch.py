@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -152,7 +153,8 @@ def launch(
         from launcher.cluster.provide import cloud_apis, prepare_folder
 
         name = checked.job.name
-        prepare_folder(runs_folder() / name, checked.job, cloud_apis(checked.job.clouds), checked.workdir)
+        say = partial(out.print, highlight=False, markup=False, soft_wrap=True)
+        prepare_folder(runs_folder() / name, checked.job, cloud_apis(checked.job.clouds), checked.workdir, say)
     follow = Follow(name=checked.job.name, out=out, on_exit=on_exit, release_seconds=release_seconds(checked.job.infra))
     answer = _start_and_follow(sessions, checked, plan, follow, detach, {"result": result, "html": html})
     _print_json(as_json, answer)
@@ -197,7 +199,9 @@ def _check_clouds(checked: CheckedJob, plan: Plan, out: Console, allow_old_price
     if not allow_old_prices:
         check_prices(plan.slots, time.time_ns() // 1_000_000)
     check_here(checked, os.environ)
-    if find_spec("torch") is not None:
+    if checked.job.model.path is not None:
+        out.print("A model of this size is not loaded here, so reward and prompts were not tried.", highlight=False)
+    elif find_spec("torch") is not None:
         ask_engine(checked)
     else:
         out.print("The engine is not installed here, so reward and prompts were not tried.", highlight=False)

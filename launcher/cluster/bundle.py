@@ -54,10 +54,11 @@ class Bundle:
     setup: str = f"sh {REMOTE_BUNDLE}/set_up_node.sh"
 
 
-def make_bundle(to: Path, workdir: Path | None, *, lock: str | None = None) -> Bundle:
+def make_bundle(to: Path, workdir: Path | None, *, model: Path | None = None, lock: str | None = None) -> Bundle:
     """Put a bundle together below `to`, unless it is there already. Safe to be killed, and to be run twice at once.
 
-    `lock`: text of the exact versions, by default those that come with us.
+    `model`: a folder that is left out, because nodes get it from the bucket (weights.py). `lock`: text of the exact
+    versions, by default those that come with us.
     """
     to.mkdir(parents=True, exist_ok=True, mode=0o700)
     part = Path(tempfile.mkdtemp(prefix=".part-", dir=to))
@@ -65,7 +66,7 @@ def make_bundle(to: Path, workdir: Path | None, *, lock: str | None = None) -> B
         work = part / "work"
         work.mkdir()
         if workdir is not None:
-            _copy_work(workdir, work)
+            _copy_work(workdir, work, model)
         (part / _wheel_name()).write_bytes(_wheel())
         (part / "node.lock").write_text(lock or files("engine").joinpath("node.lock").read_text())
         (part / "set_up_node.sh").write_text(files("launcher.cluster").joinpath("set_up_node.sh").read_text())
@@ -138,7 +139,7 @@ def _record_hash(content: bytes) -> str:
 # --- the job's files ------------------------------------------------------------------------------
 
 
-def _copy_work(workdir: Path, to: Path) -> None:
+def _copy_work(workdir: Path, to: Path, model: Path | None) -> None:
     """Copy the job's files. All is checked before anything is copied."""
     workdir = workdir.resolve()
     if Path.home().resolve().is_relative_to(workdir):
@@ -147,7 +148,7 @@ def _copy_work(workdir: Path, to: Path) -> None:
             "its nodes: put the job file into a folder of its own, with its prompts and its reward module"
         )
     sizes: dict[str, int] = {}
-    found = list(_work_files(workdir))
+    found = list(_work_files(workdir, None if model is None else model.resolve()))
     for path in found:
         size = path.stat().st_size
         top = path.relative_to(workdir).parts[0]
@@ -171,10 +172,10 @@ def _copy_work(workdir: Path, to: Path) -> None:
         target.chmod(0o700 if os.access(path, os.X_OK) else 0o600)
 
 
-def _work_files(folder: Path) -> Iterator[Path]:
+def _work_files(folder: Path, model: Path | None) -> Iterator[Path]:
     """Regular files; a link to one counts as the file. Links to folders could lead anywhere, even back here."""
     for entry in sorted(folder.iterdir()):
-        if entry.name.startswith(".") or entry.name in NOT_SENT:
+        if entry.name.startswith(".") or entry.name in NOT_SENT or entry.resolve() == model:
             continue
         if entry.is_dir():
             if entry.is_symlink():
@@ -183,6 +184,6 @@ def _work_files(folder: Path) -> Iterator[Path]:
                     "link out of the job's folder"
                 )
             if not (entry / "pyvenv.cfg").exists():  # an environment is made anew on the node
-                yield from _work_files(entry)
+                yield from _work_files(entry, model)
         elif entry.is_file():
             yield entry

@@ -8,7 +8,7 @@ controller that starts while a cloud is out of reach, or after an upgrade of spo
 import json
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,7 @@ from launcher.cluster.reclaims import reclaim_rule
 from launcher.cluster.sky import Sky
 from launcher.cluster.sky_provisioner import Purchases, SkyProvisioner
 from launcher.cluster.stores import run_store
+from launcher.cluster.weights import digest_of, send, weights_of
 from launcher.exit_codes import Failure
 from launcher.job import Job
 from launcher.ledger.models import Run
@@ -79,6 +80,7 @@ def provisioner_of(run: Run, job: Job, clock: Clock) -> Provisioner:
         ssh_from=common["ssh_from"],
         buckets=[run_store(job.store, cloud, run.name) for cloud in job.clouds],
         bundle=Bundle(folder=folder / "bundles" / common["bundle"], digest=common["bundle"]),
+        weights=_weights(job, common),
         regions=sorted({site.place for site in sites_from(run.plan)}),
         images=job.image,
     )
@@ -92,11 +94,17 @@ def provisioner_of(run: Run, job: Job, clock: Clock) -> Provisioner:
     )
 
 
-def prepare_folder(folder: Path, job: Job, apis: Mapping[str, CloudApi], workdir: Path | None) -> dict[str, Any]:
+def prepare_folder(
+    folder: Path,
+    job: Job,
+    apis: Mapping[str, CloudApi],
+    workdir: Path | None,
+    say: Callable[[str], None] = log.info,
+) -> dict[str, Any]:
     """What all nodes of a run have in common: asked for and made once, then read from the run's folder.
 
     Only our own address is asked for again, because a laptop moves. Raises Failure when a cloud does not say who we
-    are, or the job's folder cannot be sent; `launch` calls it before anything is bought.
+    are, or the job's folder or the model's weights cannot be sent; `launch` calls it before anything is bought.
     """
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     file = folder / "common.json"
@@ -110,9 +118,24 @@ def prepare_folder(folder: Path, job: Job, apis: Mapping[str, CloudApi], workdir
         address = common["ssh_from"]
     if not common:
         owners = {cloud: api.caller().owner for cloud, api in apis.items()}
-        common = {"owners": owners, "bundle": make_bundle(folder / "bundles", workdir).digest}
+        model = None if job.model.path is None else (workdir or Path()) / job.model.path
+        common = {
+            "owners": owners,
+            "bundle": make_bundle(folder / "bundles", workdir, model=model).digest,
+        }
+        if model is not None:
+            say(f"Reading {model}: what it holds names it in the bucket.")
+            common["weights"] = digest_of(model)
+            for url in _weights(job, common).values():
+                send(model, url, say)
     common["ssh_from"] = address
     part = file.with_suffix(".part")
     part.write_text(json.dumps(common))
     part.replace(file)
     return common
+
+
+def _weights(job: Job, common: Mapping[str, Any]) -> dict[str, str]:
+    """Where the model is, by cloud; nowhere when it ships with spotrl."""
+    digest = common.get("weights")
+    return {} if digest is None else {cloud: weights_of(job.store[cloud], digest) for cloud in job.clouds}

@@ -61,11 +61,12 @@ def check_job(checked: CheckedJob, slots: Sequence[Slot]) -> None:
             f"name is {job.name}, which makes nodes like {longest}; {NODE_NAME_LIMIT} characters fit",
             f"use a name of up to {fits} characters (--name)",
         )
-    if job.model.path is not None:
+    if job.model.path is not None and not (checked.workdir / job.model.path).is_dir():
         raise checked.error(
             "model.path",
-            f"model.path is {job.model.path}, and bringing a model's weights to nodes of a cloud is not built yet",
-            "use a model that ships with spotrl (digits-ocr, shapes), or run this one here (--infra local)",
+            f"model.path is {job.model.path}, and there is no such folder here: from here it is sent to the bucket, "
+            "where nodes take it from",
+            f"bring it here first, like `hf download OWNER/MODEL --local-dir {job.model.path}`",
         )
 
 

@@ -142,7 +142,8 @@ class Link(Protocol):
 class Purchases:
     """What all nodes of a run have in common.
 
-    `owners`: who we are, by cloud. `regions`: where it could have nodes, (cloud, region).
+    `owners`: who we are, by cloud. `regions`: where it could have nodes, (cloud, region). `weights`: where the model
+    is, by cloud (weights.py); nowhere when it ships with spotrl.
     """
 
     run: str
@@ -152,6 +153,7 @@ class Purchases:
     buckets: Sequence[str]
     bundle: Bundle
     regions: Sequence[tuple[str, str]]
+    weights: Mapping[str, str] = field(default_factory=dict)
     images: Mapping[str, str] = field(default_factory=dict)
     disk_gib: int = 100
 
@@ -523,6 +525,7 @@ class SkyProvisioner:
                     "folder": f"{home}/node",
                     "workdir": f"{home}/work" if spec.workdir else None,
                     "digest": self._all.bundle.digest,
+                    "weights": self._all.weights.get(self._want(node).cloud, ""),
                     "money_deadline_ms": None,
                     "money_left_ms": None if deadline_ms is None else max(0, deadline_ms - self._clock.now_ms()),
                 }
@@ -801,6 +804,7 @@ class SkyProvisioner:
                     owner=self._all.owners[cloud],
                     ssh_from=self._all.ssh_from,
                     buckets=self._all.buckets,
+                    models=[*self._all.weights.values()],
                 )
             return self._places[cloud, region]
 

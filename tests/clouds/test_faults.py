@@ -12,10 +12,12 @@ import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
 
+from engine.models.digits import BASE
 from launcher.cluster.brakes import RELEASE_ALLOWANCE_MS
 from launcher.cluster.processes import is_alive
 from launcher.cluster.stores import newest_checkpoint, open_store
@@ -35,6 +37,7 @@ iterations: {iterations}
 evaluation: {{prompts: 16, every: 1000}}
 algorithm: {{prompts_per_batch: 8, images_per_prompt: 4}}
 exploration: {{mode: stale, budget: {{candidates: 64}}}}
+model: {{name: digits-ocr{model}}}
 runtime: {{device: cpu, name: local, shape: 8, step_seconds: {step}}}
 recovery: {{launches_per_minute: 60{recovery}}}
 resources:
@@ -56,7 +59,7 @@ BACK_SECONDS = 420.0
 def job(
     name: str, infra: str, *, iterations: int = 1000, spot: int = 1, total: float = 40, step: float = 0.3, **more: str
 ) -> str:
-    """`more`: `deadline`, `recovery` and `secrets` as the job file has them; `region` of the trainer: `/us-east4`."""
+    """`more`: `deadline`, `recovery`, `secrets` and the `model`'s path as a job has them; the trainer's `region`."""
     buckets = {"aws": "aws: s3://spotrl-runs/faults", "gcp": "gcp: gs://spotrl-runs/faults"}
     return JOB.format(
         name=name,
@@ -69,6 +72,7 @@ def job(
         step=step,
         deadline=f", deadline: {more['deadline']}" if "deadline" in more else "",
         secrets=more.get("secrets", ""),
+        model=f", path: {more['model']}" if "model" in more else "",
         recovery=f", {more['recovery']}" if "recovery" in more else "",
     )
 
@@ -105,7 +109,9 @@ def runs(world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run
         alone = job("abandoned", "aws", iterations=2, spot=0, deadline=f"{DEADLINE_MINUTES}m", secrets="HF_TOKEN")
         runs.abandoned.launch(alone, HF_TOKEN=runs.planted["hugging face token"])
         runs.steady.launch(job("steady", "gcp", deadline="2h"))
-        runs.priced.launch(job("priced", "aws", iterations=8, total=BUDGET, step=6.0))
+        (world.folder / "jobs" / "base").mkdir()
+        shutil.copy(BASE, world.folder / "jobs" / "base")
+        runs.priced.launch(job("priced", "aws", iterations=8, total=BUDGET, step=6.0, model="base"))
         runs.abandoned.until("its trainer works", runs.abandoned.ready, UP_SECONDS)
         runs.abandoned.signal(signal.SIGKILL)
         for run in (runs.steady, runs.priced):
@@ -131,6 +137,18 @@ def test_no_secret_is_on_a_host_unless_the_job_names_it(world, runs):
     found = on_host(world, "abandoned-trainer-g0", [token])
     assert found
     assert all(place.startswith("/proc/") for place in found), "in its processes' environment, and in no file"
+
+
+def test_weights_that_are_not_ours_come_from_the_bucket_to_every_node(world, runs):
+    """As large models do: what is beside the job file is sent once, and read by each node with its own identity."""
+    sent = [path for path in bucket_of(world, "s3://spotrl-runs/faults") if path.startswith("weights/")]
+    digest = sent[0].split("/")[1]
+    assert sorted(sent) == [f"weights/{digest}/{name}" for name in sorted((BASE.name, "manifest.json"))]
+    for node in runs.priced.ready():
+        path = f"/home/ubuntu/spotrl/weights/{digest}/{BASE.name}"
+        assert world.on(node.name, ["sha256sum", path]).split()[0] == sha256(BASE.read_bytes()).hexdigest()
+    (bundled,) = (runs.priced.home / "runs" / "priced" / "bundles").iterdir()
+    assert not list(bundled.rglob(BASE.name))
 
 
 def test_a_second_controller_is_refused_also_from_another_machine(world, runs, tmp_path):
@@ -351,6 +369,13 @@ def wait_for(holds, seconds: float) -> None:
     while not holds():
         assert time.monotonic() < until, f"not within {seconds:.0f} s"
         time.sleep(0.5)
+
+
+def bucket_of(world: World, url: str) -> list[str]:
+    """Names of all objects."""
+    import obstore
+
+    return world.call(lambda: [str(one["path"]) for page in obstore.list(open_store(url)) for one in page])
 
 
 def refusals(run: Launched) -> set[str]:

@@ -69,8 +69,8 @@ WHO_MAY_BE_A_NODE = json.dumps(
 SEEN_BY_NODES = ("ec2:DescribeInstances", "ec2:DescribeSecurityGroups", "ec2:DescribeSubnets", "ec2:DescribeVpcs")
 
 
-def node_policy(run: str, buckets: Sequence[str]) -> dict[str, Any]:
-    """What a node of a run may do: see instances, end those of its own run, use its own prefix of the buckets."""
+def node_policy(run: str, buckets: Sequence[str], models: Sequence[str] = ()) -> dict[str, Any]:
+    """What a node of a run may do: see instances, end those of its own run, use its own prefix, read the model."""
     statements: list[dict[str, Any]] = [
         # SkyPilot's timer on the machine looks at more than our own end of it does.
         {"Sid": "See", "Effect": "Allow", "Action": list(SEEN_BY_NODES), "Resource": "*"},
@@ -99,6 +99,10 @@ def node_policy(run: str, buckets: Sequence[str]) -> dict[str, Any]:
                 **({"Condition": {"StringLike": {"s3:prefix": [prefix, f"{prefix}/*"]}}} if prefix else {}),
             },
         ]
+    for number, url in enumerate(url for url in models if url.startswith("s3://")):
+        bucket, prefix = bucket_of(url)
+        resource = f"arn:aws:s3:::{bucket}/{prefix}/*"
+        statements.append({"Sid": f"Read{number}", "Effect": "Allow", "Action": ["s3:GetObject"], "Resource": resource})
     return {"Version": "2012-10-17", "Statement": statements}
 
 
@@ -163,9 +167,11 @@ class AwsApi:
     def remove(self, things: Sequence[Thing]) -> Sequence[Thing]:
         return [thing for thing in things if not self._remove(thing)]
 
-    def prepare(self, region: str, *, run: str, owner: str, ssh_from: str, buckets: Sequence[str]) -> Place:
+    def prepare(
+        self, region: str, *, run: str, owner: str, ssh_from: str, buckets: Sequence[str], models: Sequence[str] = ()
+    ) -> Place:
         name = run_name(run)
-        self._prepare_role(name, run, owner, node_policy(run, buckets))
+        self._prepare_role(name, run, owner, node_policy(run, buckets, models))
         with _said(f"aws ec2 security group {name}, {region}"):
             client = self._client("ec2", region)
             vpcs = client.describe_vpcs(Filters=[{"Name": "is-default", "Values": ["true"]}])["Vpcs"]

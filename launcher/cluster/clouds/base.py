@@ -139,10 +139,13 @@ class CloudApi(Protocol):
     def remove(self, things: Sequence[Thing]) -> Sequence[Thing]:
         """Delete them. Returns those that cannot go yet (a group that a dying machine still uses)."""
 
-    def prepare(self, region: str, *, run: str, owner: str, ssh_from: str, buckets: Sequence[str]) -> Place:
+    def prepare(
+        self, region: str, *, run: str, owner: str, ssh_from: str, buckets: Sequence[str], models: Sequence[str] = ()
+    ) -> Place:
         """Make what the run's nodes need in a region, or find it: group, rules, identity. Idempotent.
 
         `ssh_from`: the controller's address as CIDR. `buckets`: the URLs that the nodes may read and write.
+        `models`: those that they may only read.
         Raises CloudRefused when it is there already and somebody else's.
         """
 

@@ -178,7 +178,9 @@ class GceApi:
         left = [one for one in things if one.kind not in order]
         return left + [one for one in known if not self._remove(one)]
 
-    def prepare(self, region: str, *, run: str, owner: str, ssh_from: str, buckets: Sequence[str]) -> Place:
+    def prepare(
+        self, region: str, *, run: str, owner: str, ssh_from: str, buckets: Sequence[str], models: Sequence[str] = ()
+    ) -> Place:
         name, whose = run_name(run), json.dumps({"run": run, "owner": owner})
         with _said(f"gcp compute network {name}"):
             network = self._made(
@@ -190,7 +192,7 @@ class GceApi:
             ssh = {"IPProtocol": "tcp", "ports": ["22"]}
             self._prepare_firewall(f"{name}-ssh", network["selfLink"], whose, ssh_from, ssh)
         with _said(f"gcp iam service account of {name}"):
-            identity = self._prepare_identity(run, whose, buckets)
+            identity = self._prepare_identity(run, whose, buckets, models)
         return Place(cloud="gcp", region=region, group=name, identity=identity, network=name, ssh_from=ssh_from)
 
     def open_rules(self, place: Place) -> Sequence[str]:
@@ -250,7 +252,7 @@ class GceApi:
         else:
             self._done(self._ask("PATCH", COMPUTE, f"/global/firewalls/{name}", body))
 
-    def _prepare_identity(self, run: str, whose: str, buckets: Sequence[str]) -> str:
+    def _prepare_identity(self, run: str, whose: str, buckets: Sequence[str], models: Sequence[str]) -> str:
         _, project = self._credentials()
         account = run_name(run, limit=30)
         email = f"{account}@{project}.iam.gserviceaccount.com"
@@ -259,7 +261,7 @@ class GceApi:
             self._ask("POST", IAM, "/serviceAccounts", body)
         role = f"projects/{project}/roles/{ROLE_ID}"
         self._prepare_role()
-        self._bind(email, node_conditions(run, role, buckets))
+        self._bind(email, node_conditions(run, role, buckets, models))
         return email
 
     def _prepare_role(self) -> None:
@@ -456,7 +458,9 @@ class GceApi:
             return self._known
 
 
-def node_conditions(run: str, role: str, buckets: Sequence[str]) -> dict[str, tuple[str, str]]:
+def node_conditions(
+    run: str, role: str, buckets: Sequence[str], models: Sequence[str] = ()
+) -> dict[str, tuple[str, str]]:
     """What a node of a run may do: title -> role, and the condition that narrows it."""
     grants = {
         "end-our-own": (
@@ -474,6 +478,10 @@ def node_conditions(run: str, role: str, buckets: Sequence[str]) -> dict[str, tu
             if prefix
             else f'resource.name == "{name}" || resource.name.startsWith("{name}/objects/")',
         )
+    for number, url in enumerate(url for url in models if url.startswith("gs://")):
+        bucket, prefix = bucket_of(url)
+        place = f'resource.name.startsWith("projects/_/buckets/{bucket}/objects/{prefix}/")'
+        grants[f"read-{number}"] = ("roles/storage.objectViewer", place)
     return grants
 
 

@@ -235,7 +235,7 @@ GCP_NOTES = dedent(
     #   gcloud iam roles create spotrlLauncher --project PROJECT --file role.yaml
     #   gcloud projects add-iam-policy-binding PROJECT --member user:YOU --role projects/PROJECT/roles/spotrlLauncher \\
     #     --condition='title=only-node-roles,expression=api.getAttribute("iam.googleapis.com/modifiedGrantsByRole", [])
-    #     .hasOnly(["projects/PROJECT/roles/spotrlNode", "roles/storage.objectAdmin"])'
+    #     .hasOnly(["projects/PROJECT/roles/spotrlNode", "roles/storage.objectAdmin", "roles/storage.objectViewer"])'
     #   gcloud storage buckets add-iam-policy-binding gs://YOUR_BUCKET --member user:YOU --role roles/storage.admin
     # The condition is what keeps resourcemanager.projects.setIamPolicy from granting anything but what nodes get.
     # Prices are asked for with the role Compute Viewer and the Cloud Billing API, both optional.

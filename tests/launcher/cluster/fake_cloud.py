@@ -97,7 +97,9 @@ class FakeCloud:
                 self.other.pop(one.id, None)
         return left
 
-    def prepare(self, region: str, *, run: str, owner: str, ssh_from: str, buckets: Sequence[str]) -> Place:
+    def prepare(
+        self, region: str, *, run: str, owner: str, ssh_from: str, buckets: Sequence[str], models: Sequence[str] = ()
+    ) -> Place:
         raise NotImplementedError
 
     def open_rules(self, place: Place) -> Sequence[str]:

@@ -151,6 +151,15 @@ def test_a_node_gets_neither_a_cloud_sdk_nor_skypilot():
 # --- the bundle -----------------------------------------------------------------------------------
 
 
+def test_a_model_beside_the_job_is_left_to_the_bucket(tmp_path, workdir):
+    before = bundle_of(tmp_path, workdir)
+    (workdir / "models" / "large").mkdir(parents=True)
+    (workdir / "models" / "large" / "model.safetensors").write_bytes(b"x")
+    (workdir / "models" / "notes.txt").write_text("ours")
+    with_model = make_bundle(tmp_path / "bundles", workdir, model=workdir / "models" / "large", lock="pinned==1.0\n")
+    assert sent(with_model) == sent(before) | {"models/notes.txt"}
+
+
 def test_equal_inputs_are_one_bundle(tmp_path, workdir):
     one = bundle_of(tmp_path, workdir)
     os.utime(workdir / "prompts.txt", (0, 0))

@@ -213,6 +213,18 @@ def test_an_aws_node_reaches_its_own_prefix_alone():
     assert resources == ["arn:aws:s3:::bucket/runs/run/*", "arn:aws:s3:::bucket"]
 
 
+def test_a_node_may_read_its_model_and_not_change_it():
+    models = ["s3://bucket/runs/weights/w1", "gs://bucket/runs/weights/w1"]
+    aws_may = [one for one in node_policy("run", [], models)["Statement"] if "weights" in str(one["Resource"])]
+    assert [(one["Action"], one["Resource"]) for one in aws_may] == [
+        (["s3:GetObject"], "arn:aws:s3:::bucket/runs/weights/w1/*")
+    ]
+    assert node_conditions("run", "projects/p/roles/spotrlNode", [], models)["read-0"] == (
+        "roles/storage.objectViewer",
+        'resource.name.startsWith("projects/_/buckets/bucket/objects/runs/weights/w1/")',
+    )
+
+
 # --- Google Cloud ---------------------------------------------------------------------------------------
 
 ZONE = "us-central1-a"

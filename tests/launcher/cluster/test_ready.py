@@ -98,9 +98,12 @@ def test_a_name_that_would_grow_too_long_is_refused_with_the_length_that_fits(jo
     check_job(job(name="a" * 23), SLOTS)
 
 
-def test_weights_that_nobody_brings_to_a_node_are_refused(job, tmp_path):
-    with pytest.raises(JobError, match="not built yet"):
-        check_job(job(JOB + "model: {name: qwen-image, path: there}\n"), SLOTS)
+def test_weights_that_are_not_here_cannot_be_sent(job, tmp_path):
+    checked = job(JOB + "model: {name: qwen-image, path: there}\n")
+    with pytest.raises(JobError, match=r"no such folder here.*hf download OWNER/MODEL --local-dir there"):
+        check_job(checked, SLOTS)
+    (tmp_path / "there").mkdir()
+    check_job(checked, SLOTS)
 
 
 def test_old_prices_are_not_bought_by():

@@ -229,7 +229,7 @@ class FakeCloud:
         self.groups = [one for one in self.groups if one not in things]
         return []
 
-    def prepare(self, region, *, run, owner, ssh_from, buckets):
+    def prepare(self, region, *, run, owner, ssh_from, buckets, models=()):
         self._answer()
         if self.refuses:
             raise CloudRefused(self.refuses)
@@ -296,6 +296,7 @@ class Stage:
                 buckets=("s3://bucket/runs/run",),
                 bundle=Bundle(folder=self.folder / "bundle", digest="d1", setup="sh set_up.sh"),
                 regions=[("aws", REGION)],
+                weights={"aws": "s3://bucket/runs/weights/w1"},
             ),
             sky=self.sky,
             clouds={"aws": self.cloud},
@@ -417,6 +418,7 @@ def test_an_agent_is_told_where_the_newest_trainer_is(stage):
     (told,) = stage.links[NODE].specs
     assert (told.coordinator_host, told.cloud, told.digest) == ("10.0.0.2", "aws", "d1")
     assert told.folder == "/home/ubuntu/spotrl/node"
+    assert told.weights == "s3://bucket/runs/weights/w1"
     assert (told.money_deadline_ms, told.money_left_ms) == (None, told.money_left_ms)
     assert 3_500_000 < told.money_left_ms < 3_600_000
     stage.provisioner.release([TRAINER])

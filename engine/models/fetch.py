@@ -1,0 +1,79 @@
+"""A model's weights, from the run's bucket to this node's disk, before anything is loaded.
+
+    URL (launcher/cluster/weights.py put it there): manifest.json, files -> BELOW/DIGEST.part -> BELOW/DIGEST
+
+Several processes of a node want the same folder at once: one brings it, the others wait. A folder that has its name is
+whole; one that was cut short is gone on with, file by file.
+"""
+
+import fcntl
+import json
+import shutil
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import obstore
+from obstore.store import LocalStore, ObjectStore, from_url
+
+MANIFEST = "manifest.json"
+"""{"files": {NAME: BYTES}}: what belongs to the model, written after all of it."""
+
+AT_ONCE = 8
+"""Files: one connection to a bucket gives about 100 MB/s, a node's network ten times that."""
+
+SAY_SECONDS = 10.0
+
+PIECE_BYTES = 16 << 20
+
+
+def fetched(url: str, below: Path, say: Callable[[str], None] = print) -> Path:
+    """The model's folder on this disk, brought here if nobody did. Raises OSError when the bucket has no such model.
+
+    `url`: an obstore URL that ends in the model's digest.
+    """
+    folder = below / url.rstrip("/").rpartition("/")[2]
+    below.mkdir(parents=True, exist_ok=True)
+    with (below / f".{folder.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            part = folder.with_name(f"{folder.name}.part")
+            _bring(url, part, say)
+            part.rename(folder)
+    return folder
+
+
+def _bring(url: str, to: Path, say: Callable[[str], None]) -> None:
+    store: ObjectStore = LocalStore(url.removeprefix("file://")) if url.startswith("file://") else from_url(url)
+    try:
+        sizes: dict[str, int] = json.loads(bytes(obstore.get(store, MANIFEST).bytes()))["files"]
+    except FileNotFoundError:
+        raise OSError(f"{url} has no {MANIFEST}: the weights were not sent whole; launch the run again") from None
+    missing = [name for name, size in sizes.items() if not _is_whole(to / name, size)]
+    began, whole, done = time.monotonic(), sum(sizes[name] for name in missing), 0
+    said = began
+    if shutil.disk_usage(to.parent).free < whole:
+        raise OSError(f"{to.parent} has no room for {whole >> 20} MiB of weights; ask for a larger disk")
+    say(f"weights: {len(missing)} of {len(sizes)} files, {whole >> 20} MiB, from {url}")
+
+    def bring(name: str) -> None:
+        nonlocal done, said
+        (to / name).parent.mkdir(parents=True, exist_ok=True)
+        with (to / name).open("wb") as file:
+            for piece in obstore.get(store, name).stream(min_chunk_size=PIECE_BYTES):
+                file.write(piece)
+                done += len(piece)
+                if time.monotonic() - said > SAY_SECONDS:
+                    said = time.monotonic()
+                    say(f"weights: {done >> 20} of {whole >> 20} MiB after {said - began:.0f} s")
+        if not _is_whole(to / name, sizes[name]):
+            raise OSError(f"{url}/{name} is {(to / name).stat().st_size} bytes, and its manifest says {sizes[name]}")
+
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        list(pool.map(bring, missing))
+    say(f"weights: here after {time.monotonic() - began:.0f} s")
+
+
+def _is_whole(path: Path, size: int) -> bool:
+    return path.is_file() and path.stat().st_size == size

@@ -1,0 +1,113 @@
+"""A model's weights: into the bucket once, and from there to a node's disk."""
+
+import json
+
+import pytest
+from obstore.store import MemoryStore
+
+from engine.models.fetch import fetched
+from launcher.cluster import weights
+from launcher.cluster.stores import StoreError, open_store
+from launcher.cluster.weights import digest_of, send, weights_of
+
+
+@pytest.fixture
+def model(tmp_path):
+    folder = tmp_path / "model"
+    (folder / "transformer").mkdir(parents=True)
+    (folder / "model_index.json").write_text("{}")
+    (folder / "transformer" / "part-1.safetensors").write_bytes(b"weights" * 100_000)
+    (folder / ".cache").mkdir()
+    (folder / ".cache" / "token").write_text("hf_secret")
+    return folder
+
+
+@pytest.fixture
+def url(tmp_path, model):
+    (tmp_path / "bucket").mkdir()
+    url = weights_of(f"file://{tmp_path}/bucket", digest_of(model))
+    (tmp_path / "bucket" / "weights" / digest_of(model)).mkdir(parents=True)
+    return url
+
+
+def contents(folder):
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_node_has_what_was_sent_and_nothing_hidden(model, url, tmp_path):
+    send(model, url, print)
+    there = fetched(url, tmp_path / "node" / "weights")
+    assert there.name == digest_of(model)
+    assert contents(there) == {name: data for name, data in contents(model).items() if not name.startswith(".")}
+    assert fetched(url, tmp_path / "node" / "weights") == there
+
+
+def test_the_digest_is_of_names_and_contents(model):
+    before = digest_of(model)
+    (model / ".cache" / "token").write_text("hf_other")
+    assert digest_of(model) == before
+    (model / "model_index.json").rename(model / "other.json")
+    renamed = digest_of(model)
+    (model / "other.json").write_text("[]")
+    assert len({before, renamed, digest_of(model)}) == 3
+
+
+def test_what_is_there_is_not_sent_again(model, url):
+    said = []
+    send(model, url, said.append)
+    assert "2 of 2 files" in said[0]
+    send(model, url, said.append)
+    assert len(said) == 3, "nothing more was said or done"
+
+
+def test_what_was_cut_short_does_not_count_and_is_gone_on_with(model, url, tmp_path, monkeypatch):
+    put, done = weights.obstore.put, []
+
+    def cut(store, path, data, **more):
+        if done:
+            raise OSError("the line is cut")
+        done.append(path)
+        return put(store, path, data, **more)
+
+    monkeypatch.setattr(weights.obstore, "put", cut)
+    monkeypatch.setattr(weights, "AT_ONCE", 1)
+    with pytest.raises(StoreError, match="launch again, and it goes on"):
+        send(model, url, print)
+    with pytest.raises(OSError, match="not sent whole"):
+        fetched(url, tmp_path / "node")
+    monkeypatch.setattr(weights.obstore, "put", put)
+    said = []
+    send(model, url, said.append)
+    assert "1 of 2 files" in said[0]
+    assert contents(fetched(url, tmp_path / "node")).keys() == {"model_index.json", "transformer/part-1.safetensors"}
+
+
+def test_a_node_goes_on_with_what_it_has_and_believes_only_whole_files(model, url, tmp_path):
+    send(model, url, print)
+    part = tmp_path / "node" / f"{digest_of(model)}.part"
+    (part / "transformer").mkdir(parents=True)
+    (part / "model_index.json").write_text("[]")  # as long as the right one: not asked for again
+    (part / "transformer" / "part-1.safetensors").write_bytes(b"half")
+    said = []
+    there = fetched(url, tmp_path / "node", said.append)
+    assert "1 of 2 files" in said[0]
+    assert (there / "transformer" / "part-1.safetensors").stat().st_size == 700_000
+
+
+def test_a_file_that_is_not_what_its_manifest_says_is_no_model(model, url, tmp_path):
+    send(model, url, print)
+    store = open_store(url)
+    weights.obstore.put(store, "manifest.json", json.dumps({"files": {"model_index.json": 3}}).encode())
+    with pytest.raises(OSError, match="2 bytes, and its manifest says 3"):
+        fetched(url, tmp_path / "node")
+    assert not (tmp_path / "node" / digest_of(model)).exists()
+
+
+def test_a_bucket_that_cannot_be_used_is_named(model, monkeypatch):
+    def refuse(*_, **__):
+        raise OSError("403")
+
+    monkeypatch.setattr(weights, "open_store", lambda url: MemoryStore())
+    monkeypatch.setattr(weights.obstore, "put", refuse)
+    with pytest.raises(StoreError, match=r"cannot be sent to s3://bucket/weights/x \(403\)"):
+        send(model, "s3://bucket/weights/x", print)
