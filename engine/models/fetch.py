@@ -54,7 +54,7 @@ def _bring(url: str, to: Path, say: Callable[[str], None]) -> None:
     began, whole, done = time.monotonic(), sum(sizes[name] for name in missing), 0
     said = began
     if shutil.disk_usage(to.parent).free < whole:
-        raise OSError(f"{to.parent} has no room for {whole >> 20} MiB of weights; ask for a larger disk")
+        raise OSError(f"{to.parent} has no room for {whole >> 20} MiB of weights; make some, or use a smaller model")
     say(f"weights: {len(missing)} of {len(sizes)} files, {whole >> 20} MiB, from {url}")
 
     def bring(name: str) -> None:
