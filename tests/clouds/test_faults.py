@@ -108,7 +108,7 @@ def runs(world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run
         runs.steady.spotrl("catalog", "refresh")
         alone = job("abandoned", "aws", iterations=2, spot=0, deadline=f"{DEADLINE_MINUTES}m", secrets="HF_TOKEN")
         runs.abandoned.launch(alone, HF_TOKEN=runs.planted["hugging face token"])
-        runs.steady.launch(job("steady", "gcp", deadline="2h"))
+        runs.steady.launch(job("steady", "gcp", deadline="14h"))
         (world.folder / "jobs" / "base").mkdir()
         shutil.copy(BASE, world.folder / "jobs" / "base")
         runs.priced.launch(job("priced", "aws", iterations=8, total=BUDGET, step=6.0, model="base"))
@@ -270,7 +270,7 @@ def test_a_frozen_controller_misses_nothing(world, runs):
 
 
 def test_a_clock_that_is_set_moves_neither_money_nor_deadline(runs, tmp_path):
-    """Three hours on, past the run's deadline, and three back: of the machine that the controller runs on."""
+    """Fifteen hours on, past the run's deadline, and fifteen back: of the machine that the controller runs on."""
     steady, jump = runs.steady, tmp_path / "jump"
     nodes, spent, jumping = (
         set(steady.records()),
@@ -281,7 +281,7 @@ def test_a_clock_that_is_set_moves_neither_money_nor_deadline(runs, tmp_path):
     steady.signal(signal.SIGKILL)
     steady.spotrl("resume", "steady", PYTHONPATH=str(jumping), CLOCK_JUMP=str(jump))
     steady.trains_on()
-    for hours in (3, -3):
+    for hours in (15, -15):
         jump.write_text(str(hours * 3600))
         time.sleep(15)
         steady.trains_on()
