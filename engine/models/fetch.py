@@ -1,6 +1,6 @@
 """A model's weights, from the run's bucket to this node's disk, before anything is loaded.
 
-    URL (launcher/cluster/weights.py put it there): manifest.json, files -> BELOW/DIGEST.part -> BELOW/DIGEST
+    URL (launcher/cluster/weights.py put it there): .manifest.json, files -> BELOW/DIGEST.part -> BELOW/DIGEST
 
 Several processes of a node want the same folder at once: one brings it, the others wait. A folder that has its name is
 whole; one that was cut short is gone on with, file by file.
@@ -17,7 +17,7 @@ from pathlib import Path
 import obstore
 from obstore.store import LocalStore, ObjectStore, from_url
 
-MANIFEST = "manifest.json"
+MANIFEST = ".manifest.json"
 """{"files": {NAME: BYTES}}: what belongs to the model, written after all of it."""
 
 AT_ONCE = 8

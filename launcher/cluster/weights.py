@@ -1,6 +1,6 @@
 """A model's weights in the run's buckets: sent once, then every node of every run takes them from its own region.
 
-    STORE/weights/DIGEST/  the model's files, manifest.json    (engine/models/fetch.py reads it)
+    STORE/_weights/DIGEST/  the model's files, .manifest.json    (engine/models/fetch.py reads it)
 
 The digest is of names and contents, so that a model that is there is not sent again, and another one never takes its
 place. The manifest is written last: what was cut short does not count, and is gone on with file by file.
@@ -17,16 +17,17 @@ from obstore.exceptions import BaseError
 
 from launcher.cluster.stores import StoreError, open_store
 
-MANIFEST = "manifest.json"
-"""{"files": {NAME: BYTES}}: what belongs to the model, as engine/models/fetch.py reads it."""
+MANIFEST = ".manifest.json"
+"""{"files": {NAME: BYTES}}: what belongs to the model, as engine/models/fetch.py reads it. No file that is sent begins
+with a dot."""
 
 AT_ONCE = 4
 """Files."""
 
 
 def weights_of(store: str, digest: str) -> str:
-    """Where a model's weights are in a bucket: an obstore URL."""
-    return f"{store.rstrip('/')}/weights/{digest}"
+    """Where a model's weights are in a bucket: an obstore URL. No run can be called `_weights`."""
+    return f"{store.rstrip('/')}/_weights/{digest}"
 
 
 def digest_of(folder: Path) -> str:

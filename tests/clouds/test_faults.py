@@ -141,9 +141,9 @@ def test_no_secret_is_on_a_host_unless_the_job_names_it(world, runs):
 
 def test_weights_that_are_not_ours_come_from_the_bucket_to_every_node(world, runs):
     """As large models do: what is beside the job file is sent once, and read by each node with its own identity."""
-    sent = [path for path in bucket_of(world, "s3://spotrl-runs/faults") if path.startswith("weights/")]
+    sent = [path for path in bucket_of(world, "s3://spotrl-runs/faults") if path.startswith("_weights/")]
     digest = sent[0].split("/")[1]
-    assert sorted(sent) == [f"weights/{digest}/{name}" for name in sorted((BASE.name, "manifest.json"))]
+    assert sorted(sent) == [f"_weights/{digest}/{name}" for name in (".manifest.json", BASE.name)]
     for node in runs.priced.ready():
         path = f"/home/ubuntu/spotrl/weights/{digest}/{BASE.name}"
         assert world.on(node.name, ["sha256sum", path]).split()[0] == sha256(BASE.read_bytes()).hexdigest()

@@ -26,7 +26,7 @@ def model(tmp_path):
 def url(tmp_path, model):
     (tmp_path / "bucket").mkdir()
     url = weights_of(f"file://{tmp_path}/bucket", digest_of(model))
-    (tmp_path / "bucket" / "weights" / digest_of(model)).mkdir(parents=True)
+    (tmp_path / "bucket" / "_weights" / digest_of(model)).mkdir(parents=True)
     return url
 
 
@@ -97,7 +97,7 @@ def test_a_node_goes_on_with_what_it_has_and_believes_only_whole_files(model, ur
 def test_a_file_that_is_not_what_its_manifest_says_is_no_model(model, url, tmp_path):
     send(model, url, print)
     store = open_store(url)
-    weights.obstore.put(store, "manifest.json", json.dumps({"files": {"model_index.json": 3}}).encode())
+    weights.obstore.put(store, ".manifest.json", json.dumps({"files": {"model_index.json": 3}}).encode())
     with pytest.raises(OSError, match="2 bytes, and its manifest says 3"):
         fetched(url, tmp_path / "node")
     assert not (tmp_path / "node" / digest_of(model)).exists()
