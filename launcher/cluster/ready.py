@@ -10,11 +10,14 @@ import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
+from pathlib import Path
 
 from launcher.cluster.clouds.base import Caller, CloudApi, MachineState
 from launcher.cluster.stores import check_writable, run_store
+from launcher.cluster.weights import bytes_of
 from launcher.exit_codes import Failure
 from launcher.job import CheckedJob
+from launcher.ledger.billing import DISK_GIB
 from launcher.market.offers import TOO_OLD, CatalogError, age_of, age_text
 from launcher.money import hourly
 from launcher.placement.plan import Slot
@@ -31,6 +34,9 @@ PROGRAMS = ("ssh", "rsync")
 
 AT_ONCE = 16
 """Questions to clouds."""
+
+INSTALLED_GIB = 30
+"""On a node beside a model, at most: the system with its drivers, SkyPilot, the engine, a run's checkpoints."""
 
 
 def check_job(checked: CheckedJob, slots: Sequence[Slot]) -> None:
@@ -61,12 +67,26 @@ def check_job(checked: CheckedJob, slots: Sequence[Slot]) -> None:
             f"name is {job.name}, which makes nodes like {longest}; {NODE_NAME_LIMIT} characters fit",
             f"use a name of up to {fits} characters (--name)",
         )
-    if job.model.path is not None and not (checked.workdir / job.model.path).is_dir():
+    if job.model.path is not None:
+        _check_model(checked, checked.workdir / job.model.path)
+
+
+def _check_model(checked: CheckedJob, folder: Path) -> None:
+    """Whether it is here, and fits on a node. Raises JobError."""
+    job = checked.job
+    if not folder.is_dir():
         raise checked.error(
             "model.path",
             f"model.path is {job.model.path}, and there is no such folder here: from here it is sent to the bucket, "
             "where nodes take it from",
             f"bring it here first, like `hf download OWNER/MODEL --local-dir {job.model.path}`",
+        )
+    size, room = bytes_of(folder), (DISK_GIB - INSTALLED_GIB) << 30
+    if size > room:
+        raise checked.error(
+            "model.path",
+            f"{job.model.path} has {size >> 30} GiB, and a node's disk of {DISK_GIB} GiB holds {room >> 30} of a model",
+            "leave out what is not loaded (other precisions, checkpoints of its training), or use a smaller model",
         )
 
 

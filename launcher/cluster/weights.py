@@ -30,6 +30,11 @@ def weights_of(store: str, digest: str) -> str:
     return f"{store.rstrip('/')}/_weights/{digest}"
 
 
+def bytes_of(folder: Path) -> int:
+    """Of all that is sent."""
+    return sum(_files(folder).values())
+
+
 def digest_of(folder: Path) -> str:
     """Of all that is sent of a model's folder. Reads it whole: about a second a gigabyte."""
 

@@ -104,6 +104,10 @@ def test_weights_that_are_not_here_cannot_be_sent(job, tmp_path):
         check_job(checked, SLOTS)
     (tmp_path / "there").mkdir()
     check_job(checked, SLOTS)
+    with (tmp_path / "there" / "model.safetensors").open("wb") as file:
+        file.truncate(80 << 30)
+    with pytest.raises(JobError, match="there has 80 GiB, and a node's disk of 100 GiB holds 70 of a model"):
+        check_job(checked, SLOTS)
 
 
 def test_old_prices_are_not_bought_by():
