@@ -11,7 +11,8 @@ import sqlite3
 import subprocess
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 
@@ -87,6 +88,8 @@ class Runs:
     launched_at: float
     outage: tuple[float, set[str]] = (0.0, set())
     """When it began, and which nodes there were."""
+    used_up: "Future[tuple[int, str]]" = field(default_factory=Future)
+    """What `use_up` returns: it goes on beside the tests of `steady`."""
 
 
 @pytest.fixture(autouse=True)
@@ -199,31 +202,7 @@ def test_a_price_that_doubles_is_what_is_paid(world, runs):
         200,
     )
     assert {node.name for node in priced.ready("rollout")} == set(before), "that price was within the limits"
-
-
-def test_a_budget_that_is_used_up_in_the_midst_of_a_launch_ends_the_run(world, runs):
-    """Its spot node is lost while there is just enough left to buy a successor, and that never boots."""
-    priced = runs.priced
-    (trainer,), (lost,) = priced.ready("trainer"), priced.ready("rollout")
-    total, minutes = round(BUDGET * 1e6), RELEASE_ALLOWANCE_MS / 60_000 + 1  # what is held for both, and to buy one
-    both = trainer.micro_usd_per_hour + lost.micro_usd_per_hour
-    late = total - round((both * minutes + trainer.micro_usd_per_hour * 0.25) / 60)
-    priced.until("little is left", lambda: priced.view().spent_micro_usd >= late, 900)
-    world.fault("no_boot", "aws", times=1)
-    try:
-        world.reclaim(lost.name)
-        successor = lost.name.replace("-g0", "-g1")
-        priced.until("its successor is asked for", lambda: successor in priced.records(), 60)
-        wait_for(lambda: priced.view().status == "stopped", 400)
-    finally:
-        world.clear("no_boot")
-    assert priced.view().reason == "budget"
-    assert priced.machines() == []
-    launched = priced.records()[successor]
-    assert launched.ended_ms is not None
-    assert "ready" not in launched.happened, "it ended before it was of any use"
-    assert late < priced.view().spent_micro_usd <= total
-    priced.down()
+    runs.used_up = ThreadPoolExecutor(1).submit(use_up, world, priced)
 
 
 def test_the_run_went_on_through_the_outage(world, runs):
@@ -234,20 +213,6 @@ def test_the_run_went_on_through_the_outage(world, runs):
     assert set(steady.records()) == nodes, "nobody was replaced"
     assert len(steady.ready()) == 2
     assert "compute" in steady.log()  # it said who did not answer
-
-
-def test_no_capacity_anywhere_is_said_and_waited_for(world, runs):
-    world.fault("capacity")
-    nowhere = Launched(world=world, name="nowhere", home=runs.steady.home)
-    try:
-        nowhere.launch(job("nowhere", "aws,gcp", recovery="trainer_wait: 1s"))
-        nowhere.until("every region has refused", lambda: len(refusals(nowhere)) == 4, 300)
-        assert nowhere.view().status == "running"
-        assert nowhere.view().spent_micro_usd == 0
-        assert "no_capacity" in nowhere.words("nowhere-trainer-g0")
-    finally:
-        world.clear("capacity")
-        nowhere.down()
 
 
 def test_a_frozen_controller_misses_nothing(world, runs):
@@ -316,6 +281,18 @@ def test_a_half_written_checkpoint_does_not_count(world, runs):
     assert every_batch_is_whole(steady)
 
 
+def test_a_budget_that_is_used_up_in_the_midst_of_a_launch_ends_the_run(runs):
+    priced = runs.priced
+    late, successor = runs.used_up.result(900)
+    assert priced.view().reason == "budget"
+    assert priced.machines() == []
+    launched = priced.records()[successor]
+    assert launched.ended_ms is not None
+    assert "ready" not in launched.happened, "it ended before it was of any use"
+    assert late < priced.view().spent_micro_usd <= round(BUDGET * 1e6)
+    priced.down()
+
+
 def test_a_full_disk_loses_no_node(runs):
     """A controller goes on without writing for a while; one that gave up is started again by a person."""
     steady = runs.steady
@@ -329,6 +306,20 @@ def test_a_full_disk_loses_no_node(runs):
         steady.spotrl("resume", "steady")
     steady.trains_on()
     assert nodes == {node.name for node in steady.ready()}, "they were kept"
+
+
+def test_no_capacity_anywhere_is_said_and_waited_for(world, runs):
+    world.fault("capacity")
+    nowhere = Launched(world=world, name="nowhere", home=runs.steady.home)
+    try:
+        nowhere.launch(job("nowhere", "aws,gcp", recovery="trainer_wait: 1s"))
+        nowhere.until("every region has refused", lambda: len(refusals(nowhere)) == 4, 300)
+        assert nowhere.view().status == "running"
+        assert nowhere.view().spent_micro_usd == 0
+        assert "no_capacity" in nowhere.words("nowhere-trainer-g0")
+    finally:
+        world.clear("capacity")
+        nowhere.down()
 
 
 def test_nothing_lives_past_its_deadline_without_a_controller(runs):
@@ -359,6 +350,27 @@ def test_down_leaves_nothing_of_any_of_them(world, runs):
     runs.steady.down()
     left = left_in_the_clouds(world)
     assert (left["instances"], left["disks"], left["processes"], left["namespaces"]) == (0, 0, 0, 0)
+
+
+def use_up(world: World, priced: Launched) -> tuple[int, str]:
+    """Its spot node is lost while there is just enough left to buy a successor, and that never boots.
+
+    Returns how much was spent by then, in micro-dollars, and the successor; once the run has stopped.
+    """
+    (trainer,), (lost,) = priced.ready("trainer"), priced.ready("rollout")
+    total, minutes = round(BUDGET * 1e6), RELEASE_ALLOWANCE_MS / 60_000 + 1  # what is held for both, and to buy one
+    both = trainer.micro_usd_per_hour + lost.micro_usd_per_hour
+    late = total - round((both * minutes + trainer.micro_usd_per_hour * 0.25) / 60)
+    priced.until("little is left", lambda: priced.view().spent_micro_usd >= late, 900)
+    world.fault("no_boot", "aws", times=1)
+    try:
+        world.reclaim(lost.name)
+        successor = lost.name.replace("-g0", "-g1")
+        priced.until("its successor is asked for", lambda: successor in priced.records(), 60)
+        wait_for(lambda: priced.view().status == "stopped", 400)
+    finally:
+        world.clear("no_boot")
+    return late, successor
 
 
 # --- looking ------------------------------------------------------------------------------------------
