@@ -107,6 +107,9 @@ class Story:
         self.told(moment, f"iteration {view.iteration}, {view.metric} {view.score or 0:.3f}")
 
 
+DYING_SECONDS = 10.0
+"""The fakes list a host no more a moment before the last of its processes, its metadata service, has ended."""
+
 SHARED_ROLE = "spotrlNode"
 """What all runs of a Google project share; the name of a deleted role is taken for weeks, so it stays."""
 
@@ -114,7 +117,14 @@ SHARED_ROLE = "spotrlNode"
 def left_in_the_clouds(world: World) -> dict[str, Any]:
     """By the fakes' own inventory, not by what we believe to have released."""
     things = [thing for thing in world.inventory() if thing["id"] != SHARED_ROLE]
-    kinds, hosts = Counter(thing["kind"] for thing in things), world.leftovers()
+    kinds, hosts, until = (
+        Counter(thing["kind"] for thing in things),
+        world.leftovers(),
+        time.monotonic() + DYING_SECONDS,
+    )
+    while hosts["processes"] and time.monotonic() < until:
+        time.sleep(0.2)
+        hosts = world.leftovers()
     return {
         "instances": kinds.pop("instance", 0),
         "disks": kinds.pop("disk", 0),
