@@ -132,7 +132,7 @@ def test_a_machine_that_was_set_up_otherwise_is_refused_in_words(machines):
     assert said["code"] == EXIT_REFUSED
     assert "wanted-digest" in said["text"]
     assert str(os.path.join(sys.prefix, ".digest")) in said["text"]
-    assert machine.processes() == []
+    machine.wait_for(lambda: not machine.processes(), seconds=10)
 
 
 def test_what_a_machine_was_set_up_as_is_named_by_its_environment(tmp_path, monkeypatch):
