@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
+from engine.config import SHIPPED
 from launcher.cluster.clouds.base import Caller, CloudApi, MachineState
 from launcher.cluster.stores import check_writable, run_store
 from launcher.cluster.weights import bytes_of
@@ -80,6 +81,13 @@ def _check_model(checked: CheckedJob, folder: Path) -> None:
             f"model.path is {job.model.path}, and there is no such folder here: from here it is sent to the bucket, "
             "where nodes take it from",
             f"bring it here first, like `hf download OWNER/MODEL --local-dir {job.model.path}`",
+        )
+    wanted = "*.safetensors" if job.model.name in SHIPPED else "model_index.json"
+    if not any(folder.glob(wanted)):
+        raise checked.error(
+            "model.path",
+            f"model.path is {job.model.path}, a folder without {wanted}: no node could load {job.model.name} from it",
+            "give the folder that the model was saved in",
         )
     size, room = bytes_of(folder), (DISK_GIB - INSTALLED_GIB) << 30
     if size > room:

@@ -103,6 +103,9 @@ def test_weights_that_are_not_here_cannot_be_sent(job, tmp_path):
     with pytest.raises(JobError, match=r"no such folder here.*hf download OWNER/MODEL --local-dir there"):
         check_job(checked, SLOTS)
     (tmp_path / "there").mkdir()
+    with pytest.raises(JobError, match=r"a folder without model_index\.json: no node could load qwen-image"):
+        check_job(checked, SLOTS)
+    (tmp_path / "there" / "model_index.json").write_text("{}")
     check_job(checked, SLOTS)
     with (tmp_path / "there" / "model.safetensors").open("wb") as file:
         file.truncate(80 << 30)
