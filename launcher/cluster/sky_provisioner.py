@@ -18,22 +18,20 @@ for is reported, and what lives on after its end is ended again.
 import json
 import logging
 import math
-import os
-import random
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from threading import Lock
-from typing import Any, Protocol
-
-from pydantic import TypeAdapter
+from typing import Any
 
 from engine.clock import Clock
 from engine.config import NodeSpec
 from launcher.cluster.bundle import REMOTE_BUNDLE, Bundle
+from launcher.cluster.chores import Chores, NotYet
+from launcher.cluster.cloud_node import CloudNode, Link
 from launcher.cluster.clouds.base import (
     NODE_LABEL,
     OWNER_LABEL,
@@ -116,27 +114,6 @@ AUTOSTOP_MARGIN_MINUTES = 30
 
 UNLIMITED_MINUTES = 24 * 60
 
-AGAIN_SECONDS, LONGEST_AGAIN_SECONDS, LONGEST_LOOK_SECONDS = 1.0, 60.0, 5.0
-"""What failed is tried again after 1 s, 2 s, 4 s, ... 60 s; a look after 5 s at most, because much waits for it."""
-
-
-class _NotYet(Failure):
-    """Asked for, and taking its time. No trouble: looked at again soon."""
-
-
-class Link(Protocol):
-    """What is used of a NodeLink."""
-
-    trouble: str
-
-    @property
-    def heard_s(self) -> float | None: ...
-    def run(self, spec: NodeSpec) -> None: ...
-    def rearm(self, left_ms: int) -> None: ...
-    def notice(self, deadline_ms: int) -> None: ...
-    def door(self, port: int) -> tuple[str, int] | None: ...
-    def close(self) -> None: ...
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Purchases:
@@ -168,53 +145,6 @@ class _Seen:
     trouble: str = ""
 
 
-@dataclass(slots=True)
-class _Node:
-    """What one process remembers of a node: nothing that its files do not say, or that may not be forgotten."""
-
-    folder: Path
-    fresh: bool = False
-    """Asked for in this process, and not handed over before: nobody can have launched it."""
-    login: Login | None = None
-    """How to get in while the set-up runs; `login.json` afterwards."""
-    private_address: str = ""
-    digest: str = ""
-    """What it was set up from, by its own word."""
-    words: str = ""
-    """Why nobody gets in."""
-    set_up: Outcome | None = None
-    """What SkyPilot says of the set-up."""
-    link: Link | None = None
-    told: NodeSpec | None = None
-    told_at: float = 0.0
-    deadline_ms: int | None = None
-    silent: float = 0.0
-    missing: int = 0
-    missing_look: int = 0
-    stopping_since: float | None = None
-    exit_since: float | None = None
-    over: NodeFact | None = None
-    over_since: float = 0.0
-    cleared: bool = False
-
-    @property
-    def name(self) -> str:
-        return self.folder.name
-
-    def read(self, what: str) -> dict[str, Any] | None:
-        return _read(self.folder / f"{what}.json")
-
-    def has(self, what: str) -> bool:
-        return (self.folder / f"{what}.json").exists()
-
-    def is_cleared(self) -> bool:
-        self.cleared = self.cleared or self.has("cleared")
-        return self.cleared
-
-    def write(self, what: str, value: Mapping[str, Any]) -> None:
-        _write(self.folder / f"{what}.json", value)
-
-
 class SkyProvisioner:
     """Starts and stops nodes on AWS and Google Cloud, without waiting. For one thread; the pool's are its own."""
 
@@ -231,14 +161,10 @@ class SkyProvisioner:
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._all, self._sky, self._clouds, self._clock = purchases, sky, clouds, clock
-        self._make_link, self._pool, self._monotonic = link, pool, monotonic
+        self._make_link, self._monotonic = link, monotonic
         self._ask_set_up = ask_set_up
-        self._nodes: dict[str, _Node] = {}
-        self._busy: set[str] = set()
-        self._again: dict[str, tuple[int, float]] = {}
-        """By task: how often it failed in a row, and when it may be tried again."""
-        self._trouble: dict[str, str] = {}
-        self._looked: dict[str, float] = {}
+        self._nodes: dict[str, CloudNode] = {}
+        self._chores = Chores(pool, monotonic)
         self._seen: dict[tuple[str, str], _Seen] = {}
         self._outcomes: dict[str, Outcome | None] = {}
         self._places: dict[tuple[str, str], Place] = {}
@@ -259,7 +185,7 @@ class SkyProvisioner:
             return
         self._tidied.clear()
         node.fresh = not node.has("launch")
-        node.write("want", _want_json(want))
+        node.write_want(want)
         node.write("spec", json.loads(spec.model_dump_json()))
 
     def observe(self) -> Sequence[NodeFact]:
@@ -288,7 +214,7 @@ class SkyProvisioner:
             if not node.has("want") and not node.has("machine"):
                 known = next((machine for machine in self._machines() if machine.name == name), None)
                 if known is not None:
-                    self._write_machine(node, known)
+                    node.write_machine(known)
 
     def rearm(self, name: str, money_deadline_ms: int) -> None:
         """Tell the node, and let SkyPilot's own timer on the machine follow."""
@@ -311,28 +237,28 @@ class SkyProvisioner:
             return False
         places = self._used()
         for cloud, region in places - self._tidied:
-            self._do(f"tidy {cloud}/{region}", partial(self._tidy, cloud, region))
+            self._chores.do(f"tidy {cloud}/{region}", partial(self._tidy, cloud, region))
         return places <= self._tidied
 
     def troubles(self) -> Sequence[str]:
         """What did not work when it was last tried, in words: clouds that do not answer, what cannot be removed."""
-        return [f"{what}: {text}" for what, text in sorted(self._trouble.items())]
+        return [f"{what}: {text}" for what, text in sorted(self._chores.troubles.items())]
 
     # --- looking ----------------------------------------------------------------------------------
 
     def _look(self) -> None:
         """Ask the clouds and SkyPilot how things are, where that is due. Answers come with a later pass."""
         nodes = [node for node in self._nodes.values() if not node.is_cleared()]
-        active = {place for node in nodes if (place := self._region_of(node)) is not None}
+        active = {place for node in nodes if (place := node.region) is not None}
         for cloud, region in {*active, *self._all.regions}:
             seconds = LOOK_SECONDS if (cloud, region) in active else SWEEP_SECONDS
-            self._every(seconds, f"look {cloud}/{region}", partial(self._look_at, cloud, region))
-        for cloud, region in {place for node in nodes if node.has("login") and (place := self._region_of(node))}:
+            self._chores.every(seconds, f"look {cloud}/{region}", partial(self._look_at, cloud, region))
+        for cloud, region in {place for node in nodes if node.has("login") and (place := node.region)}:
             if (cloud, region) not in self._places:  # a process that carries on may have another address
-                self._do(f"place {cloud}/{region}", partial(self._prepare, cloud, region))
+                self._chores.do(f"place {cloud}/{region}", partial(self._prepare, cloud, region))
         requests = [str(one["request_id"]) for node in self._launching() if (one := node.read("launch"))]
         if requests:
-            self._every(LOOK_SECONDS, "requests", partial(self._poll, requests))
+            self._chores.every(LOOK_SECONDS, "requests", partial(self._poll, requests))
 
     def _look_at(self, cloud: str, region: str) -> None:
         seen = self._seen.setdefault((cloud, region), _Seen())
@@ -373,47 +299,47 @@ class SkyProvisioner:
                     evidence = f"{machine.cloud} {machine.id} in {machine.zone} bears the run's label"
                     facts.append(NodeFact(name=machine.name, status=NodeStatus.PENDING, evidence=evidence))
                 elif node.over is not None and seen.at is not None and seen.at > node.over_since:
-                    self._do(f"end {machine.id}", partial(self._end_again, machine))
+                    self._chores.do(f"end {machine.id}", partial(self._end_again, machine))
         return facts
 
     # --- one step further -------------------------------------------------------------------------
 
-    def _advance(self, node: _Node, passed: float) -> None:
-        if node.name in self._busy:
+    def _advance(self, node: CloudNode, passed: float) -> None:
+        if self._chores.is_busy(node.name):
             return  # its files are being written
         if node.has("ended"):
             self._close(node)
-            self._do(node.name, partial(self._clear, node))
+            self._chores.do(node.name, partial(self._clear, node))
             return
         if node.has("release") or node.has("ending"):
             self._close(node)
-            self._do(node.name, partial(self._end, node))
+            self._chores.do(node.name, partial(self._end, node))
             return
         if not node.has("spec"):
             return  # an intent that was cut short: asking again completes it
         machine = self._cloud_says(node)
-        if node.has("ending") or node.name in self._busy:
+        if node.has("ending") or self._chores.is_busy(node.name):
             return
         launch = node.read("launch")
         if launch is None:
-            self._do(node.name, partial(self._launch, node))
+            self._chores.do(node.name, partial(self._launch, node))
         elif not node.has("login"):
             self._wait_for_launch(node, launch)
         else:
             self._keep(node, machine, passed)
 
-    def _cloud_says(self, node: _Node) -> Machine | None:
+    def _cloud_says(self, node: CloudNode) -> Machine | None:
         """What the cloud says of its machine now; begins the node's end when that is what it says."""
-        place = self._region_of(node)
+        place = node.region
         seen = self._seen.get(place) if place is not None else None
         if seen is None or seen.at is None or node.missing_look == seen.looks:
             return None if seen is None else _newest(seen.machines, node.name)
         node.missing_look = seen.looks
-        machine, known = _newest(seen.machines, node.name), _machine_of(node.read("machine"))
+        machine, known = _newest(seen.machines, node.name), node.machine
         if machine is not None and machine.state in (MachineState.PENDING, MachineState.RUNNING):
             node.missing, node.stopping_since = 0, None
             if machine != known:
-                self._write_machine(node, machine)
+                node.write_machine(machine)
             self._end_doubles(node, seen.machines)
             self._refuse_strange_identity(node, machine)
             return machine
@@ -427,12 +353,12 @@ class SkyProvisioner:
             last = machine or known
             if last is not None:
                 patient = node.missing * LOOK_SECONDS < STOPPED_SECONDS
-                self._do(node.name, partial(self._learn_end, node, last, patient))
+                self._chores.do(node.name, partial(self._learn_end, node, last, patient))
             elif node.missing > NEVER_SEEN_LOOKS:
                 self._ending(node, NodeStatus.GONE, "SkyPilot says that it is up, and its cloud lists no machine of it")
         return machine
 
-    def _refuse_strange_identity(self, node: _Node, machine: Machine) -> None:
+    def _refuse_strange_identity(self, node: CloudNode, machine: Machine) -> None:
         """SkyPilot attaches an identity of its own, which may do everything, unless its API server has our plugin."""
         place = self._places.get((machine.cloud, machine.region))
         if place is not None and machine.identity and machine.identity != place.identity:
@@ -443,7 +369,7 @@ class SkyProvisioner:
             )
             self._ending(node, NodeStatus.DENIED, evidence)
 
-    def _is_stopping(self, node: _Node, machine: Machine) -> None:
+    def _is_stopping(self, node: CloudNode, machine: Machine) -> None:
         """A notice, if there was none; and an end, if it stays like that."""
         now = self._monotonic()
         if node.stopping_since is None:
@@ -454,9 +380,9 @@ class SkyProvisioner:
             if node.link is not None:
                 node.link.notice(deadline_ms)
         if now - node.stopping_since > STOPPED_SECONDS:
-            self._do(node.name, partial(self._learn_end, node, machine, False))
+            self._chores.do(node.name, partial(self._learn_end, node, machine, False))
 
-    def _end_doubles(self, node: _Node, machines: Sequence[Machine]) -> None:
+    def _end_doubles(self, node: CloudNode, machines: Sequence[Machine]) -> None:
         """SkyPilot's retries may leave a second machine of one name. The one that it logs in to stays."""
         alive = [one for one in machines if one.name == node.name and one.state is MachineState.RUNNING]
         login = node.read("login")
@@ -464,9 +390,9 @@ class SkyProvisioner:
             extra = [one for one in alive if login["host"] not in (one.public_address, one.address)]
             if 0 < len(extra) < len(alive):
                 log.warning("%s has %s machines: the extra ones are ended", node.name, len(alive))
-                self._do(f"double {node.name}", partial(self._clouds[extra[0].cloud].end, extra))
+                self._chores.do(f"double {node.name}", partial(self._clouds[extra[0].cloud].end, extra))
 
-    def _wait_for_launch(self, node: _Node, launch: Mapping[str, Any]) -> None:
+    def _wait_for_launch(self, node: CloudNode, launch: Mapping[str, Any]) -> None:
         outcome = Outcome() if launch.get("adopted") else self._outcomes.get(str(launch["request_id"]))
         waited_ms = self._clock.now_ms() - int(launch["at_ms"])
         if outcome is None:
@@ -481,20 +407,20 @@ class SkyProvisioner:
             evidence = f"it was not set up within {LAUNCH_SECONDS:.0f} s {node.words}".rstrip()
             self._ending(node, NodeStatus.GONE, evidence, ask_rules=True)
         elif outcome.failed is None:
-            self._do(node.name, partial(self._log_in, node))
+            self._chores.do(node.name, partial(self._log_in, node))
             if node.login is not None:
-                self._every(SET_UP_SECONDS, f"set-up {node.name}", partial(self._ask_sky_set_up, node))
+                self._chores.every(SET_UP_SECONDS, f"set-up {node.name}", partial(self._ask_sky_set_up, node))
         elif outcome.failed is Failed.NO_CAPACITY:
-            self._ending(node, NodeStatus.NO_CAPACITY, outcome.text, tried=[_tried(self._want(node))])
+            self._ending(node, NodeStatus.NO_CAPACITY, outcome.text, tried=[_tried(node.want)])
         elif outcome.failed is Failed.DENIED:
             self._ending(node, NodeStatus.DENIED, outcome.text)
         elif outcome.failed is Failed.UNKNOWN and (tries := int(launch.get("tries", 1))) < LAUNCH_TRIES:
             if waited_ms > min(LAUNCH_GAP_MS * 2 ** (tries - 1), LONGEST_LAUNCH_GAP_MS):
-                self._do(node.name, partial(self._launch, node, tries=tries + 1))
+                self._chores.do(node.name, partial(self._launch, node, tries=tries + 1))
         else:
             self._ending(node, NodeStatus.GONE, f"its launch failed: {outcome.text}", ask_rules=True)
 
-    def _keep(self, node: _Node, machine: Machine | None, passed: float) -> None:
+    def _keep(self, node: CloudNode, machine: Machine | None, passed: float) -> None:
         """A machine that is set up: a line to it, an agent on it, and an eye on both."""
         login = node.read("login") or {}
         if node.link is None:
@@ -507,9 +433,9 @@ class SkyProvisioner:
             return
         self._doubt(node, machine, passed)
         if node.deadline_ms is not None and self._is_heard(node):
-            self._every(REARM_SECONDS, f"rearm {node.name}", partial(self._rearm_sky, node))
+            self._chores.every(REARM_SECONDS, f"rearm {node.name}", partial(self._rearm_sky, node))
 
-    def _tell(self, node: _Node, login: Mapping[str, Any]) -> None:
+    def _tell(self, node: CloudNode, login: Mapping[str, Any]) -> None:
         """Let the agent run, with the address of the trainer that there is now."""
         spec = NodeSpec.model_validate(node.read("spec"))
         host = login["address"] if spec.role == "trainer" else self._trainer
@@ -521,11 +447,11 @@ class SkyProvisioner:
             spec.model_copy(
                 update={
                     "coordinator_host": host,
-                    "cloud": self._want(node).cloud,
+                    "cloud": node.want.cloud,
                     "folder": f"{home}/node",
                     "workdir": f"{home}/work" if spec.workdir else None,
                     "digest": self._all.bundle.digest,
-                    "weights": self._all.weights.get(self._want(node).cloud, ""),
+                    "weights": self._all.weights.get(node.want.cloud, ""),
                     "money_deadline_ms": None,
                     "money_left_ms": None if deadline_ms is None else max(0, deadline_ms - self._clock.now_ms()),
                 }
@@ -545,7 +471,7 @@ class SkyProvisioner:
                 trainers.append((int((node.read("launch") or {}).get("at_ms", 0)), node.name, str(login["address"])))
         return max(trainers)[2] if trainers else None
 
-    def _has_exited(self, node: _Node) -> bool:
+    def _has_exited(self, node: CloudNode) -> bool:
         """The agent is over, and the machine is not needed any more; unless the cloud is about to take it anyway.
 
         AWS does not bill a spot instance that it takes back within an hour, but does if we end it first.
@@ -556,7 +482,7 @@ class SkyProvisioner:
             return False
         now = self._monotonic()
         node.exit_since = now if node.exit_since is None else node.exit_since
-        deadline_ms = self._notice_ms(node)
+        deadline_ms = node.notice_ms
         if deadline_ms is not None and self._clock.now_ms() < deadline_ms + AFTER_NOTICE_MS:
             return False
         if now - node.exit_since < EXIT_SECONDS:
@@ -565,20 +491,20 @@ class SkyProvisioner:
         self._ending(node, NodeStatus.GONE, f"its agent exited with code {said.get('code')}{text}")
         return True
 
-    def _is_late(self, node: _Node) -> bool:
+    def _is_late(self, node: CloudNode) -> bool:
         """Nobody is ready there. A missing rule of the firewall is the usual reason, and can be looked up."""
         waited = self._monotonic() - node.told_at
         if node.told is None or node.has("ready") or waited < RULES_SECONDS:
             return False
-        cloud, region = self._want(node).cloud, self._want(node).region
-        self._every(RULES_SECONDS, f"rules {cloud}/{region}", partial(self._ask_rules, cloud, region))
+        cloud, region = node.want.cloud, node.want.region
+        self._chores.every(RULES_SECONDS, f"rules {cloud}/{region}", partial(self._ask_rules, cloud, region))
         if waited < READY_SECONDS:
             return False
         evidence = f"its workers did not call in within {READY_SECONDS:.0f} s"
         self._ending(node, NodeStatus.GONE, evidence, ask_rules=True)
         return True
 
-    def _doubt(self, node: _Node, machine: Machine | None, passed: float) -> None:
+    def _doubt(self, node: CloudNode, machine: Machine | None, passed: float) -> None:
         """Silence alone proves nothing. It does when the cloud, asked since, says that the machine runs."""
         if self._is_heard(node):
             node.silent = 0.0
@@ -593,19 +519,19 @@ class SkyProvisioner:
         text = f"it stopped answering: nothing was heard for {node.silent:.0f} s ({trouble}), though {machine.cloud} "
         self._ending(node, NodeStatus.GONE, f"{text}calls it {machine.state}", ask_rules=True)
 
-    def _is_heard(self, node: _Node) -> bool:
+    def _is_heard(self, node: CloudNode) -> bool:
         return node.link is not None and node.link.heard_s is not None and node.link.heard_s <= SILENT_SECONDS
 
-    def _is_fresh(self, node: _Node) -> bool:
-        place = self._region_of(node)
+    def _is_fresh(self, node: CloudNode) -> bool:
+        place = node.region
         seen = self._seen.get(place) if place is not None else None
         return seen is not None and seen.at is not None and self._monotonic() - seen.at <= FRESH_SECONDS
 
     # --- what may block ---------------------------------------------------------------------------
 
-    def _launch(self, node: _Node, tries: int = 1) -> None:
+    def _launch(self, node: CloudNode, tries: int = 1) -> None:
         """Hand the launch to SkyPilot, unless somebody did before a crash."""
-        want = self._want(node)
+        want = node.want
         if not node.fresh and tries == 1 and self._adopt(node):
             return
         try:
@@ -631,7 +557,7 @@ class SkyProvisioner:
         node.missing = 0
         node.write("launch", {"request_id": request, "at_ms": now_ms, "tries": tries})
 
-    def _adopt(self, node: _Node) -> bool:
+    def _adopt(self, node: CloudNode) -> bool:
         """What a launch before a crash left: a request, a cluster. Machines without either are found by the launch."""
         now_ms = self._clock.now_ms()
         request = self._sky.pending(node.name).get(node.name)
@@ -647,11 +573,11 @@ class SkyProvisioner:
                 for one in self._machines_in(cloud, region)
                 if one.name == node.name and one.state is not MachineState.GONE
             ]
-            if lost and (cloud, region) != self._region_of(node):
+            if lost and (cloud, region) != node.region:
                 self._clouds[cloud].end(lost)
         return False
 
-    def _log_in(self, node: _Node) -> None:
+    def _log_in(self, node: CloudNode) -> None:
         """Remember how, once the machine says that it is set up."""
         if node.login is None:
             self._find_login(node)
@@ -660,10 +586,10 @@ class SkyProvisioner:
             found = self._ask_set_up(node.login)
         except MachineUnreachable as error:
             node.words = str(error)
-            raise _NotYet(str(error)) from None
+            raise NotYet(str(error)) from None
         node.words, node.digest = "", found.digest
         if found.digest != self._all.bundle.digest:
-            raise _NotYet(f"{node.name} is not set up yet")
+            raise NotYet(f"{node.name} is not set up yet")
         said = {
             "host": node.login.host,
             "user": node.login.user,
@@ -673,33 +599,26 @@ class SkyProvisioner:
             "home": found.home,
         }
         node.write("login", said)
-        if (machine := _machine_of(node.read("machine"))) is not None:
-            self._write_machine(node, machine)
+        if (machine := node.machine) is not None:
+            node.write_machine(machine)
 
-    def _find_login(self, node: _Node) -> None:
+    def _find_login(self, node: CloudNode) -> None:
         login = self._sky.login(node.name)
         if login is None:
-            raise _NotYet(f"SkyPilot has no address of {node.name} yet")
-        key = node.folder / "ssh.key"
-        _write_private(key, login.private_key)
-        # Addresses are used again, by machines with other keys.
-        (node.folder / "known_hosts").unlink(missing_ok=True)
+            raise NotYet(f"SkyPilot has no address of {node.name} yet")
+        key = node.write_key(login.private_key)
         node.private_address = login.address
         node.login = Login(host=login.host, user=login.user, key=key)
 
-    def _ask_sky_set_up(self, node: _Node) -> None:
+    def _ask_sky_set_up(self, node: CloudNode) -> None:
         node.set_up = self._sky.set_up(node.name)
 
-    def _write_machine(self, node: _Node, machine: Machine) -> None:
-        """With the login beside it, for `spotrl ssh`."""
-        node.write("machine", {**asdict(machine), "login": node.read("login")})
-
-    def _learn_end(self, node: _Node, machine: Machine, patient: bool) -> None:
+    def _learn_end(self, node: CloudNode, machine: Machine, patient: bool) -> None:
         """How the cloud says that it ended. `patient`: SkyPilot may still be about to say why, and better."""
         end = self._clouds[machine.cloud].end_of(machine)
         if patient and not end.reclaimed and not node.has("login"):
             return  # it ends what it cannot set up
-        notice_ms = self._notice_ms(node)
+        notice_ms = node.notice_ms
         self._ending(
             node,
             NodeStatus.GONE,
@@ -709,7 +628,7 @@ class SkyProvisioner:
             with_notice=notice_ms is not None and not self._was_late(node) if end.reclaimed else None,
         )
 
-    def _end(self, node: _Node) -> None:
+    def _end(self, node: CloudNode) -> None:
         """No machine, no disk: asked of the cloud itself, whatever SkyPilot believes."""
         ending = node.read("ending") or {"status": NodeStatus.GONE, "evidence": self._released_text(node)}
         if not node.has("ending"):
@@ -718,7 +637,7 @@ class SkyProvisioner:
             self._cancel(node)
         except Failure as failure:  # the machine is ended all the same; `_clear` insists
             log.warning("%s: its launch could not be cancelled: %s", node.name, failure)
-        place = self._region_of(node)
+        place = node.region
         if place is None:
             self._ended(node, ending)
             return
@@ -729,11 +648,11 @@ class SkyProvisioner:
             ending = {**ending, **self._last_words(node, ending, alive[0])}
             node.write("ending", ending)
             api.end(alive)
-            raise _NotYet(f"{', '.join(one.id for one in alive)} is told to end and has not ended yet")
+            raise NotYet(f"{', '.join(one.id for one in alive)} is told to end and has not ended yet")
         disks = [one for one in self._things_in(*place) if one.kind == "disk" and one.node == node.name]
         left = api.remove(disks) if disks else []
         if left:
-            raise _NotYet(f"disk {', '.join(one.id for one in left)} cannot go yet")
+            raise NotYet(f"disk {', '.join(one.id for one in left)} cannot go yet")
         self._ended(node, ending)
 
     def _end_again(self, machine: Machine) -> None:
@@ -741,13 +660,13 @@ class SkyProvisioner:
         self._clouds[machine.cloud].end([machine])
         self._look_at(machine.cloud, machine.region)
 
-    def _last_words(self, node: _Node, ending: Mapping[str, Any], machine: Machine) -> dict[str, Any]:
+    def _last_words(self, node: CloudNode, ending: Mapping[str, Any], machine: Machine) -> dict[str, Any]:
         """What to write down before the machine is ended: when, and which rule is missing if nobody could reach it."""
         words: dict[str, Any] = {}
         if ending.get("ended_ms") is None:
             words["ended_ms"] = self._clock.now_ms()
         if not node.has("machine"):
-            self._write_machine(node, machine)
+            node.write_machine(machine)
         if ending.get("ask_rules"):
             self._ask_rules(machine.cloud, machine.region)
             missing = self._missing_rules.get((machine.cloud, machine.region))
@@ -763,21 +682,21 @@ class SkyProvisioner:
                 log.warning("%s/%s: %s", cloud, region, missing)
                 self._places.pop((cloud, region), None)
 
-    def _clear(self, node: _Node) -> None:
+    def _clear(self, node: CloudNode) -> None:
         """Let SkyPilot forget it too."""
         if node.has("launch"):
             self._cancel(node)
             self._sky.down(node.name)
         node.write("cleared", {"at_ms": self._clock.now_ms()})
 
-    def _cancel(self, node: _Node) -> None:
+    def _cancel(self, node: CloudNode) -> None:
         """Its launch, if that is under way."""
         request = (node.read("launch") or {}).get("request_id")
         if request and self._outcomes.get(request) is None:
             self._sky.cancel(request)
             self._outcomes[request] = Outcome(failed=Failed.CANCELLED)
 
-    def _rearm_sky(self, node: _Node) -> None:
+    def _rearm_sky(self, node: CloudNode) -> None:
         self._sky.rearm(node.name, self._minutes_left(node.deadline_ms))
 
     def _tidy(self, cloud: str, region: str) -> None:
@@ -785,11 +704,11 @@ class SkyProvisioner:
         alive = [one for one in self._machines_in(cloud, region) if one.state is not MachineState.GONE]
         if alive:
             api.end(alive)
-            raise _NotYet(f"{', '.join(one.id for one in alive)} is told to end and has not ended yet")
+            raise NotYet(f"{', '.join(one.id for one in alive)} is told to end and has not ended yet")
         things = self._things_in(cloud, region)
         left = api.remove(things) if things else []
         if left:
-            raise _NotYet(f"{', '.join(f'{one.kind} {one.id}' for one in left)} cannot go yet")
+            raise NotYet(f"{', '.join(f'{one.kind} {one.id}' for one in left)} cannot go yet")
         self._places.pop((cloud, region), None)
         self._missing_rules.pop((cloud, region), None)
         self._tidied.add((cloud, region))
@@ -810,13 +729,13 @@ class SkyProvisioner:
 
     # --- ends -------------------------------------------------------------------------------------
 
-    def _ending(self, node: _Node, status: NodeStatus, evidence: str, **how: Any) -> None:
+    def _ending(self, node: CloudNode, status: NodeStatus, evidence: str, **how: Any) -> None:
         log.info("%s: %s: %s", node.name, status, evidence)
         if not node.has("ending"):
             node.write("ending", {"status": status, "evidence": evidence, **how})
 
-    def _ended(self, node: _Node, ending: Mapping[str, Any]) -> None:
-        machine = _machine_of(node.read("machine"))
+    def _ended(self, node: CloudNode, ending: Mapping[str, Any]) -> None:
+        machine = node.machine
         bought = machine is not None
         node.write(
             "ended",
@@ -825,8 +744,8 @@ class SkyProvisioner:
                 "evidence": ending["evidence"],
                 "started_ms": machine.launched_ms if machine is not None else None,
                 "ended_ms": (ending.get("ended_ms") or self._clock.now_ms()) if bought else self._clock.now_ms(),
-                "ready_ms": _at(node.read("ready")),
-                "notice_deadline_ms": self._notice_ms(node),
+                "ready_ms": node.ready_ms,
+                "notice_deadline_ms": node.notice_ms,
                 "reclaimed": bool(ending.get("reclaimed")),
                 "with_notice": ending.get("with_notice"),
                 "zone": machine.zone if machine is not None else None,
@@ -835,17 +754,17 @@ class SkyProvisioner:
             },
         )
 
-    def _released_text(self, node: _Node) -> str:
+    def _released_text(self, node: CloudNode) -> str:
         return "released" if node.has("launch") or node.has("machine") else "released before it was started"
 
-    def _close(self, node: _Node) -> None:
+    def _close(self, node: CloudNode) -> None:
         if node.link is not None:
             node.link.close()
             node.link = None
 
     # --- facts ------------------------------------------------------------------------------------
 
-    def _fact(self, node: _Node) -> NodeFact | None:
+    def _fact(self, node: CloudNode) -> NodeFact | None:
         if node.over is None and (ended := node.read("ended")) is not None:
             known = {**ended, "status": NodeStatus(ended["status"]), "tried": tuple(ended["tried"])}
             node.over, node.over_since = NodeFact(name=node.name, **known), self._monotonic()
@@ -853,61 +772,47 @@ class SkyProvisioner:
             return node.over
         if not node.has("spec") and not node.has("release"):
             return None
-        machine = _machine_of(node.read("machine"))
-        agent, ready = node.read("agent"), node.read("ready")
-        if agent is not None and ready is not None and ready.get("pid", agent.get("pid")) != agent.get("pid"):
-            ready = None  # of the agent before
-        is_up = agent is not None and ready is not None and not node.has("ending")
+        machine = node.machine
+        is_up = node.is_ready and not node.has("ending")
         status, evidence = NodeStatus.UP if is_up else NodeStatus.PENDING, ""
         if not self._is_heard(node):
-            place = self._region_of(node)
+            place = node.region
             seen = self._seen.get(place) if place is not None else None
-            unknown = (seen.trouble if seen is not None else "") or self._trouble.get(node.name, "")
+            unknown = (seen.trouble if seen is not None else "") or self._chores.troubles.get(node.name, "")
             if unknown:
                 status, evidence = NodeStatus.UNKNOWN, unknown
-        if not evidence and ready is None and (place := self._region_of(node)) is not None:
+        if not evidence and not node.is_ready and (place := node.region) is not None:
             evidence = self._missing_rules.get(place, "")
         return NodeFact(
             name=node.name,
             status=status,
             evidence=(node.read("ending") or {}).get("evidence", "") or evidence,
             started_ms=machine.launched_ms if machine is not None else None,
-            ready_ms=_at(ready),
-            notice_deadline_ms=self._notice_ms(node),
+            ready_ms=node.ready_ms if node.is_ready else None,
+            notice_deadline_ms=node.notice_ms,
             zone=machine.zone if machine is not None else None,
             instance_type=machine.instance_type if machine is not None else None,
         )
 
-    def _notice_ms(self, node: _Node) -> int | None:
-        said = [one for what in ("notice", "stopping") if (one := node.read(what)) is not None]
-        return min((int(one["deadline_ms"]) for one in said if "deadline_ms" in one), default=None)
-
-    def _was_late(self, node: _Node) -> bool:
+    def _was_late(self, node: CloudNode) -> bool:
         """The only notice was that it is stopping: nobody could do anything with that."""
         return not node.has("notice")
 
     # --- odds and ends ----------------------------------------------------------------------------
 
-    def _node(self, name: str) -> _Node:
+    def _node(self, name: str) -> CloudNode:
         if name not in self._nodes:
             folder = node_folder(self._all.folder, name)
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self._nodes[name] = _Node(folder=folder)
+            self._nodes[name] = CloudNode(folder=folder)
         return self._nodes[name]
-
-    def _want(self, node: _Node) -> Placement:
-        return TypeAdapter(Placement).validate_python(node.read("want"))
-
-    def _region_of(self, node: _Node) -> tuple[str, str] | None:
-        known = node.read("want") or node.read("machine")
-        return (known["cloud"], known["region"]) if known is not None else None
 
     def _used(self) -> set[tuple[str, str]]:
         """Every region that had a node, and where the clouds keep what belongs to no region."""
-        regions = {place for node in self._nodes.values() if (place := self._region_of(node)) is not None}
+        regions = {place for node in self._nodes.values() if (place := node.region) is not None}
         return regions | {(cloud, self._clouds[cloud].home) for cloud, _ in regions}
 
-    def _launching(self) -> list[_Node]:
+    def _launching(self) -> list[CloudNode]:
         """Nodes whose request may be under way."""
         return [
             node
@@ -923,48 +828,6 @@ class SkyProvisioner:
             return UNLIMITED_MINUTES
         return math.ceil(max(0, deadline_ms - self._clock.now_ms()) / 60_000) + AUTOSTOP_MARGIN_MINUTES
 
-    def _every(self, seconds: float, what: str, work: Callable[[], object]) -> None:
-        if self._monotonic() - self._looked.get(what, -math.inf) >= seconds and self._do(what, work):
-            self._looked[what] = self._monotonic()
-
-    def _do(self, what: str, work: Callable[[], object]) -> bool:
-        """Have the pool do it, unless it is at it or failed just now. Failures are tried again with growing gaps."""
-        if what in self._busy or self._monotonic() < self._again.get(what, (0, 0.0))[1]:
-            return False
-
-        def run() -> None:
-            try:
-                work()
-            except _NotYet as wait:
-                self._again[what] = (0, self._monotonic() + LOOK_SECONDS)
-                log.debug("%s: %s", what, wait)
-            except Failure as failure:
-                self._failed(what, str(failure))
-            except Exception:  # an error of ours must not stop what ends machines
-                log.exception("%s failed", what)
-                self._failed(what, "an error of spotrl's own; its log has it")
-            else:
-                self._again.pop(what, None)
-                self._trouble.pop(what, None)
-            finally:
-                self._busy.discard(what)
-
-        self._busy.add(what)
-        self._pool.submit(run)
-        return True
-
-    def _failed(self, what: str, text: str) -> None:
-        times = self._again.get(what, (0, 0.0))[0] + 1
-        longest = LONGEST_LOOK_SECONDS if what.startswith(("look ", "requests")) else LONGEST_AGAIN_SECONDS
-        gap = min(AGAIN_SECONDS * 2.0 ** min(times - 1, 10), longest) * random.uniform(0.7, 1.0)
-        self._again[what] = (times, self._monotonic() + gap)
-        if self._trouble.get(what) != text:
-            log.warning("%s: %s", what, text)
-        self._trouble[what] = text
-
-
-# --- files ----------------------------------------------------------------------------------------------
-
 
 def _newest(machines: Sequence[Machine], name: str) -> Machine | None:
     """The machine of a node: one that lives before one that ended."""
@@ -975,38 +838,3 @@ def _newest(machines: Sequence[Machine], name: str) -> Machine | None:
 
 def _tried(want: Placement) -> str:
     return f"{want.cloud}/{want.region}/{want.zone}"
-
-
-def _want_json(want: Placement) -> dict[str, Any]:
-    return dict(TypeAdapter(Placement).dump_python(want, mode="json"))
-
-
-def _machine_of(record: Mapping[str, Any] | None) -> Machine | None:
-    if record is None or "id" not in record:
-        return None
-    return TypeAdapter(Machine).validate_python({key: value for key, value in record.items() if key != "login"})
-
-
-def _at(said: Mapping[str, Any] | None) -> int | None:
-    return int(said["at_ms"]) if said is not None and "at_ms" in said else None
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    """A JSON object, or None when the file is not there or not whole yet."""
-    try:
-        value = json.loads(path.read_text())
-    except (FileNotFoundError, ValueError):
-        return None
-    return value if isinstance(value, dict) else None
-
-
-def _write(path: Path, value: Mapping[str, Any]) -> None:
-    """All of it or none of it, for the owner's eyes."""
-    _write_private(path, json.dumps(value))
-
-
-def _write_private(path: Path, text: str) -> None:
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    with os.fdopen(os.open(part, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), "w") as file:
-        file.write(text)
-    os.replace(part, path)

@@ -1,0 +1,82 @@
+"""What may block, done by a pool: one thing at a time under each name, tried again with growing gaps when it failed."""
+
+import logging
+import math
+import random
+import time
+from collections.abc import Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+
+from launcher.exit_codes import Failure
+
+log = logging.getLogger(__name__)
+
+AGAIN_SECONDS, LONGEST_AGAIN_SECONDS, LONGEST_LOOK_SECONDS = 1.0, 60.0, 5.0
+"""What failed is tried again after 1 s, 2 s, 4 s, ... 60 s; a look after 5 s at most, because much waits for it."""
+
+NOT_YET_SECONDS = 2.0
+
+LOOKS = ("look ", "requests")
+"""Chores whose names begin so only look."""
+
+
+class NotYet(Failure):
+    """Asked for, and taking its time. No trouble: looked at again soon."""
+
+
+@dataclass(slots=True)
+class Chores:
+    """For one thread that never waits; `pool` has threads of its own."""
+
+    pool: Executor
+    monotonic: Callable[[], float] = time.monotonic
+    troubles: dict[str, str] = field(default_factory=dict)
+    """By name: what went wrong when it was last tried."""
+    _busy: set[str] = field(default_factory=set)
+    _again: dict[str, tuple[int, float]] = field(default_factory=dict)
+    """By name: how often it failed in a row, and when it may be tried again."""
+    _done: dict[str, float] = field(default_factory=dict)
+
+    def is_busy(self, name: str) -> bool:
+        return name in self._busy
+
+    def every(self, seconds: float, name: str, work: Callable[[], object]) -> None:
+        """Do it, unless that was done less than `seconds` ago."""
+        if self.monotonic() - self._done.get(name, -math.inf) >= seconds and self.do(name, work):
+            self._done[name] = self.monotonic()
+
+    def do(self, name: str, work: Callable[[], object]) -> bool:
+        """Have the pool do it, unless it is at it or failed just now. Whether it has begun."""
+        if name in self._busy or self.monotonic() < self._again.get(name, (0, 0.0))[1]:
+            return False
+
+        def run() -> None:
+            try:
+                work()
+            except NotYet as wait:
+                self._again[name] = (0, self.monotonic() + NOT_YET_SECONDS)
+                log.debug("%s: %s", name, wait)
+            except Failure as failure:
+                self._failed(name, str(failure))
+            except Exception:  # an error of ours must not stop what ends machines
+                log.exception("%s failed", name)
+                self._failed(name, "an error of spotrl's own; its log has it")
+            else:
+                self._again.pop(name, None)
+                self.troubles.pop(name, None)
+            finally:
+                self._busy.discard(name)
+
+        self._busy.add(name)
+        self.pool.submit(run)
+        return True
+
+    def _failed(self, name: str, text: str) -> None:
+        times = self._again.get(name, (0, 0.0))[0] + 1
+        longest = LONGEST_LOOK_SECONDS if name.startswith(LOOKS) else LONGEST_AGAIN_SECONDS
+        gap = min(AGAIN_SECONDS * 2.0 ** min(times - 1, 10), longest) * random.uniform(0.7, 1.0)
+        self._again[name] = (times, self.monotonic() + gap)
+        if self.troubles.get(name) != text:
+            log.warning("%s: %s", name, text)
+        self.troubles[name] = text
