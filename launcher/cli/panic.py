@@ -6,7 +6,8 @@ from typing import Any
 import click
 
 from launcher.cli.leftovers import Choice, Wish, take, what_to_take
-from launcher.cluster.reaping import CloudRuns, Inventory, cloud_runs, stop_cloud_runs
+from launcher.cluster.reaping import CloudRuns, Inventory, cloud_runs, stop_cloud_runs, stop_launches
+from launcher.cluster.sky import Sky
 from launcher.exit_codes import ExitCode
 from launcher.market.offers import CLOUDS
 from launcher.settings import ledger_path
@@ -19,9 +20,9 @@ REASON = "spotrl panic"
 def panic(**options: Any) -> ExitCode:
     """Stop every run on a cloud, live ones too, and end everything of yours there, in every region.
 
-    Controllers are told to stop first; their nodes are ended at once, without waiting for them. Only the clouds' own
-    APIs are used, so it works when SkyPilot does not, and when the ledger is locked, broken or gone. Checkpoints in
-    buckets stay, and runs of this machine (infra local) go on.
+    Controllers are told to stop first, and SkyPilot to stop what it is launching; nodes are ended at once, without
+    waiting for either, through the clouds' own APIs: it works when SkyPilot does not, and when the ledger is locked,
+    broken or gone. Checkpoints in buckets stay, and runs of this machine (infra local) go on.
 
     Exit code 10 when something is left, or a region could not be asked; it is named.
 
@@ -40,7 +41,11 @@ def panic(**options: Any) -> ExitCode:
         return Choice(goes=found, notes=[*notes, *_troubles(live)])
 
     def stop() -> Sequence[str]:
-        return _troubles(stop_cloud_runs(ledger, REASON))
+        troubles = _troubles(stop_cloud_runs(ledger, REASON))
+        why = stop_launches(live.names, Sky()) if live.names else ""
+        if why:
+            troubles.append(f"SkyPilot did not stop its launches ({why}): what they make may come up after this")
+        return troubles
 
     # A controller that cannot be told may buy anew as soon as the ledger is free again: it is told at the end, too.
     return take(

@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from threading import Thread
 from typing import TypeVar
 
 from sqlalchemy import select
@@ -26,6 +27,7 @@ from launcher.cluster.clouds.base import Caller, CloudApi, CloudUnreachable, Mac
 from launcher.cluster.lease import is_held
 from launcher.cluster.reconcile import OVER, Stage
 from launcher.cluster.runs import request_stop
+from launcher.cluster.sky import Sky
 from launcher.exit_codes import Failure
 from launcher.ledger.models import ControllerLease, Run
 from launcher.ledger.store import current_status, open_ledger
@@ -39,6 +41,9 @@ AT_ONCE = 16
 
 LOOK_SECONDS = 5.0
 """Between two looks. A machine takes a minute or more to end; every look asks each region twice."""
+
+SKY_SECONDS = 30.0
+"""SkyPilot's library takes 5 s to load, and machines wait to be ended meanwhile."""
 
 EVERYWHERE = "global"
 """Region of a thing that belongs to no region."""
@@ -325,6 +330,26 @@ def stop_cloud_runs(ledger: Path, reason: str) -> CloudRuns:
             request_stop(sessions, name, reason)
 
     return _with_ledger(ledger, stop)
+
+
+def stop_launches(runs: Sequence[str], sky: Sky, timeout_s: float = SKY_SECONDS) -> str:
+    """Have SkyPilot stop what it is launching for these runs: its server works on when a controller has died.
+
+    Returns why that is not known to have worked, in words; empty when it has. Waits `timeout_s` at most.
+    """
+    answers: list[str] = []
+
+    def stop() -> None:
+        try:
+            sky.cancel_all([f"{run}-" for run in runs])
+            answers.append("")
+        except Exception as error:  # SkyPilot may be missing, broken or busy: the clouds are asked all the same
+            answers.append(next(iter(str(error).splitlines()), type(error).__name__))
+
+    thread = Thread(target=stop, name="stop launches", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    return answers[0] if answers else f"no answer within {timeout_s:.0f} s"
 
 
 def _with_ledger(ledger: Path, do: Callable[[sessionmaker[Session]], None]) -> CloudRuns:

@@ -129,18 +129,38 @@ class Sky:
             return {}
         sky = self._sky()
         with _said("status of requests"):
+            _start_unless_it_answers()
             payloads = sky.api_status(list(requests), all_status=True)
         known = {payload.request_id: str(payload.status) for payload in payloads}
         return {one: self._outcome(one) if _is_over(known[one]) else None for one in requests if one in known}
 
     def pending(self, prefix: str) -> dict[str, str]:
         """Launches under way of clusters whose names begin so: request id by name. They survive us."""
-        sky = self._sky()
+        self._sky()
         with _said("requests under way"):
-            payloads = sky.api_status(None, all_status=False)
+            _start_unless_it_answers()
+            return self._under_way(prefix)
+
+    def cancel_all(self, prefixes: Sequence[str]) -> list[str]:
+        """Stop every launch under way of clusters whose names begin so; their names.
+
+        An API server that does not answer is not started for it: one that does not run launches nothing.
+        """
+        self._sky()
+        from sky.server import common
+
+        if common.get_api_server_status().status is not common.ApiServerStatus.HEALTHY:
+            return []
+        with _said("requests under way"):
+            found = {name: one for prefix in prefixes for name, one in self._under_way(prefix).items()}
+        for request in found.values():
+            self.cancel(request)
+        return sorted(found)
+
+    def _under_way(self, prefix: str) -> dict[str, str]:
         return {
             str(payload.cluster_name): payload.request_id
-            for payload in payloads
+            for payload in self._sky().api_status(None, all_status=False)
             if payload.name.endswith("launch") and str(payload.cluster_name or "").startswith(prefix)
         }
 
@@ -397,6 +417,13 @@ def _wait_for_nothing() -> Any:
     from sky.skylet import autostop_lib
 
     return autostop_lib.AutostopWaitFor.NONE
+
+
+def _start_unless_it_answers() -> None:
+    """Before SkyPilot lists its requests: it takes any server's process on this machine for ours, then finds nobody."""
+    from sky.server import common
+
+    common.check_server_healthy_or_start_fn()
 
 
 @contextlib.contextmanager

@@ -6,6 +6,8 @@ What was left behind is made by hand, as a crash would leave it: no ledger knows
 import json
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,39 @@ client.create_volume(
     Size=100, AvailabilityZone="us-west-2a", TagSpecifications=[{"ResourceType": "volume", "Tags": tags}]
 )
 """
+
+
+LAUNCHING = """
+import os, sys
+from pathlib import Path
+
+from engine.events import Market
+from launcher.cluster.clouds.base import NODE_LABEL, OWNER_LABEL, RUN_LABEL
+from launcher.cluster.clouds.build import build_cloud_api
+from launcher.cluster.sky import Launch, Sky
+from launcher.ledger.store import open_ledger, writing
+from launcher.placement.placement import Placement
+from tests.launcher.made_ledger import a_run
+
+with writing(open_ledger(Path(os.environ["SPOTRL_HOME"]) / "ledger.sqlite")) as session:
+    made = a_run(session, "forgotten", folder=os.environ["SPOTRL_HOME"])
+    made.run.infra = "aws"
+    made.status("running", 0)
+api = build_cloud_api("aws")
+owner = api.caller().owner
+place = api.prepare("us-west-2", run="forgotten", owner=owner, ssh_from="192.0.2.1/32", buckets=[])
+want = Placement(
+    cloud="aws", region="us-west-2", zone="us-west-2a", instance_type="m6i.large", gpus=0, accelerator="",
+    market=Market.SPOT, micro_usd_per_hour=100_000, price_source="test", price_observed_at="2026-11-01T00:00:00Z",
+)
+name = "forgotten-spot-0-g1"
+labels = {RUN_LABEL: "forgotten", NODE_LABEL: name, OWNER_LABEL: owner}
+Sky().start(
+    Launch(name=name, want=want, place=place, labels=labels, setup="true", files={}, autostop_minutes=60)
+)
+"""
+
+UNDER_WAY = "import json; from launcher.cluster.sky import Sky; print(json.dumps(Sky().pending('forgotten-')))"
 
 
 def spotrl(world: World, *words: str, home: Path) -> tuple[int, Any, subprocess.CompletedProcess[str]]:
@@ -83,3 +118,28 @@ def test_panic_leaves_nothing_though_the_ledger_is_broken_and_says_what_that_mea
     assert kinds(world) == set(), done.stderr
     assert code == 10
     assert "were not told to stop" in said["left"][0]
+
+
+def test_panic_stops_what_skypilot_is_launching_for_a_controller_that_died(world, tmp_path):
+    world.fault("no_boot", "aws")
+    world.run([sys.executable, "-c", LAUNCHING], env={"SPOTRL_HOME": str(tmp_path)}, timeout=180)
+    wait_until(lambda: ("aws", "instance") in kinds(world), 120)
+    assert under_way(world)
+    code, said, done = spotrl(world, "panic", "-y", "--timeout", "120", home=tmp_path)
+    assert (code, said["left"], said["unasked"]) == (0, [], []), done.stderr
+    assert "forgotten" in said["notes"][0]
+    assert under_way(world) == {}
+    assert kinds(world) == set()
+
+
+def under_way(world: World) -> dict[str, str]:
+    """Launches that SkyPilot's server works on."""
+    done = world.run([sys.executable, "-c", UNDER_WAY], timeout=60)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def wait_until(holds: Callable[[], bool], seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(1.0)

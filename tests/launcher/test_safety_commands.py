@@ -5,9 +5,9 @@ import os
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import click
 import pytest
@@ -27,12 +27,26 @@ from tests.launcher.made_ledger import a_run
 Run = Callable[..., Result]
 
 
+class MadeSky:
+    """SkyPilot, with a launch under way. `trouble`: what it raises."""
+
+    cancelled: ClassVar[list[str]] = []
+    trouble: Exception | None = None
+
+    def cancel_all(self, prefixes: Sequence[str]) -> list[str]:
+        if self.trouble is not None:
+            raise self.trouble
+        self.cancelled += prefixes
+        return [f"{prefix}spot-0-g1" for prefix in prefixes]
+
+
 @pytest.fixture
 def home(tmp_path, monkeypatch) -> Path:
     monkeypatch.setenv("SPOTRL_HOME", str(tmp_path))
     monkeypatch.setenv("SPOTRL_CONFIG", str(tmp_path / "config.yaml"))
     monkeypatch.setattr("launcher.cluster.reaping.LOOK_SECONDS", 0.0)
     monkeypatch.setattr("launcher.cli.leftovers.SIGN_IN_SECONDS", 0.0)
+    monkeypatch.setattr("launcher.cli.panic.Sky", MadeSky)
     return tmp_path
 
 
@@ -220,6 +234,22 @@ def test_panic_ends_what_a_launch_under_way_still_makes(home, run_command):
     assert code_of(run_command(panic, "-y", clouds=[cloud])) == ExitCode.OK
     assert (cloud.alive, cloud.orders) == ([], ["end i-9"] * cloud.orders.count("end i-9"))
     assert cloud.orders
+
+
+def test_panic_has_skypilot_stop_the_launches_of_live_runs_and_goes_on_without_it(home, run_command, monkeypatch):
+    a_ledger(home, digits=("aws", "running"), old=("gcp", "finished"), here=("local", "running"))
+    monkeypatch.setattr(MadeSky, "cancelled", [])
+    assert code_of(run_command(panic, "--dry-run", clouds=[FakeCloud()])) == ExitCode.OK
+    assert MadeSky.cancelled == []
+    assert code_of(run_command(panic, "-y", clouds=[FakeCloud()])) == ExitCode.OK
+    assert MadeSky.cancelled == ["digits-"]
+    a_ledger(home, more=("aws", "running"))
+    monkeypatch.setattr(MadeSky, "trouble", Failure("SkyPilot is ill"))
+    cloud = FakeCloud().add(machine("i-1"))
+    result = run_command(panic, "-y", clouds=[cloud])
+    assert code_of(result) == ExitCode.TEARDOWN_INCOMPLETE
+    assert "SkyPilot did not stop its launches (SkyPilot is ill)" in result.output
+    assert cloud.alive == []
 
 
 @pytest.mark.parametrize("dry", [True, False])

@@ -1,5 +1,7 @@
 """One controller per run over machines: the lease in the bucket."""
 
+import time
+
 import boto3
 import httpx
 import obstore
@@ -65,6 +67,17 @@ def test_the_successor_of_a_controller_that_died_goes_on_at_once(store):
     clock = Clock()
     StoreLease(lambda: store, "digits", "ours", clock).take()
     StoreLease(lambda: store, "digits", "ours", clock).take()
+
+
+def test_a_lease_of_a_clock_that_was_hours_ahead_does_not_last_for_hours(store):
+    now, ahead = Clock(), Clock()
+    now.ms = time.time_ns() // 1_000_000
+    ahead.ms = now.ms + 15 * 3_600_000
+    StoreLease(lambda: store, "digits", "ours", ahead).take()
+    with pytest.raises(LeaseHeld, match=r"another (8|9)\d s"):
+        StoreLease(lambda: store, "digits", "theirs", now).take()
+    now.ms += round(LEASE_SECONDS * 1000) + 2000
+    StoreLease(lambda: store, "digits", "theirs", now).take()
 
 
 def test_renewing_keeps_it(store):
