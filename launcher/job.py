@@ -294,8 +294,9 @@ class Job(EngineConfig):
     ssh_from: str | None = None
     """What may reach nodes by SSH, like `203.0.113.7/32`. None: this machine's own address, which is asked for."""
     image: dict[str, str] = Field(default_factory=dict)
-    """Machine images that nodes start from, by cloud, with the environment in them. None: SkyPilot's own images, and
-    every node installs what it needs."""
+    """Machine images that nodes start from, with the environment in them: by cloud, or by cloud and region, because an
+    image of AWS is in one region (`{aws/us-east-1: ami-..., gcp: projects/P/global/images/I}`). Where there is none,
+    nodes start from SkyPilot's own image and install what they need."""
     recovery: Recovery = Recovery()
     secrets: tuple[str, ...] = ()
     """Names of environment variables that nodes get. Their values are stored nowhere."""
@@ -350,9 +351,10 @@ class Job(EngineConfig):
     @field_validator("store", "image")
     @classmethod
     def _of_clouds(cls, value: dict[str, str], info: ValidationInfo) -> dict[str, str]:
-        for cloud in value:
-            if cloud not in CLOUDS:
-                raise ValueError(f"{info.field_name} has an entry of {cloud}; use {' and '.join(CLOUDS)}")
+        for place in value:
+            cloud, _, region = place.partition("/")
+            if cloud not in CLOUDS or (region and info.field_name == "store"):
+                raise ValueError(f"{info.field_name} has an entry of {place}; use {' and '.join(CLOUDS)}")
         return value
 
     @field_validator("ssh_from")

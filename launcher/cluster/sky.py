@@ -26,6 +26,7 @@ from typing import Any
 from engine.events import Market
 from launcher.cluster.clouds.base import NODE_LABEL, OWNER_LABEL, RUN_LABEL, Place
 from launcher.exit_codes import Failure
+from launcher.ledger.billing import DISK_GIB
 from launcher.placement.placement import Placement
 
 log = logging.getLogger(__name__)
@@ -104,7 +105,6 @@ class Launch:
     setup: str
     files: Mapping[str, str]
     autostop_minutes: int
-    disk_gib: int = 100
     image: str | None = None
 
 
@@ -275,7 +275,7 @@ def task_of(launch: Launch) -> dict[str, Any]:
         "infra": "/".join(filter(None, [want.cloud, want.region, want.zone_name])),
         "instance_type": want.instance_type,
         "use_spot": want.market is Market.SPOT,
-        "disk_size": launch.disk_gib,
+        "disk_size": DISK_GIB,
         "autostop": {"idle_minutes": launch.autostop_minutes, "down": True, "wait_for": "none"},
     }
     if want.cloud == "gcp":

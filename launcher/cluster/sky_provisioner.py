@@ -120,7 +120,7 @@ class Purchases:
     """What all nodes of a run have in common.
 
     `owners`: who we are, by cloud. `regions`: where it could have nodes, (cloud, region). `weights`: where the model
-    is, by cloud (weights.py); nowhere when it ships with spotrl.
+    is, by cloud (weights.py); nowhere when it ships with spotrl. `images`: by cloud, or cloud/region.
     """
 
     run: str
@@ -132,7 +132,6 @@ class Purchases:
     regions: Sequence[tuple[str, str]]
     weights: Mapping[str, str] = field(default_factory=dict)
     images: Mapping[str, str] = field(default_factory=dict)
-    disk_gib: int = 100
 
 
 @dataclass(slots=True)
@@ -549,8 +548,7 @@ class SkyProvisioner:
             setup=self._all.bundle.setup,
             files={REMOTE_BUNDLE: str(self._all.bundle.folder)},
             autostop_minutes=self._minutes_left(spec.money_deadline_ms),
-            disk_gib=self._all.disk_gib,
-            image=self._all.images.get(want.cloud),
+            image=self._all.images.get(f"{want.cloud}/{want.region}", self._all.images.get(want.cloud)),
         )
         request = self._sky.start(launch)
         (node.folder / "machine.json").unlink(missing_ok=True)  # of an attempt before

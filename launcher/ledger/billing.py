@@ -85,7 +85,7 @@ def first_hour_is_free(node: Node, start_ms: int, end_ms: int, evidence: str) ->
 MONTH_HOURS = 730
 
 DISK_GIB = 100
-"""Of every node (launcher/cluster/sky.py asks for as much)."""
+"""Of every node: what SkyPilot is asked for."""
 
 DISK_MICRO_USD_PER_GIB_MONTH = {"aws": 80_000, "gcp": 100_000}
 ADDRESS_MICRO_USD_PER_HOUR = {

@@ -41,6 +41,11 @@ def test_one_resource_and_no_choice():
     assert "ports" not in task["resources"]
 
 
+def test_an_image_is_named_and_without_one_skypilot_chooses():
+    assert task_of(launch(image="ami-1"))["resources"]["image_id"] == "ami-1"
+    assert "image_id" not in task_of(launch())["resources"]
+
+
 def test_any_zone_of_a_region_is_asked_for_without_one():
     assert task_of(launch(zone="us-east-1, any zone"))["resources"]["infra"] == "aws/us-east-1"
 

@@ -277,6 +277,7 @@ class Stage:
         self.sky = FakeSky(self.cloud)
         self.links: dict[str, FakeLink] = {}
         self.digest = "d1"
+        self.images: dict[str, str] = {}
         self.provisioner = self.process()
 
     def process(self) -> SkyProvisioner:
@@ -297,6 +298,7 @@ class Stage:
                 bundle=Bundle(folder=self.folder / "bundle", digest="d1", setup="sh set_up.sh"),
                 regions=[("aws", REGION)],
                 weights={"aws": "s3://bucket/runs/weights/w1"},
+                images=self.images,
             ),
             sky=self.sky,
             clouds={"aws": self.cloud},
@@ -389,6 +391,22 @@ def test_a_node_is_launched_once_with_labels_our_group_and_a_timer(stage):
     assert (launch.place.group, launch.want.zone_name) == ("spotrl-run", "us-east-1a")
     assert launch.autostop_minutes == 60 + 30  # the money lasts an hour
     assert stage.file(NODE, "launch")["request_id"] == "request-0"
+
+
+@pytest.mark.parametrize(
+    ("images", "image"),
+    [
+        ({f"aws/{REGION}": "ami-here", "aws": "ami-anywhere"}, "ami-here"),
+        ({"aws/us-west-2": "ami-there", "aws": "ami-anywhere"}, "ami-anywhere"),
+        ({"aws/us-west-2": "ami-there", "gcp": "projects/p/global/images/i"}, None),
+    ],
+)
+def test_a_node_starts_from_the_image_of_its_region_where_there_is_one(stage, images, image):
+    stage.images = images
+    stage.process()
+    stage.ask()
+    stage.passes(1)
+    assert stage.sky.launches[0].image == image
 
 
 def test_a_node_is_up_when_its_workers_called_in(stage):
