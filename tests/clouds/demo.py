@@ -14,7 +14,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from tests.clouds.launched import SPOTRL, Launched
 from tests.clouds.planted import below, plant, planted_in
@@ -51,38 +53,12 @@ def main() -> int:
 
 
 def play(world: World, to: Path, told: Told, options: argparse.Namespace) -> int:
+    """Launch, story, report, down; then what is there is held against what was claimed."""
     run = Launched(world=world, name=RUN, home=world.folder / "home" / "state")
     told.began = time.monotonic()
-    until = told.began + options.minutes * 60
-    job = to / "job" / "demo.yaml"
-    job.parent.mkdir()
-    job.write_text(
-        JOB.format(run=RUN, target=options.target, runtime=options.runtime, step_seconds=options.step_seconds)
-    )
     planted = plant(world)
-    refreshed = run.spotrl("catalog", "refresh")
-    (to / "prices.txt").write_text(refreshed.stdout)
-    told("both clouds have said their prices", refreshed.stdout.strip().splitlines()[-1])
-    launch = [*SPOTRL, "launch", job, "-y", "--on-exit", "keep", "--result", to / "result.json"]
-    problems: list[str] = []
-    with (to / "launch.log").open("w") as log:
-        process = world.start(
-            [*launch, "--html", to / "report.html"],
-            env=run.environment,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-        )
-        told("spotrl launch")
-        story = Story(run=run, told=told, until=until, planted=planted.values())
-        try:
-            _wait_for_the_run(run, process, until)
-            story.play()
-            code = process.wait(timeout=max(1.0, until - time.monotonic()))
-            told("launch has ended", f"exit code {code}")
-        except (Exception, KeyboardInterrupt) as error:
-            problems.append(f"{type(error).__name__}: {error}")
-            code = process.poll()
+    story = Story(run=run, told=told, until=told.began + options.minutes * 60, planted=planted.values())
+    code, problems = _launch_and_tell(story, to, options)
     for name, arguments in (("report", ["report", RUN]), ("events", ["events", RUN])):
         done = run.spotrl(*arguments, check=False)
         (to / f"{name}.txt").write_text(done.stdout + done.stderr)
@@ -92,39 +68,27 @@ def play(world: World, to: Path, told: Told, options: argparse.Namespace) -> int
     left = left_in_the_clouds(world)
     secrets_found = story.found + below(world.folder / "home", planted.values(), but=planted_in(world))
     secrets_found += below(to, planted.values(), but=[world.folder])
-    shutil.copytree(
-        run.home / "runs" / RUN,
-        to / "run",
-        dirs_exist_ok=True,
-        ignore=shutil.ignore_patterns("bundles", "spec.json", "ssh.key"),
-    )
+    keep = shutil.ignore_patterns("bundles", "spec.json", "ssh.key")
+    shutil.copytree(run.home / "runs" / RUN, to / "run", dirs_exist_ok=True, ignore=keep)
 
-    result = json.loads((to / "result.json").read_text()) if (to / "result.json").exists() else {}
-    batches, size = list(run.made_by()), run.batch_size()
-    report = (to / "report.txt").read_text()
-    claims = {
-        "the target was reached": code == 0 and result.get("target", {}).get("reached", False),
-        "every batch is whole": bool(batches) and all(sum(nodes.values()) == size for nodes in batches),
-        "three hosts made one batch together": any(len([n for n in nodes.values() if n]) >= 3 for nodes in batches),
-        "both clouds were paid": all(result.get("clouds", {}).get(cloud) for cloud in ("aws", "gcp")),
-        "the report shows both clouds": "aws us-" in report and "gcp us-" in report,
-        "no secret of the client was found": not secrets_found,
-        "down left nothing": down.returncode == 0,
-        "nothing is left in the clouds": not (left["instances"] or left["disks"] or left["others"]),
-        "no process or namespace is left": not (left["processes"] or left["namespaces"]),
-        f"within {options.minutes:g} minutes": seconds <= options.minutes * 60,
-    }
-    problems += [f"not so: {claim}" for claim, holds in claims.items() if not holds]
+    file = to / "result.json"
+    result = json.loads(file.read_text()) if file.exists() else {}
     result |= {
         "leftovers": left,
         "secrets_found": secrets_found,
-        "made_by": batches,
+        "made_by": list(run.made_by()),
         "moments_s": told.moments,
         "seconds": round(seconds, 1),
-        "claims": claims,
         "clouds_are": "fakes that speak the real protocols; nothing was bought",
     }
-    (to / "result.json").write_text(json.dumps(result, indent=2) + "\n")
+    claims = {
+        "the target was reached": code == 0 and result.get("target", {}).get("reached", False),
+        "down left nothing": down.returncode == 0,
+        f"within {options.minutes:g} minutes": seconds <= options.minutes * 60,
+        **_claims(result, run.batch_size(), (to / "report.txt").read_text()),
+    }
+    file.write_text(json.dumps(result | {"claims": claims}, indent=2) + "\n")
+    problems += [f"not so: {claim}" for claim, holds in claims.items() if not holds]
     for problem in problems:
         print(problem, file=sys.stderr)
     print(
@@ -134,6 +98,50 @@ def play(world: World, to: Path, told: Told, options: argparse.Namespace) -> int
     return 1 if problems else 0
 
 
+def _launch_and_tell(story: Story, to: Path, options: argparse.Namespace) -> tuple[int | None, list[str]]:
+    """The launch that users get, and what happens to it. Its exit code, and what went wrong in the telling."""
+    job = to / "job" / "demo.yaml"
+    job.parent.mkdir()
+    job.write_text(
+        JOB.format(run=RUN, target=options.target, runtime=options.runtime, step_seconds=options.step_seconds)
+    )
+    refreshed = story.run.spotrl("catalog", "refresh")
+    (to / "prices.txt").write_text(refreshed.stdout)
+    story.told("both clouds have said their prices", refreshed.stdout.strip().splitlines()[-1])
+    launch = [*SPOTRL, "launch", job, "-y", "--on-exit", "keep", "--result", to / "result.json"]
+    with (to / "launch.log").open("w") as log:
+        process = story.run.world.start(
+            [*launch, "--html", to / "report.html"],
+            env=story.run.environment,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+        )
+        story.told("spotrl launch")
+        try:
+            _wait_for_the_run(story.run, process, story.until)
+            story.play()
+            code = process.wait(timeout=max(1.0, story.until - time.monotonic()))
+            story.told("launch has ended", f"exit code {code}")
+        except (Exception, KeyboardInterrupt) as error:
+            return process.poll(), [f"{type(error).__name__}: {error}"]
+    return code, []
+
+
+def _claims(result: Mapping[str, Any], batch_size: int, report: str) -> dict[str, bool]:
+    """What the demonstration says of itself, by what it found."""
+    batches, left = result["made_by"], result["leftovers"]
+    return {
+        "every batch is whole": bool(batches) and all(sum(nodes.values()) == batch_size for nodes in batches),
+        "three hosts made one batch together": any(len([n for n in nodes.values() if n]) >= 3 for nodes in batches),
+        "both clouds were paid": all(result.get("clouds", {}).get(cloud) for cloud in ("aws", "gcp")),
+        "the report shows both clouds": "aws us-" in report and "gcp us-" in report,
+        "no secret of the client was found": not result["secrets_found"],
+        "nothing is left in the clouds": not (left["instances"] or left["disks"] or left["others"]),
+        "no process or namespace is left": not (left["processes"] or left["namespaces"]),
+    }
+
+
 def _wait_for_the_run(run: Launched, process: subprocess.Popen[str], until: float) -> None:
     """`launch` checks everything first; until then there is no run to look at."""
     while True:
@@ -141,7 +149,8 @@ def _wait_for_the_run(run: Launched, process: subprocess.Popen[str], until: floa
             run.view()
             return
         if process.poll() is not None or time.monotonic() > until:
-            raise TimeoutError(f"there is no run: launch {'checks' if process.poll() is None else 'has ended'}")
+            how = "still checks" if process.poll() is None else f"ended with code {process.poll()}"
+            sys.exit(f"there is no run: launch {how}; see launch.log")
         time.sleep(0.5)
 
 
