@@ -144,12 +144,13 @@ class Sky:
     def cancel_all(self, prefixes: Sequence[str]) -> list[str]:
         """Stop every launch under way of clusters whose names begin so; their names.
 
-        An API server that does not answer is not started for it: one that does not run launches nothing.
+        No API server is started for it: one of this machine that does not run launches nothing.
         """
         self._sky()
         from sky.server import common
 
-        if common.get_api_server_status().status is not common.ApiServerStatus.HEALTHY:
+        silent = common.get_api_server_status().status is common.ApiServerStatus.UNHEALTHY
+        if silent and common.is_api_server_local():
             return []
         with _said("requests under way"):
             found = {name: one for prefix in prefixes for name, one in self._under_way(prefix).items()}

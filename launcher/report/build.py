@@ -139,7 +139,7 @@ class ExtraLine:
     """Something of the bill that has a line of its own. `micro_usd` None: it is paid for, and nobody knows what."""
 
     kind: str
-    """failed_launches, setup, idle (inside the total); disk, address, egress, controller (beside it)."""
+    """failed_launches, setup, idle (inside the total); disk, address, egress (beside it)."""
     amount: str
     micro_usd: int | None
     in_total: bool
@@ -490,8 +490,6 @@ def _extras(session: Session, run: Run, costs: RunCosts, now_ms: int) -> tuple[E
             )
         )
     unpriced = [(kind, what) for kind, what in NOT_PRICED if kind not in by_kind]
-    if run.job.get("controller") == "vm":
-        unpriced.append(("controller", "a small machine for the controller"))
     why = "not priced: no cloud says the amount before its bill"
     lines += [ExtraLine(kind=kind, amount=what, micro_usd=None, in_total=False, source=why) for kind, what in unpriced]
     return tuple(lines)
