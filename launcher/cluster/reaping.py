@@ -341,7 +341,7 @@ def stop_launches(runs: Sequence[str], sky: Sky, timeout_s: float = SKY_SECONDS)
 
     def stop() -> None:
         try:
-            sky.cancel_all([f"{run}-" for run in runs])
+            sky.cancel_all(runs)
             answers.append("")
         except Exception as error:  # SkyPilot may be missing, broken or busy: the clouds are asked all the same
             answers.append(next(iter(str(error).splitlines()), type(error).__name__))

@@ -16,12 +16,14 @@ import io
 import logging
 import os
 import re
+import socket
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from engine.events import Market
 from launcher.cluster.clouds.base import NODE_LABEL, OWNER_LABEL, RUN_LABEL, Place
@@ -141,19 +143,20 @@ class Sky:
             _start_unless_it_answers()
             return self._under_way(prefix)
 
-    def cancel_all(self, prefixes: Sequence[str]) -> list[str]:
-        """Stop every launch under way of clusters whose names begin so; their names.
+    def cancel_all(self, runs: Sequence[str]) -> list[str]:
+        """Stop every launch under way of nodes of these runs; their names. Blocks while a frozen API server does.
 
         No API server is started for it: one of this machine that does not run launches nothing.
         """
         self._sky()
         from sky.server import common
 
-        silent = common.get_api_server_status().status is common.ApiServerStatus.UNHEALTHY
-        if silent and common.is_api_server_local():
+        url = common.get_server_url()
+        if common.is_api_server_local(url) and not _listens(url):
             return []
         with _said("requests under way"):
-            found = {name: one for prefix in prefixes for name, one in self._under_way(prefix).items()}
+            under_way = self._under_way("")
+        found = {name: one for name, one in under_way.items() if any(is_node_of(name, run) for run in runs)}
         for request in found.values():
             self.cancel(request)
         return sorted(found)
@@ -424,7 +427,27 @@ def _start_unless_it_answers() -> None:
     """Before SkyPilot lists its requests: it takes any server's process on this machine for ours, then finds nobody."""
     from sky.server import common
 
-    common.check_server_healthy_or_start_fn()
+    try:
+        common.check_server_healthy_or_start_fn()
+    except RuntimeError as error:  # one that is frozen has the port
+        raise SkyUnreachable(f"SkyPilot's API server neither answers nor starts ({error})") from None
+
+
+def _listens(url: str) -> bool:
+    """Whether somebody has the port: a server that is frozen has it too."""
+    parts = urlsplit(url)
+    try:
+        socket.create_connection((parts.hostname or "127.0.0.1", parts.port or 80), timeout=5.0).close()
+    except ConnectionRefusedError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def is_node_of(cluster: str, run: str) -> bool:
+    """Whether SkyPilot's cluster of that name is a node of ours: a user may have others that begin alike."""
+    return re.fullmatch(rf"{re.escape(run)}-[a-z0-9-]+-g\d+", cluster) is not None
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.fakes.clouds.world import World
@@ -130,6 +131,31 @@ def test_panic_stops_what_skypilot_is_launching_for_a_controller_that_died(world
     assert "forgotten" in said["notes"][0]
     assert under_way(world) == {}
     assert kinds(world) == set()
+
+
+def test_panic_says_so_when_skypilot_is_frozen_and_ends_the_machines_all_the_same(world, tmp_path):
+    world.fault("no_boot", "aws")
+    world.run([sys.executable, "-c", LAUNCHING], env={"SPOTRL_HOME": str(tmp_path)}, timeout=180)
+    wait_until(lambda: ("aws", "instance") in kinds(world), 120)
+    (server,) = [one for one in psutil.process_iter() if is_skypilots_server(one, world)]
+    server.suspend()
+    try:
+        code, said, done = spotrl(world, "panic", "-y", "--timeout", "120", home=tmp_path)
+    finally:
+        server.resume()
+    assert code == 10, done.stderr
+    assert "SkyPilot did not stop its launches (no answer within 30 s)" in said["left"][0]
+    assert kinds(world) == set()
+    code, said, done = spotrl(world, "panic", "-y", "--timeout", "120", home=tmp_path)
+    assert (code, said["left"], under_way(world), kinds(world)) == (0, [], {}, set()), done.stderr
+
+
+def is_skypilots_server(process: psutil.Process, world: World) -> bool:
+    try:
+        here = process.environ().get("HOME") == str(world.folder / "home")
+        return here and "sky.server.server" in " ".join(process.cmdline())
+    except psutil.Error:
+        return False
 
 
 def under_way(world: World) -> dict[str, str]:

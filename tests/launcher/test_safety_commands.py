@@ -33,11 +33,11 @@ class MadeSky:
     cancelled: ClassVar[list[str]] = []
     trouble: Exception | None = None
 
-    def cancel_all(self, prefixes: Sequence[str]) -> list[str]:
+    def cancel_all(self, runs: Sequence[str]) -> list[str]:
         if self.trouble is not None:
             raise self.trouble
-        self.cancelled += prefixes
-        return [f"{prefix}spot-0-g1" for prefix in prefixes]
+        self.cancelled += runs
+        return [f"{run}-spot-0-g1" for run in runs]
 
 
 @pytest.fixture
@@ -242,7 +242,7 @@ def test_panic_has_skypilot_stop_the_launches_of_live_runs_and_goes_on_without_i
     assert code_of(run_command(panic, "--dry-run", clouds=[FakeCloud()])) == ExitCode.OK
     assert MadeSky.cancelled == []
     assert code_of(run_command(panic, "-y", clouds=[FakeCloud()])) == ExitCode.OK
-    assert MadeSky.cancelled == ["digits-"]
+    assert MadeSky.cancelled == ["digits"]
     a_ledger(home, more=("aws", "running"))
     monkeypatch.setattr(MadeSky, "trouble", Failure("SkyPilot is ill"))
     cloud = FakeCloud().add(machine("i-1"))

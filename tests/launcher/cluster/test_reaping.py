@@ -4,6 +4,7 @@ import sqlite3
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Event
 
 import pytest
 
@@ -23,8 +24,10 @@ from launcher.cluster.reaping import (
     sign_in,
     split,
     stop_cloud_runs,
+    stop_launches,
     things_that_may_go,
 )
+from launcher.cluster.sky import Sky
 from launcher.ledger.store import current_status, find_run, open_ledger, writing
 from launcher.market.offers import Offer
 from tests.launcher.cluster.fake_cloud import ACCOUNT, FakeCloud, machine, thing
@@ -358,3 +361,16 @@ def test_a_ledger_that_somebody_holds_is_said(tmp_path, monkeypatch):
         holder.close()
     assert told.names == ("digits",)
     assert "database is locked" in told.trouble
+
+
+def test_a_skypilot_that_hangs_is_waited_for_no_longer_than_said():
+    done = Event()
+
+    class Hangs(Sky):
+        def cancel_all(self, runs):
+            done.wait(30)
+            return []
+
+    assert stop_launches(["run"], Hangs(), timeout_s=0.05) == "no answer within 0 s"
+    done.set()
+    assert stop_launches(["run"], Hangs()) == ""

@@ -4,7 +4,7 @@ import pytest
 
 from engine.events import Market
 from launcher.cluster.clouds.base import Place
-from launcher.cluster.sky import Failed, Launch, outcome_of, task_of
+from launcher.cluster.sky import Failed, Launch, is_node_of, outcome_of, task_of
 from launcher.placement.placement import Placement
 
 
@@ -44,6 +44,14 @@ def test_one_resource_and_no_choice():
 def test_an_image_is_named_and_without_one_skypilot_chooses():
     assert task_of(launch(image="ami-1"))["resources"]["image_id"] == "ami-1"
     assert "image_id" not in task_of(launch())["resources"]
+
+
+@pytest.mark.parametrize(
+    ("cluster", "ours"),
+    [("run-spot-0-g1", True), ("run-trainer-g12", True), ("run-eval", False), ("run-g1", False), ("rerun-a-g1", False)],
+)
+def test_a_users_other_clusters_are_no_nodes_of_a_run(cluster, ours):
+    assert is_node_of(cluster, "run") is ours
 
 
 def test_any_zone_of_a_region_is_asked_for_without_one():
