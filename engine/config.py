@@ -4,6 +4,7 @@ Frozen pydantic models, one per room; unknown keys are refused. No torch here: t
 module to check a job before anything is bought. Every error names what was found, what would do, and why.
 """
 
+import hmac
 from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -20,6 +21,7 @@ class Strict(BaseModel):
 
 Positive = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
+BelowOne = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
 SHIPPED = {"digits-ocr": "digits", "shapes": "shapes"}
@@ -120,9 +122,18 @@ class AlgorithmConfig(Strict):
     gradient_clip: Annotated[float, Field(gt=0.0)] = 1.0
     kl_beta: Annotated[float, Field(ge=0.0)] = 0.0
     """Weight of the KL divergence from the base model; 0 computes none."""
+    kl_form: Literal["flow-grpo", "gaussian"] = "flow-grpo"
+    """`gaussian`: the exact KL divergence between the two transitions of a step. `flow-grpo`: the published form, the
+    exact one times the length of the step in noise levels. It is 5 to 28 times smaller with 8 to 28 steps."""
+    adam_betas: tuple[BelowOne, BelowOne] = (0.9, 0.99)
+    """AdamW's decay rates. Flow-GRPO publishes .9 and .999, made for longer runs."""
+    weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
+    """AdamW's weight decay. Flow-GRPO publishes 1e-4."""
     std: Literal["group", "batch", "ema"] = "group"
     """What advantages are divided by: the std of the group, of the batch, or of earlier batches."""
-    ema_decay: Share = 0.7
+    std_correction: Literal[0, 1] = 0
+    """A group's variance is a sum over its size (0, as Flow-GRPO) or over one less (1, as DanceGRPO)."""
+    ema_decay: BelowOne = 0.7
     """Evaluation uses an average of the weights: this much of the old average is kept each iteration."""
     rows_per_forward: Positive = 168
     """(picture, step) pairs that training takes through the network together (time-step parallelism, TSP)."""
@@ -293,8 +304,8 @@ class RuntimeConfig(Strict):
 class EngineConfig(Strict):
     """Everything the engine reads. The launcher builds it from the job file and sends it to every node."""
 
-    seed: Annotated[int, Field(ge=0)] = 0
-    iterations: Positive = 40
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    iterations: Annotated[int, Field(ge=1, le=1_000_000)] = 40
     """The run ends after so many trained batches, target reached or not."""
     model: ModelConfig = ModelConfig()
     sampler: SamplerConfig = SamplerConfig()
@@ -364,6 +375,15 @@ class ClockConfig(Strict):
         return ScaledClock(origin_ms=self.origin_ms, factor=self.factor)
 
 
+Role = Literal["trainer", "rollout", "controller"]
+"""A caller of the coordinator; engine/runtime/rights.py has what each may do."""
+
+
+def role_token(run_token: str, role: Role) -> str:
+    """Return the token of one role of a run. Nobody can tell the run's token, or another role's, from it."""
+    return hmac.new(run_token.encode(), role.encode(), "sha256").hexdigest()
+
+
 class NodeSpec(Strict):
     """What a node is told when it starts: `python -m engine.runtime.agent FILE` reads it from a JSON file.
 
@@ -385,6 +405,8 @@ class NodeSpec(Strict):
     coordinator_host: str = "127.0.0.1"
     coordinator_port: int
     token: str
+    """On a trainer's node the run's own, from which its coordinator derives that of every role. On a rollout node the
+    token of that role, which opens no more than a spot node needs."""
     clock: ClockConfig
     engine: EngineConfig
     weights: str = ""
@@ -397,7 +419,20 @@ class NodeSpec(Strict):
     money_left_ms: int | None = None
     """On a cloud's machine instead of `money_deadline_ms`: so long from when the node is told, on its own boot clock,
     which no clock jump moves. `money.json` ({"left_ms": ..., "told": N}) says it anew."""
+    money_longest_ms: int | None = None
+    """No later order lets the node live longer than this, from when it was first told, on its own boot clock: running
+    alone it would have used up the run's money by then. None: the run has no limit."""
     cloud: Literal["local", "aws", "gcp"] = "local"
     """Whose machine the node is. On `local` it is a process session of a machine that others use too."""
     digest: str = ""
     """Of what was set up on the machine (launcher/cluster/bundle.py). An agent that finds another one refuses."""
+
+    @property
+    def own_token(self) -> str:
+        """The token with which this node's processes call the coordinator."""
+        return role_token(self.token, "trainer") if self.role == "trainer" else self.token
+
+    @property
+    def rollout_token(self) -> str:
+        """The token that every node of the run has or can derive."""
+        return role_token(self.token, "rollout") if self.role == "trainer" else self.token

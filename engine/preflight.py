@@ -1,18 +1,20 @@
 """Before anything is bought: does the job's own code work? `python -m engine.preflight ENGINE_JSON [WORKDIR]`.
 
-Reads the prompts, lets the model read some of them, imports the reward and calls it once on one picture, and says in
-one JSON line what was found.
+Reads the prompts, lets the model read some of them, imports the reward and calls it once on one picture, measures how
+fast this machine is, and says in one JSON line what was found.
 Exit code 0: fine; 3: {"field", "found", "remedy"}. A process of its own, so that the launcher never loads torch.
 """
 
 import importlib.util
 import json
+import math
 import sys
 import traceback
 
 import torch
 
 from engine.config import SHIPPED, EngineConfig
+from engine.machine_speed import slowness
 from engine.models.load import load_adapter
 from engine.parallel.ulysses import problem_with_degree
 from engine.prompts import prompt_source
@@ -66,6 +68,12 @@ def check(config: EngineConfig, workdir: str | None) -> dict[str, object]:
             f"{config.reward.name} on one picture {list(picture.shape)} and prompt {prompt!r}: {where}",
             "mend the function, and call it by hand with a tensor of that shape and a list of one prompt",
         ) from error
+    if not math.isfinite(scores[0].reward):
+        raise JobUnfit(
+            "reward",
+            f"{config.reward.name} gives one picture of noise {list(picture.shape)} a reward that is not finite",
+            "return a number for every picture; groups with one that is not finite are not trained",
+        )
     target = config.target
     known = sorted({"reward", *scores[0].metrics})
     if target is not None and target.metric not in known:
@@ -74,7 +82,14 @@ def check(config: EngineConfig, workdir: str | None) -> dict[str, object]:
             f"{target.metric!r}; the reward reports {', '.join(known)}",
             f"use one of {', '.join(known)}",
         )
-    return {"prompt": prompt, "held_out": len(held_out), "reward": scores[0].reward, "metrics": known, "steps": steps}
+    return {
+        "prompt": prompt,
+        "held_out": len(held_out),
+        "reward": scores[0].reward,
+        "metrics": known,
+        "steps": steps,
+        "slowness": slowness(),
+    }
 
 
 def main() -> int:

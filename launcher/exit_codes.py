@@ -15,7 +15,6 @@ class ExitCode(IntEnum):
     USAGE = 2
     INVALID_JOB = 3
     CREDENTIALS = 4
-    NO_CAPACITY = 5
     REFUSED_BY_BUDGET = 6
     STOPPED_BY_BUDGET = 7
     DEADLINE_MISSED = 8

@@ -11,7 +11,7 @@ import ipaddress
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal, Self
 
@@ -28,8 +28,10 @@ from pydantic import model_validator as model_check
 
 from engine.config import EngineConfig, Strict
 from engine.events import Market
+from launcher.company import Identity, Named, Network, named_in
 from launcher.exit_codes import ExitCode, Failure
 from launcher.job_problem import explain
+from launcher.market.machines import LEAST_CAPABILITY, is_too_old, machines
 from launcher.market.offers import CLOUDS
 from launcher.money import dollars, exact_dollars, exact_duration, parse_duration, parse_hourly, parse_money
 from launcher.yaml_file import Field as Place
@@ -73,6 +75,9 @@ FLAGS = {
 """Fields with a flag of their own on `spotrl launch`; `--set FIELD=VALUE` reaches every field."""
 
 ENVIRONMENT_PREFIX = "SPOTRL_"
+SLOTS_IN_NAMES = ("-trainer-g", "-spot-")
+"""What follows the run's name in the name of each of its nodes: `digits-trainer-g0`, `digits-spot-3-g1`."""
+
 NOT_A_FIELD = (
     "SPOTRL_HOME",
     "SPOTRL_CONFIG",
@@ -83,6 +88,7 @@ NOT_A_FIELD = (
     "SPOTRL_CHECK_IP_URL",
     "SPOTRL_IMDS_URL",
     "SPOTRL_SHUTDOWN",
+    "SPOTRL_ALONE_SECONDS",
 )
 """Variables of `launcher/settings.py`, and where Google's prices are asked for (launcher/market/sources/gcp.py); every
 other `SPOTRL_*` names a field: SPOTRL_BUDGET__MAX_TOTAL."""
@@ -269,6 +275,13 @@ class Discount(Strict):
     """None: every one."""
 
 
+FASTEST_CLOCK = 60.0
+"""`clock_factor: auto` on a machine that is not slower than the reference machine."""
+
+SLOWEST_CLOCK = 4.0
+"""`clock_factor: auto` on the slowest machine: an hour of prices in a quarter of an hour."""
+
+
 class Job(EngineConfig):
     """One job file: the engine's configuration, and what to run it on."""
 
@@ -277,8 +290,10 @@ class Job(EngineConfig):
     infra: str = "local"
     """`local`: nodes are process groups of this machine, priced from the catalog. `aws`, `gcp` or `aws,gcp`: the clouds
     that may be bought from."""
-    clock_factor: Annotated[float, Field(gt=0.0, le=3600.0)] = 60.0
-    """Local infra: how many simulated seconds pass in a second, so that hours of a spot market take minutes."""
+    clock_factor: Literal["auto"] | Annotated[float, Field(gt=0.0, le=3600.0)] = "auto"
+    """Local infra: how many simulated seconds pass in a second, so that hours of a spot market take minutes. `auto`: 60
+    on a machine with two free cores, and less on one that is slower or busy when the run is launched, so that the run
+    costs about as much everywhere. It never changes while a run lasts."""
     resources: Resources = Resources()
     spot: Literal["auto", "only", "never"] = "auto"
     """How rollout nodes are bought. `auto`: on spot, and on demand where a plan says that spot falls short. `only`:
@@ -293,6 +308,10 @@ class Job(EngineConfig):
     `{aws: s3://bucket/folder, gcp: gs://bucket/folder}`; each run makes a folder in it."""
     ssh_from: str | None = None
     """What may reach nodes by SSH, like `203.0.113.7/32`. None: this machine's own address, which is asked for."""
+    identity: Identity = Identity()
+    """Identities of nodes on clouds that an administrator made (launcher/company.py). None: made for the run."""
+    network: Network = Network()
+    """Networks of nodes on clouds that an administrator made, and the way into them (launcher/company.py)."""
     image: dict[str, str] = Field(default_factory=dict)
     """Machine images that nodes start from, with the environment in them: by cloud, or by cloud and region, because an
     image of AWS is in one region (`{aws/us-east-1: ami-..., gcp: projects/P/global/images/I}`). Where there is none,
@@ -309,6 +328,11 @@ class Job(EngineConfig):
             raise ValueError(
                 f"name is {value!r}; use up to 40 of a-z, 0-9 and -, beginning with a letter, "
                 "because it becomes part of the names of nodes"
+            )
+        if found := next((part for part in SLOTS_IN_NAMES if part in f"{value}-"), None):
+            raise ValueError(
+                f"name is {value!r}; leave {found!r} out, because nodes are called NAME{found}..., and another run's "
+                "nodes could be taken for this run's"
             )
         return value
 
@@ -440,6 +464,19 @@ class Job(EngineConfig):
         return self
 
     @model_check(mode="after")
+    def _resources_are_where_the_network_is(self) -> Self:
+        for role in ("trainer", "rollout"):
+            infra: str | None = getattr(self.resources, role).infra
+            cloud, region, *_ = [*(infra or "").split("/"), "", ""]
+            if self.clouds and region not in ("", "*") and not self.network.reaches(cloud, region):
+                named = ", ".join(self.network.regions(cloud))
+                raise ValueError(
+                    f"resources.{role}.infra is {infra}, but network.{cloud} is in {named}; name the network in "
+                    f"{region} too, or leave resources.{role}.infra out"
+                )
+        return self
+
+    @model_check(mode="after")
     def _spot_only_has_spot(self) -> Self:
         if self.spot == "only" and not self.resources.rollout.use_spot:
             raise ValueError(
@@ -454,9 +491,24 @@ class Job(EngineConfig):
         return () if self.infra == "local" else tuple(self.infra.split(","))
 
     @property
+    def factor(self) -> float:
+        """Return how many seconds of the run's clock pass in a second; `auto` counts as on the reference machine."""
+        if self.clouds:
+            return 1.0
+        return FASTEST_CLOCK if self.clock_factor == "auto" else self.clock_factor
+
+    @property
     def rolls_out_on_spot(self) -> bool:
         """Whether rollout nodes are asked for on spot."""
         return self.resources.rollout.use_spot and self.spot != "never"
+
+    def named(self, cloud: str, region: str) -> Named:
+        """Return what the job names for nodes in a region."""
+        return named_in(self.identity, self.network, cloud, region)
+
+    def named_on(self, cloud: str) -> Named:
+        """Return what the job names for nodes on a cloud, as in the first region where it names something."""
+        return self.named(cloud, next(iter(self.network.regions(cloud)), ""))
 
     def engine(self) -> EngineConfig:
         """What is sent to every node. On clouds `auto` is a GPU: one that cannot be used is paid for all the same."""
@@ -482,6 +534,11 @@ class JobError(Failure):
         super().__init__(f"{place}{found}; {remedy}")
 
 
+def auto_clock_factor(slowness: float) -> float:
+    """Return the factor for a machine that takes so many times longer than the reference machine."""
+    return max(SLOWEST_CLOCK, float(round(FASTEST_CLOCK / max(1.0, slowness))))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckedJob:
     """A job that can be run: every default filled in, and where each value came from."""
@@ -496,6 +553,9 @@ class CheckedJob:
     workdir: Path
     """Folder of the job file: the user's reward module and prompts are found from here."""
     lines: Mapping[Place, int]
+
+    def with_clock_factor(self, factor: float) -> "CheckedJob":
+        return replace(self, job=self.job.model_copy(update={"clock_factor": factor}))
 
     def error(self, field: str, found: str, remedy: str) -> JobError:
         """A fault that only showed later (a reward that raises), said as if the file had been wrong there."""
@@ -571,7 +631,25 @@ def load_job(
         lines=job_file.lines,
     )
     _check_files(checked)
+    _check_gpus(checked)
     return checked
+
+
+def all_runs_of(user_config: Path, at_launch: AllRuns) -> AllRuns:
+    """Return the limits over all runs that the user's configuration names today; else those of the launch.
+
+    Raises JobError when the file cannot be read, or names something else than amounts.
+    """
+    values = _read(user_config).values.get("all_runs") if user_config.exists() else None
+    if values is None:
+        return at_launch
+    try:
+        today = AllRuns.model_validate_json(json.dumps(values), strict=True)
+    except (ValidationError, TypeError):
+        raise JobError(
+            f"all_runs is {values!r}", "use amounts, such as all_runs: {max_total: 100}", file=user_config
+        ) from None
+    return at_launch.model_copy(update={name: getattr(today, name) for name in today.model_fields_set})
 
 
 def _read(path: Path) -> _Layer:
@@ -588,6 +666,9 @@ def _file_layer(yaml: YamlFile, path: Path) -> _Layer:
 def _flag_layer(overrides: Mapping[str, Any]) -> _Layer:
     named = {tuple(field.split(".")): value for field, value in overrides.items() if value is not None}
     labels: dict[Place, str] = {place: FLAGS.get(".".join(place), f"--set {'.'.join(place)}") for place in named}
+    for place, value in named.items():
+        if isinstance(value, str) and not value.strip():
+            raise JobError("it has no value", "give one, or leave it out", file=labels[place], field=".".join(place))
     return _Layer(values=_nested(named, labels), labels=labels)
 
 
@@ -672,6 +753,23 @@ def _origins(job: Job, layers: Sequence[_Layer]) -> dict[str, str]:
 def _digest(job: Job) -> str:
     canonical = json.dumps(job.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
     return hashlib.blake2b(canonical.encode(), digest_size=16).hexdigest()
+
+
+def _check_gpus(checked: CheckedJob) -> None:
+    """Refuse GPUs that no node of a cloud could use. On the local infra they are a row of the price tables."""
+    job = checked.job
+    for role, resources in (("trainer", job.resources.trainer), ("rollout", job.resources.rollout)):
+        if job.clouds and is_too_old(resources.accelerator):
+            usable = sorted({one.accelerator for one in machines(job.clouds) if not is_too_old(one.accelerator)})
+            major, minor = LEAST_CAPABILITY
+            field = f"resources.{role}.accelerators"
+            raise checked.error(
+                field,
+                f"{field} is {resources.accelerators}, a GPU older than compute capability {major}.{minor}: the torch "
+                "of nodes is built for CUDA 13 and has no code for it, nor does SkyPilot's image for it have the "
+                "driver (535, and CUDA 13 needs 580)",
+                f"use one of {', '.join(usable)}",
+            )
 
 
 def _check_files(checked: CheckedJob) -> None:

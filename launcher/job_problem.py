@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -129,17 +129,16 @@ def _own_words(message: str, place: Place, model: type[BaseModel]) -> Problem:
 
 
 def _known_keys(section: Place, model: type[BaseModel]) -> set[str]:
-    models = [model]
+    models, is_mapping = [model], False
     for key in section:
-        if isinstance(key, int):  # a place in a list, whose items all have the keys of its model
+        # A place in a list, or a key of the user's choice in a mapping: all items have the keys of one model.
+        if isinstance(key, int) or is_mapping:
+            is_mapping = False
             continue
-        models = [
-            inner
-            for outer in models
-            if key in outer.model_fields
-            for inner in _models_in(outer.model_fields[str(key)].annotation)
-        ]
-    return {key for each in models for key in each.model_fields}
+        fields = [outer.model_fields[key].annotation for outer in models if key in outer.model_fields]
+        models = [inner for annotation in fields for inner in _models_in(annotation)]
+        is_mapping = any(get_origin(annotation) is dict for annotation in fields)
+    return set() if is_mapping else {key for each in models for key in each.model_fields}
 
 
 def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:

@@ -11,6 +11,10 @@ MICRO = 1_000_000
 
 HOUR_MS = 3_600_000
 
+LARGEST_MICRO_USD = 10**9 * MICRO
+LONGEST_MS = 10 * 365 * 24 * HOUR_MS
+"""More than a run can cost or last, and small enough for every column of the ledger."""
+
 _MONEY = re.compile(r"(?P<sign>[-+])?\$?(?P<amount>\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?)(?P<hourly>/h)?")
 _UNITS_MS = {"d": 86_400_000, "h": HOUR_MS, "m": 60_000, "s": 1000, "ms": 1}
 _DURATION = re.compile(
@@ -38,6 +42,8 @@ def _micro(found: re.Match[str], text: str) -> int:
     micro_usd = Decimal(found["amount"].replace(",", "")) * MICRO
     if micro_usd != micro_usd.to_integral_value():
         raise ValueError(f"{text!r} is finer than a micro-dollar; use at most 6 decimals")
+    if micro_usd > LARGEST_MICRO_USD:
+        raise ValueError(f"{text!r} is more than ${LARGEST_MICRO_USD // MICRO:,}; use less")
     return -int(micro_usd) if found["sign"] == "-" else int(micro_usd)
 
 
@@ -64,7 +70,10 @@ def parse_duration(text: str) -> int:
     found = _DURATION.fullmatch(text.strip())
     if not found or not any(found.groupdict().values()):
         raise ValueError(f"{text!r} is not a duration; write it with units, like 12h30m or 90s")
-    return sum(int(count) * _UNITS_MS[unit] for unit, count in found.groupdict().items() if count)
+    ms = sum(int(count[:20]) * _UNITS_MS[unit] for unit, count in found.groupdict().items() if count)
+    if ms > LONGEST_MS:
+        raise ValueError(f"{text[:40]!r} is longer than ten years; use less")
+    return ms
 
 
 def duration(ms: int) -> str:

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,8 @@ def check_secrets(checked: CheckedJob, environ: Mapping[str, str]) -> None:
 
 def ask_engine(checked: CheckedJob) -> dict[str, Any]:
     """Runs `python -m engine.preflight CONFIG WORKDIR`: one JSON line, exit code 0, or 3 with field, found, remedy."""
+    if find_spec("torch") is None:
+        raise Failure("the engine is not installed here, and the job is tried with it; `pip install 'spotrl[engine]'`")
     config = checked.job.engine().model_dump_json()
     # -P: a `torch.py` in the user's folder must not shadow the real one while ours is found.
     command = [sys.executable, "-P", "-m", "engine.preflight", config, str(checked.workdir)]

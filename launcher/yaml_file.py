@@ -65,6 +65,8 @@ class YamlFile:
 
 def read_yaml(path: Path) -> YamlFile:
     """Raises YamlFileError, also when the file is missing, not text, or too large."""
+    if path.exists() and not path.is_file() and not path.is_dir():  # a pipe would be waited for, for ever
+        raise YamlFileError("it is not a regular file", "name a file that can be read twice")
     try:
         with path.open("rb") as file:
             raw = file.read(MAX_BYTES + 1)

@@ -2,12 +2,14 @@
 
 import re
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 COMMANDS = [
     line.split("#")[0].strip() for block in re.findall(r"```sh\n(.*?)```", README, re.S) for line in block.splitlines()
 ]
@@ -26,6 +28,16 @@ def test_a_command_of_the_readme_exists(command: str) -> None:
             assert (ROOT / f"{words[2].replace('.', '/')}.py").is_file()
         case other:
             pytest.fail(f"nobody checks {other!r}")
+
+
+def test_nothing_promises_spotrl_on_a_package_index() -> None:
+    assert not re.search(r"pip install ['\"]?spotrl", README)
+    assert "urls" not in PROJECT, "the repository has no public address"
+
+
+def test_only_the_tested_python_is_claimed() -> None:
+    claimed = re.findall(r"Python :: (\d\.\d+)", " ".join(PROJECT["classifiers"]))
+    assert claimed == [PROJECT["requires-python"].removeprefix(">=")]
 
 
 def test_the_map_names_every_room_and_no_other() -> None:

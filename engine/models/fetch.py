@@ -15,7 +15,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import obstore
-from obstore.store import LocalStore, ObjectStore, from_url
+
+from engine.runtime.bucket import open_store
+from engine.runtime.disk import when_there_is_room
 
 MANIFEST = ".manifest.json"
 """{"files": {NAME: BYTES}}: what belongs to the model, written after all of it."""
@@ -45,7 +47,7 @@ def fetched(url: str, below: Path, say: Callable[[str], None] = print) -> Path:
 
 
 def _bring(url: str, to: Path, say: Callable[[str], None]) -> None:
-    store: ObjectStore = LocalStore(url.removeprefix("file://")) if url.startswith("file://") else from_url(url)
+    store = when_there_is_room(lambda: open_store(url), say)
     try:
         sizes: dict[str, int] = json.loads(bytes(obstore.get(store, MANIFEST).bytes()))["files"]
     except FileNotFoundError:

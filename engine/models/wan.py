@@ -58,7 +58,8 @@ class WanAdapter:
         return guided(self._branch, x, sigma, conditioning, self._empty, guidance)
 
     def _branch(self, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
-        dtype = next(self.transformer.parameters()).dtype
+        # Not the first parameter's: diffusers keeps some of Wan's in fp32, whatever the rest is loaded in.
+        dtype: torch.dtype = self.transformer.patch_embedding.weight.dtype  # type: ignore[union-attr, assignment]
         output: Tensor = self.transformer(
             hidden_states=x.to(dtype),
             encoder_hidden_states=conditioning["hidden"].to(dtype),

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from math import isfinite, nan
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -68,7 +69,10 @@ class UserReward:
         self._function = function
 
     def __call__(self, pictures: Tensor, prompts: Sequence[str]) -> list[Score]:
-        returned = self._function(pictures, list(prompts))
+        try:
+            returned = self._function(pictures, list(prompts))
+        except SystemExit as error:  # it would end whatever process asks for a score
+            raise RewardError(f"reward {self._name} called sys.exit({error.code!r}); raise an error instead") from error
         values = self._as_list(returned)
         if len(values) != len(prompts):
             raise RewardError(
@@ -116,6 +120,7 @@ def _import_function(name: str, workdir: str | None) -> Callable[[Tensor, Sequen
             module = importlib.import_module(module_name)
         except ModuleNotFoundError as error:
             missing = error.name or ""
+            _check_it_is_the_users(name, sys.modules.get(module_name.partition(".")[0]), folder)
             if module_name == missing or module_name.startswith(f"{missing}."):
                 raise RewardError(
                     f"reward.name is {name!r}, but there is no module {missing!r} in {folder} or among the installed "
@@ -124,8 +129,9 @@ def _import_function(name: str, workdir: str | None) -> Callable[[Tensor, Sequen
             raise RewardError(
                 f"reward.name is {name!r}; its module {module_name!r} needs {missing!r}, which is not installed"
             ) from error
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise RewardError(f"reward.name is {name!r}; importing {module_name!r} failed: {error!r}") from error
+    _check_it_is_the_users(name, module, folder)
     function = getattr(module, function_name, None)
     if not callable(function):
         public = sorted(key for key, value in vars(module).items() if callable(value) and not key.startswith("_"))
@@ -136,12 +142,25 @@ def _import_function(name: str, workdir: str | None) -> Callable[[Tensor, Sequen
     return checked
 
 
+def _check_it_is_the_users(name: str, module: ModuleType | None, folder: Path) -> None:
+    """Raise RewardError if an installed module has the name of one that the user wrote."""
+    first = name.partition(":")[0].partition(".")[0]
+    theirs = next((path for path in (folder / f"{first}.py", folder / first) if path.exists()), None)
+    file = getattr(module, "__file__", None)
+    if theirs is not None and file is not None and not Path(file).resolve().is_relative_to(folder):
+        raise RewardError(f"reward.name is {name!r}, but {file} has the name of {theirs}; rename {theirs.name}")
+
+
 @contextmanager
 def _importable(folder: Path) -> Iterator[None]:
-    """Put the folder first on the import path, for the import alone: later imports see what they saw before."""
-    sys.path.insert(0, str(folder))
+    """Put the folder last on the import path, for the import alone.
+
+    Last, because a `torch.py` or an `engine.py` of the user's would take the place of the real one.
+    """
+    before = list(sys.path)
+    sys.path.append(str(folder))
     importlib.invalidate_caches()
     try:
         yield
     finally:
-        sys.path.remove(str(folder))
+        sys.path[:] = before

@@ -240,6 +240,21 @@ def log_prob(next_x: Tensor, mean: Tensor, std: Tensor) -> Tensor:
     return torch.where(is_random, density, torch.zeros_like(density))
 
 
+def flow_grpo_kl_scale(plan: Plan, step: Tensor) -> Tensor:
+    """Return what Flow-GRPO's KL term (arXiv 2505.05470) is of the exact KL divergence of a step.
+
+    It divides the squared distance of the means by the variance of the noise per unit of noise level, not by that of
+    the whole step: it is |sigmas[step + 1] - sigmas[step]| of the exact one. CPS has no such unit: 1.
+
+    step     [B]  long
+    returns  [B]  fp32
+    """
+    if plan.name == "cps":
+        return torch.ones(len(step), device=step.device)
+    sigmas = torch.tensor(plan.sigmas, device=step.device)
+    return (sigmas[step + 1] - sigmas[step]).abs()
+
+
 # --- the sampler --------------------------------------------------------------------------------------------
 
 

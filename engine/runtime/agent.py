@@ -1,16 +1,16 @@
 """The node agent: `python -m engine.runtime.agent node.json` is what a node runs, and all that it runs.
 
-It starts the node's processes from a preloaded forkserver, starts them again when they die, hears the cloud's notice
-before anyone else and raises drain locally, and owns the memory where the node keeps its one copy of the weights. On
-the on-demand node the processes are coordinator and trainer; on a spot node the workers. It holds a lock on its
-folder, so that one node is one agent however often it was asked for, and it ends the node at the money deadline even
-if nobody is left to ask for that.
+It starts the node's processes from a preloaded forkserver, or forks them itself if starter.py forked it. It starts them
+again when they die, hears the cloud's notice before anyone else and raises drain locally, and owns the memory where the
+node keeps its one copy of the weights. On the on-demand node the processes are coordinator and trainer; on a spot node
+the workers. It holds a lock on its folder, so that one node is one agent however often it was asked for, and it ends
+the node at the money deadline even if nobody is left to ask for that.
 
 On a machine of a cloud (`NodeSpec.cloud`) the node is the whole machine. There the agent listens to the metadata
 service (notice.py), counts its money on the boot clock and ends the machine itself (money.py, self_end.py), sends its
 logs away (ship.py), and refuses a machine that was set up with something else than its controller means. It outlives
-the connection that started it. However an agent ends, it leaves no process behind but the guard of the money
-deadline, and says in `exit.json` why.
+the connection that started it. However an agent ends, it leaves no process behind but the guard, and says in
+`exit.json` why. The guard ends the machine at the money deadline, or when no controller comes for it (alone.py).
 """
 
 import contextlib
@@ -25,6 +25,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.connection import wait as wait_for
 from pathlib import Path
 from typing import Any
@@ -33,22 +34,21 @@ import httpx
 import psutil
 
 from engine.config import NodeSpec
+from engine.durable import write_durably
 from engine.events import Market
+from engine.mark import MARK, marked
 from engine.rollout.wire import pack
-from engine.runtime.bucket import settle_region
-from engine.runtime.child import CALM_SECONDS, MOST_DEATHS
+from engine.runtime.alone import start_ticks
+from engine.runtime.child import EXIT_UNANSWERED, Deaths, exit_in_words, last_line, progress_of
 from engine.runtime.disk import log_to
-from engine.runtime.money import MARK, Guard, Money, boot_id
+from engine.runtime.money import Guard, Money, boot_id
 from engine.runtime.node_store import forget_store, may_share
 from engine.runtime.node_weights import NodeMemory
 from engine.runtime.notice import watch_notice
 from engine.runtime.ray_environment import ray_environment
 from engine.runtime.self_end import end_machine
 from engine.runtime.ship import begin_shipping
-
-MALLOC = "glibc.malloc.hugetlb=1:glibc.malloc.trim_threshold=536870912:glibc.malloc.mmap_threshold=268435456"
-"""For the node's processes: memory in huge pages, and kept when it is freed. A training step allocates and frees the
-same tens of megabytes each time; not faulting them in anew saves about 7 % of it (10 runs against 10)."""
+from engine.runtime.starter import ENVIRONMENT
 
 LOOK_SECONDS = 0.05
 """Between two looks at what only files say; a death wakes the agent at once."""
@@ -67,44 +67,51 @@ EXIT_FINISHED, EXIT_BROKEN, EXIT_MONEY, EXIT_REFUSED = 0, 1, 7, 9
 
 @dataclass
 class _Child:
-    """One process of the node, and how often it died lately."""
+    """One process of the node, and how it ended since the node last made progress."""
 
     name: str
     start: Callable[[], Any]
     beat: Any
+    past: Deaths
     process: Any = None
     started: float = 0.0
-    deaths: int = 0
     done: bool = False
 
-    def keep_alive(self) -> bool:
-        """Start it if it is not running; False when it died too often. Exit code 0 means it is done."""
-        now = time.monotonic()
+    def keep_alive(self, *, leaving: bool = False) -> str | None:
+        """Start the process if it is not running. Exit code 0 means it is done.
+
+        Returns why another start would be in vain; None when all is well. `leaving`: the cloud takes the node back, and
+        a process that dies of that counts for nothing.
+        """
+        now, frozen = time.monotonic(), False
         if self.done:
-            return True
+            return None
         if self.process is not None and self.process.is_alive():
             if self.beat.value and now - self.beat.value > FROZEN_SECONDS:
                 print(f"{self.name} is frozen: killed", flush=True)
                 self.process.kill()
                 self.process.join()
+                frozen = True
             else:
-                return True
+                return None
         if self.process is not None:
             if self.process.exitcode == 0:
                 self.done = True
-                return True
-            self.deaths = 1 if now - self.started > CALM_SECONDS else self.deaths + 1
-            print(f"{self.name} ended with {self.process.exitcode}, death {self.deaths}", flush=True)
-            if self.deaths >= MOST_DEATHS:
-                return False
+                return None
+            if not leaving and self.process.exitcode != EXIT_UNANSWERED:
+                self.past.add("a freeze" if frozen else exit_in_words(self.process.exitcode))
+            deaths = len(self.past.exits)
+            print(f"{self.name} ended with {exit_in_words(self.process.exitcode)}, death {deaths}", flush=True)
+            if (why := self.past.give_up()) is not None:
+                return f"{self.name} {why}"
             self.process = None
-            # A first death is bad luck and costs no time; who dies again and again is given pauses.
-            self.started = now + (0.1 * 2**self.deaths if self.deaths > 1 else 0.0)
+            # A first death is bad luck and costs no time. After a second one the next start waits.
+            self.started = now + (0.1 * 2**deaths if deaths > 1 else 0.0)
         if now >= self.started:
             self.beat.value = 0.0
             self.process = self.start()
             self.started = now
-        return True
+        return None
 
 
 @dataclass
@@ -116,15 +123,18 @@ class Agent:
 
     def __post_init__(self) -> None:
         self.folder = Path(self.spec.folder)
-        self.context = multiprocessing.get_context("forkserver")
-        os.environ.setdefault("GLIBC_TUNABLES", MALLOC)
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # that a follower waited in vain is no warning
+        self.context: Any = multiprocessing.get_context(
+            multiprocessing.get_start_method(allow_none=True) or "forkserver"
+        )
+        for name, value in ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
         self.ray = self.spec.engine.runtime.name == "ray"
         if self.ray:
             os.environ.update(ray_environment(self.spec))
         # Where Ray starts the workers, nothing here needs torch: the raylet keeps processes ready that have it.
         needs_torch = not self.ray or self.spec.role == "trainer"
-        self.context.set_forkserver_preload(["engine.runtime.processes"] if needs_torch else [])
+        if self.context.get_start_method() == "forkserver":
+            self.context.set_forkserver_preload(["engine.runtime.processes"] if needs_torch else [])
         os.environ.setdefault(MARK, str(self.folder))
         self.drain = self.context.Event()
         self.memory = NodeMemory.make()
@@ -149,8 +159,9 @@ class Agent:
             if self.on_cloud:
                 self.guard.keep_alive()
             for child in self.children:
-                if not child.keep_alive():
-                    return EXIT_BROKEN, f"{child.name} died {MOST_DEATHS} times in short order; its log says why"
+                why = child.keep_alive(leaving=self.noticed_ms is not None)
+                if why is not None:
+                    return EXIT_BROKEN, f"{why}; its log ends: {last_line(self.spec, child.name)}"
             if not told_ready and all(event.is_set() for event in ready):
                 with contextlib.suppress(OSError):  # a full disk: at the next look
                     self.write("ready.json", {"at_ms": self.spec.clock.clock().now_ms(), "pid": os.getpid()})
@@ -186,7 +197,7 @@ class Agent:
         found = set(own.children(recursive=True))
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):
-                if process.environ().get(MARK) == str(self.folder):
+                if marked(process) == str(self.folder):
                     found.add(process)
         return [process for process in found - {own, *own.parents()} if self._ends_with_us(process)]
 
@@ -200,34 +211,41 @@ class Agent:
 
     def _prepare(self) -> list[Any]:
         if self.ray and self.spec.role == "trainer":
-            return [self._child("run_ray_head"), self._child("run_ray_supervisor"), self._child("run_trainer")]
+            return [
+                self._child("ray", "run_ray_head"),
+                self._child("supervisor", "run_ray_supervisor"),
+                self._child("trainer", "run_trainer"),
+            ]
         if self.spec.role == "trainer":
-            return [self._child("run_coordinator"), self._child("run_trainer")]
+            return [self._child("coordinator", "run_coordinator"), self._child("trainer", "run_trainer")]
         forget_store(self.spec)
-        store = [self._child("run_store")] if may_share(self.spec) else []
+        store = [self._child("store", "run_store")] if may_share(self.spec) else []
         if self.ray:
-            return [*store, self._child("run_raylet")]
+            return [*store, self._child("ray", "run_raylet")]
         workers = range(self.spec.workers)
-        return store + [self._child("run_worker", number, self.drain, self.memory) for number in workers]
+        return store + [
+            self._child(f"worker-{number}", "run_worker", number, self.drain, self.memory) for number in workers
+        ]
 
-    def _child(self, name: str, *arguments: Any) -> Any:
-        """Plan one process; returns the event that it sets when it is ready."""
+    def _child(self, name: str, runs: str, *arguments: Any) -> Any:
+        """Plan one process, which logs under this name; returns the event that it sets when it is ready."""
         ready, beat = self.context.Event(), self.context.Value("d", 0.0, lock=False)
         spec_json = self.spec.model_dump_json()
 
         def start() -> Any:
-            process = self.context.Process(target=_run, args=(name, spec_json, beat, *arguments, ready))
+            process = self.context.Process(target=_run, args=(runs, spec_json, beat, *arguments, ready))
             process.start()
             return process
 
-        self.children.append(_Child(name=name, start=start, beat=beat))
+        past = Deaths(partial(progress_of, self.spec))
+        self.children.append(_Child(name=name, start=start, beat=beat, past=past))
         return ready
 
     def _is_finished(self) -> bool:
         """The trainer's end is its node's; a spot node ends with the last of its workers, and its store with it."""
         if self.spec.role == "trainer":
             return self.children[-1].done
-        return all(child.done for child in self.children if child.name != "run_store")
+        return all(child.done for child in self.children if child.name != "store")
 
     def _is_money_spent(self) -> bool:
         """By what the node was told at its start, or by its controller since."""
@@ -264,7 +282,7 @@ class Agent:
     def _tell_notice(self, deadline_ms: int) -> None:
         call = pack({"call": "notice", "node": self.spec.node, "deadline_ms": deadline_ms})
         url = f"http://{self.spec.coordinator_host}:{self.spec.coordinator_port}/call"
-        headers = {"Authorization": f"Bearer {self.spec.token}"}
+        headers = {"Authorization": f"Bearer {self.spec.own_token}"}
         while self.noticed_ms == deadline_ms:
             with contextlib.suppress(httpx.HTTPError):
                 httpx.post(url, content=call, headers=headers, timeout=1.0, trust_env=False).raise_for_status()
@@ -272,17 +290,21 @@ class Agent:
             time.sleep(NOTICE_AGAIN_SECONDS)
 
     def write(self, name: str, content: dict[str, Any]) -> None:
-        fresh = self.folder / f"{name}.new"
-        fresh.write_text(json.dumps(content))
-        fresh.replace(self.folder / name)
+        """Write a file that the launcher reads, durably. Raises OSError when the disk is full."""
+        write_durably(self.folder / name, json.dumps(content).encode())
 
 
-def _run(name: str, spec_json: str, *arguments: Any) -> None:
-    # Imported in the forkserver and its children only: the agent itself stays small and never loads torch.
-    module = "node_store" if name == "run_store" else "ray_processes" if name.startswith("run_ray") else "processes"
-    getattr(importlib.import_module(f"engine.runtime.{module}"), name)(
-        NodeSpec.model_validate_json(spec_json), *arguments
-    )
+def _run(runs: str, spec_json: str, *arguments: Any) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a forked process has the agent's answer to it
+    # Imported in the forkserver and its children only: an agent that was not forked stays small and never loads torch.
+    module = "node_store" if runs == "run_store" else "ray_processes" if runs.startswith("run_ray") else "processes"
+    process = getattr(importlib.import_module(f"engine.runtime.{module}"), runs)
+    lost = importlib.import_module("engine.runtime.transport").CoordinatorLost
+    try:
+        process(NodeSpec.model_validate_json(spec_json), *arguments)
+    except lost as error:
+        print(f"the coordinator is away: {error}", flush=True)
+        sys.exit(EXIT_UNANSWERED)
 
 
 def other_setup(spec: NodeSpec) -> str | None:
@@ -322,18 +344,20 @@ def main() -> int:
     except BlockingIOError:
         print(f"{spec.node} runs already; nothing to do", flush=True)
         return EXIT_FINISHED
+    os.register_at_fork(after_in_child=lock.close)  # the lock is the agent's own, not its processes'
     log_to(sys.stdout.fileno())
     for stale in ("ready.json", "exit.json"):  # of an agent before this one
         (folder / stale).unlink(missing_ok=True)
     agent = Agent(spec)
-    agent.write("agent.json", {"pid": os.getpid(), "create_time": psutil.Process().create_time(), "boot_id": boot_id()})
+    this = {"pid": os.getpid(), "create_time": psutil.Process().create_time()}
+    agent.write("agent.json", {**this, "ticks": start_ticks(os.getpid()), "boot_id": boot_id()})
+    if agent.on_cloud:
+        agent.guard.keep_alive()  # before anything can go wrong: a machine that refuses its work has a guard too
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _on_sigterm)
     shipping = begin_shipping(spec)
     code, text = EXIT_BROKEN, "its agent failed; its log says why"
     try:
-        if spec.cloud != "local" and spec.role == "trainer":
-            settle_region(spec.store)
         code, text = agent.run()
     except _ToldToEnd:
         text = "told to end (SIGTERM)"

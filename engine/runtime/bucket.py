@@ -1,33 +1,46 @@
-"""Which region an S3 bucket is in: the store's client must ask there, and it may be another one than the node's.
+"""Open a store: an S3 bucket is asked for its region first, because S3 refuses what is signed for another one.
 
-Anybody may ask S3 for it, without credentials. `AWS_ENDPOINT_URL_S3` and `AWS_ENDPOINT_URL` name another server.
+A bucket may be in another region than the node, and another one than the environment names. Anybody may ask S3 where
+a bucket is, without credentials. `AWS_ENDPOINT_URL_S3` and `AWS_ENDPOINT_URL` name another server.
 """
 
 import os
 import time
 import urllib.error
 import urllib.request
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
+
+from engine.runtime.disk import AWAY
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
 
 TRIES, GAP_SECONDS, ANSWER_SECONDS = 3, 1.0, 5.0
 
-NAMED_BY = ("AWS_REGION", "AWS_DEFAULT_REGION")
 
+def open_store(url: str) -> "ObjectStore":
+    """Return the store at an obstore URL, with this machine's own credentials.
 
-def settle_region(store: str) -> None:
-    """Name the bucket's region to every process that starts from here on, if nobody named one yet."""
-    url = urlsplit(store)
-    if url.scheme != "s3" or any(os.environ.get(name) for name in NAMED_BY):
-        return
-    region = region_of(url.netloc)
-    if region is not None:
-        os.environ["AWS_REGION"] = region
+    Raises OSError when S3 does not say in which region the bucket is; that may pass, so `when_there_is_room` waits.
+    """
+    from obstore.store import LocalStore, from_url  # only here: the node's agent stays small
+
+    where = urlsplit(url)
+    if where.scheme == "file":
+        return LocalStore(url.removeprefix("file://"), mkdir=True)
+    region = region_of(where.netloc) if where.scheme == "s3" else None
+    return from_url(url) if region is None else from_url(url, region=region)
 
 
 def region_of(bucket: str) -> str | None:
-    """None when S3 does not say."""
+    """Return the region of an S3 bucket; None if the server names none, as servers that imitate S3 may.
+
+    Raises OSError when no server answers.
+    """
     endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or "https://s3.amazonaws.com"
     request = urllib.request.Request(f"{endpoint.rstrip('/')}/{bucket}", method="HEAD")
+    trouble: OSError | None = None
     for attempt in range(TRIES):
         if attempt:
             time.sleep(GAP_SECONDS)
@@ -35,10 +48,10 @@ def region_of(bucket: str) -> str | None:
             with urllib.request.urlopen(request, timeout=ANSWER_SECONDS) as response:
                 headers = response.headers
         except urllib.error.HTTPError as error:
-            headers = error.headers  # who may not look at the bucket is told its region all the same
+            headers = error.headers  # a caller who may not look at the bucket is told its region all the same
         except OSError as error:
-            print(f"where the bucket {bucket} is: {error}", flush=True)
+            trouble = error
             continue
-        if region := headers.get("x-amz-bucket-region"):
-            return str(region)
-    return None
+        region = headers.get("x-amz-bucket-region")
+        return None if region is None else str(region)
+    raise OSError(AWAY, f"{endpoint} does not say in which region the bucket {bucket} is: {trouble}")

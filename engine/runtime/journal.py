@@ -1,7 +1,8 @@
 """The coordinator's memory on disk: an append-only file of records with their blobs.
 
 What is acknowledged to a worker has been through `sync`. A record that was cut short by a crash is dropped
-when the journal is opened again; everything before it is whole, because each record carries a checksum.
+when the journal is opened again; everything before it is whole, because each record carries a checksum. A damaged
+record with whole ones behind it was acknowledged: then the file stays as it is, and opening it fails.
 """
 
 import os
@@ -12,10 +13,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from engine.durable import sync_folder
 from engine.rollout.wire import Blobs, pack, unpack
 
 _HEAD = struct.Struct("<4sQI")
 _MAGIC = b"SPT1"
+
+
+class JournalDamaged(Exception):
+    """A record in the middle of the journal is not what was written. The file was left as it is."""
 
 
 class Journal:
@@ -96,18 +102,21 @@ class Journal:
         self._file.close()
 
     def _open(self) -> Any:
+        """Read every record and cut off a torn one at the end. Raises JournalDamaged, and then changes nothing."""
         self._end = 0
         data = self._path.read_bytes() if self._path.exists() else b""
-        while self._end + _HEAD.size <= len(data):
-            magic, size, crc = _HEAD.unpack_from(data, self._end)
-            start = self._end + _HEAD.size
-            body = data[start : start + size]
-            if magic != _MAGIC or len(body) != size or zlib.crc32(body) != crc:
-                break
+        while (body := _record_at(data, self._end)) is not None:
             record, blobs = unpack(body)
             self._records.append(record)
-            self._end = start + size
+            self._end += _HEAD.size + len(body)
             self._index(blobs, self._end)
+        if (whole := _next_record(data, self._end + 1)) is not None:
+            raise JournalDamaged(
+                f"{self._path} is damaged at byte {self._end}: that record cannot be read, and there are whole records "
+                f"from byte {whole} on. The file was left as it is. Copy it away first. Then restore it from a backup, "
+                f"or cut it off (`truncate -s {self._end} {self._path}`) and lose what came after: the run goes on "
+                "from its newest checkpoint"
+            )
         # Unbuffered: what a full disk refused must not be written later, when the file object is closed.
         file = self._path.open("a+b", buffering=0)
         file.truncate(self._end)
@@ -121,10 +130,20 @@ class Journal:
             offset += len(data)
 
 
-def sync_folder(folder: Path) -> None:
-    """Make a rename in this folder durable."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+def _record_at(data: bytes, start: int) -> bytes | None:
+    """Return the body of the record that begins at this byte; None when there is no whole one."""
+    if start + _HEAD.size > len(data):
+        return None
+    magic, size, crc = _HEAD.unpack_from(data, start)
+    if magic != _MAGIC or start + _HEAD.size + size > len(data):
+        return None
+    body = data[start + _HEAD.size : start + _HEAD.size + size]
+    return body if zlib.crc32(body) == crc else None
+
+
+def _next_record(data: bytes, start: int) -> int | None:
+    """Return where the next whole record begins; None when there is none."""
+    at = data.find(_MAGIC, start)
+    while at >= 0 and _record_at(data, at) is None:
+        at = data.find(_MAGIC, at + 1)
+    return at if at >= 0 else None

@@ -4,9 +4,11 @@ node.json's `money_left_ms`, or `money.json` {"left_ms", "told"} since -> so muc
 
 The promises: no clock jump moves it, and an agent that starts again does not extend it (`armed.json` says what was
 counted from when, and by which order). A reboot counts the time that the machine was off, by the wall clock.
+No order moves the deadline past node.json's `money_longest_ms`, counted from when the node was first told: a controller
+whose clock is wrong, or that forgot what was spent, cannot let a machine run for ever.
 `python -m engine.runtime.money FOLDER` is the guard: a process of its own session, one per node folder, that outlives
-the agent and ends the machine shortly after its deadline if the agent did not. Standard library only: it stays small,
-and nothing of the engine can break it.
+the agent and ends the machine shortly after its deadline if the agent did not. It also ends a machine that has neither
+an agent nor a controller (alone.py). Standard library only: it stays small, and nothing of the engine can break it.
 """
 
 import contextlib
@@ -18,10 +20,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from engine.durable import write_durably
+from engine.mark import MARK
+from engine.runtime.alone import Alone, copy_logs
 from engine.runtime.self_end import end_machine
 
 LATE_MS = 20_000
@@ -33,9 +38,6 @@ START_SECONDS = 5.0
 """At least so long between two starts of a guard."""
 AGAIN_SECONDS = 60.0
 """A machine that is still there after it was ended is ended again after so long."""
-
-MARK = "SPOTRL_NODE_FOLDER"
-"""By this variable the launcher finds what belongs to an agent; the guard does not end with it, so it bears none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,18 +64,23 @@ def boot_id() -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Armed:
-    """`left_ms` was left at `at`. `node`, `told`: the orders that said so."""
+    """`left_ms` was left at `at`, and `longest_ms` at most, whatever is told later. `node`, `told`: who said so."""
 
     at: Moment
     left_ms: int
+    longest_ms: int | None
     node: str
     told: int | None
 
-    def left_at(self, now: Moment) -> int:
+    def at_moment(self, now: Moment) -> "Armed":
+        """The same deadlines, counted from `now`."""
         if now.boot_id == self.at.boot_id:
-            return self.left_ms - (now.boot_ms - self.at.boot_ms)
-        # Off in between: the wall clock says how long, and it was at least as long as this boot lasts.
-        return self.left_ms - max(now.boot_ms, now.wall_ms - self.at.wall_ms)
+            passed_ms = now.boot_ms - self.at.boot_ms
+        else:
+            # Off in between: the wall clock says how long, and it was at least as long as this boot lasts.
+            passed_ms = max(now.boot_ms, now.wall_ms - self.at.wall_ms)
+        longest_ms = None if self.longest_ms is None else self.longest_ms - passed_ms
+        return replace(self, at=now, left_ms=self.left_ms - passed_ms, longest_ms=longest_ms)
 
 
 class Money:
@@ -86,31 +93,42 @@ class Money:
     def left_ms(self) -> int | None:
         """Until the deadline; below 0 when it has passed, None when there is none."""
         now = self._now()
-        node, node_left_ms = self._node_order()
+        node, node_left_ms, longest_ms = self._node_order()
         told, told_left_ms = self._told_order()
         known = self._armed or self._kept()
-        armed = known
+        before = None if known is None else known.at_moment(now)
+        if before is not None and before.longest_ms is not None:
+            longest_ms = before.longest_ms  # as it was told first
+        armed = before
         # What was told last counts; both are new only where nobody watched, and then money.json came after.
-        if told is not None and (armed is None or armed.told != told):
-            known_node = "" if armed is None else armed.node
-            armed = Armed(at=now, left_ms=told_left_ms, node=node or known_node, told=told)
-        elif node_left_ms is not None and (armed is None or armed.node != node):
-            armed = Armed(at=now, left_ms=node_left_ms, node=node, told=told)
+        if told is not None and (before is None or before.told != told):
+            known_node = "" if before is None else before.node
+            armed = Armed(at=now, left_ms=told_left_ms, longest_ms=longest_ms, node=node or known_node, told=told)
+        elif node_left_ms is not None and (before is None or before.node != node):
+            armed = Armed(at=now, left_ms=node_left_ms, longest_ms=longest_ms, node=node, told=told)
         if armed is None:
             return None
-        left = armed.left_at(now)
-        if armed is not known or armed.at.boot_id != now.boot_id or now.boot_ms - armed.at.boot_ms >= KEEP_MS:
-            armed = Armed(at=now, left_ms=left, node=armed.node, told=armed.told)
+        if longest_ms is not None:
+            armed = replace(armed, left_ms=min(armed.left_ms, longest_ms), longest_ms=longest_ms)
+        is_new = known is None or (armed.node, armed.told) != (known.node, known.told)
+        if known is None or is_new or known.at.boot_id != now.boot_id or now.boot_ms - known.at.boot_ms >= KEEP_MS:
             self._keep(armed)
-        self._armed = armed
-        return left
+            self._armed = armed
+        else:
+            self._armed = known
+        return armed.left_ms
 
-    def _node_order(self) -> tuple[str, int | None]:
+    def _node_order(self) -> tuple[str, int | None, int | None]:
+        """Return which order it is, what is left by it, and the longest that the node may live."""
         with contextlib.suppress(OSError, ValueError):
             raw = (self._folder / "node.json").read_bytes()
-            left_ms = json.loads(raw).get("money_left_ms")
-            return hashlib.sha256(raw).hexdigest()[:16], None if left_ms is None else int(left_ms)
-        return "", None
+            spec = json.loads(raw)
+            left_ms, longest_ms = (
+                None if (value := spec.get(name)) is None else int(value)
+                for name in ("money_left_ms", "money_longest_ms")
+            )
+            return hashlib.sha256(raw).hexdigest()[:16], left_ms, longest_ms
+        return "", None, None
 
     def _told_order(self) -> tuple[int | None, int]:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
@@ -122,7 +140,14 @@ class Money:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             raw = json.loads((self._folder / "armed.json").read_text())
             at = Moment(boot_id=raw["boot_id"], boot_ms=int(raw["boot_ms"]), wall_ms=int(raw["wall_ms"]))
-            return Armed(at=at, left_ms=int(raw["left_ms"]), node=raw["node"], told=raw["told"])
+            longest_ms = raw.get("longest_ms")
+            return Armed(
+                at=at,
+                left_ms=int(raw["left_ms"]),
+                longest_ms=None if longest_ms is None else int(longest_ms),
+                node=raw["node"],
+                told=raw["told"],
+            )
         return None
 
     def _keep(self, armed: Armed) -> None:
@@ -133,14 +158,13 @@ class Money:
                 "boot_ms": at.boot_ms,
                 "wall_ms": at.wall_ms,
                 "left_ms": armed.left_ms,
+                "longest_ms": armed.longest_ms,
                 "node": armed.node,
                 "told": armed.told,
             }
         )
-        fresh = self._folder / f"armed.{os.getpid()}.new"  # agent and guard both write it
         with contextlib.suppress(OSError):  # a full disk: this process knows it all the same
-            fresh.write_text(text)
-            fresh.replace(self._folder / "armed.json")
+            write_durably(self._folder / "armed.json", text.encode())
 
 
 class Guard:
@@ -168,10 +192,11 @@ class Guard:
         if time.monotonic() - self._started < START_SECONDS:
             return
         self._started = time.monotonic()
+        # The guard does not end with what belongs to the agent, so it has no mark.
         environment = {name: value for name, value in os.environ.items() if name != MARK}
         with contextlib.suppress(OSError), (self._folder / "logs" / "agent.log").open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "engine.runtime.money", str(self._folder)],
+                [sys.executable, "-P", "-m", "engine.runtime.money", str(self._folder)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -180,8 +205,18 @@ class Guard:
             )
 
 
-def guard(folder: Path) -> None:
-    """Watch the deadline of the node in `folder` until the machine ends, or the folder is gone."""
+def guard(
+    folder: Path,
+    *,
+    now: Callable[[], Moment] = this_moment,
+    end: Callable[[str, Callable[[str], None]], None] = end_machine,
+    copy: Callable[[Path, Callable[[str], None]], bool] = copy_logs,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """End the machine when its money is spent, or when it has neither work nor a controller (alone.py).
+
+    Returns when the folder is gone, or another guard watches it.
+    """
     lock = (folder / "guard.lock").open("w")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -189,14 +224,21 @@ def guard(folder: Path) -> None:
         return
     with contextlib.suppress(OSError):
         (folder / "guard.json").write_text(json.dumps({"pid": os.getpid()}))
-    money = Money(folder)
+    money, alone = Money(folder, now), Alone(folder, lambda: now().boot_ms, now().boot_id)
+    has_copied = False
     while folder.exists():
         left = money.left_ms()
         if left is not None and left <= -LATE_MS:
             _say(f"guard: the money deadline passed {-left / 1000:.0f} s ago and this machine is still here")
-            end_machine(_cloud_of(folder), _say)
-            time.sleep(AGAIN_SECONDS)
-        time.sleep(LOOK_SECONDS)
+            end(_cloud_of(folder), _say)
+            sleep(AGAIN_SECONDS)
+        elif alone.has_ended():
+            _say(f"guard: the agent has ended, and no controller was heard for {alone.minutes():.1f} minutes")
+            has_copied = has_copied or copy(folder, _say)
+            if alone.has_ended():  # still, after the copy
+                end(_cloud_of(folder), _say)
+                sleep(AGAIN_SECONDS)
+        sleep(LOOK_SECONDS)
 
 
 def _is_stopped(pid: int) -> bool:

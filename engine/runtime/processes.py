@@ -24,13 +24,15 @@ from engine.models.fetch import fetched
 from engine.models.load import load_adapter, trainable
 from engine.prompts import prompt_source
 from engine.rewards.load import load_reward, load_student
-from engine.runtime.child import Beat, begin
+from engine.runtime.alone import touch
+from engine.runtime.child import FINISHED_FILE, Beat, begin
 from engine.runtime.coordinator import Coordinator, open_coordinator
 from engine.runtime.device import device_of
 from engine.runtime.disk import when_there_is_room
 from engine.runtime.node_store import join_groups
 from engine.runtime.node_weights import NodeMemory, NodeWeights
 from engine.runtime.progress import ProgressLog
+from engine.runtime.rights import Rights
 from engine.runtime.server import CoordinatorServer, Front, bind
 from engine.runtime.step_trace import step_trace
 from engine.runtime.transport import HttpTransport, Transport
@@ -57,7 +59,7 @@ def run_coordinator(spec: NodeSpec, beat: Beat, ready: Event) -> None:
     coordinator = when_there_is_room(open_it, print)
     listener = bind(spec.coordinator_host, spec.coordinator_port)
     ready.set()
-    asyncio.run(CoordinatorServer(Front(coordinator), spec.token, shipped=folder / "shipped").serve(listener))
+    asyncio.run(CoordinatorServer(Front(coordinator), Rights(spec.token), shipped=folder / "shipped").serve(listener))
 
 
 def run_trainer(spec: NodeSpec, beat: Beat, ready: Event) -> None:
@@ -70,7 +72,7 @@ def run_trainer(spec: NodeSpec, beat: Beat, ready: Event) -> None:
         run=spec.run,
         node=spec.node,
         workers_of_node=spec.workers,
-        store=CheckpointStore(spec.store),
+        store=when_there_is_room(lambda: CheckpointStore(spec.store), print),
         transport=_transport_of_trainer(spec),
         progress=ProgressLog(folder / "progress" / "trainer.jsonl", run=spec.run, source="trainer", clock=clock),
         metrics=MetricsLog(folder / "metrics"),
@@ -119,6 +121,7 @@ def make_worker(
         source=source,
         draining=draining,
         trace=trace.stepped,
+        finished=partial(touch, Path(spec.folder) / FINISHED_FILE),
         heard=trace.regrouped,
         elastic=elastic,
     )
@@ -145,8 +148,10 @@ def _transport_of_trainer(spec: NodeSpec) -> Transport:
     from engine.runtime.ray_coordinator import RayTransport
 
     connect_beside_head(spec)
-    return RayTransport(patience_seconds=PATIENCE_SECONDS)
+    return RayTransport(spec.own_token, patience_seconds=PATIENCE_SECONDS)
 
 
 def _transport(spec: NodeSpec) -> HttpTransport:
-    return HttpTransport(spec.coordinator_host, spec.coordinator_port, spec.token, patience_seconds=PATIENCE_SECONDS)
+    return HttpTransport(
+        spec.coordinator_host, spec.coordinator_port, spec.own_token, patience_seconds=PATIENCE_SECONDS
+    )

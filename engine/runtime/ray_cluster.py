@@ -32,6 +32,7 @@ from ray._raylet import (  # type: ignore[attr-defined]
     RUNTIME_ENV_AGENT_PORT_NAME,
     persist_port,
 )
+from ray.job_config import JobConfig
 
 from engine.config import NodeSpec
 
@@ -96,6 +97,17 @@ class _Lean(Node):
             services.start_ray_process = start
 
 
+class _InstalledCode(JobConfig):
+    """Has Ray's workers import what is installed, and nothing from the folder in which `spotrl launch` was called.
+
+    Ray puts that folder first on their path, so that a user's engine.py would be taken for the engine. It leaves that
+    out where a job brings a folder of its own.
+    """
+
+    def _runtime_env_has_working_dir(self) -> bool:
+        return True
+
+
 def start_head(spec: NodeSpec) -> tuple[Node, str]:
     """GCS and raylet of this run; returns them and the cluster's address."""
     _stay_on_loopback()
@@ -125,6 +137,7 @@ def connect(spec: NodeSpec, address: str) -> None:
         namespace=NAMESPACE,
         log_to_driver=False,
         logging_level=logging.ERROR,
+        job_config=_InstalledCode(),
         _node_ip_address=_own_address(address),
     )
 

@@ -31,6 +31,7 @@ from engine.runtime.coordinator import open_coordinator
 from engine.runtime.disk import when_there_is_room
 from engine.runtime.progress import ProgressLog
 from engine.runtime.ray_cluster import NAMESPACE, die_with_raylet
+from engine.runtime.rights import NotAllowed, Rights, WrongToken
 from engine.runtime.server import CoordinatorServer, Front, bind
 from engine.runtime.transport import WAIT_MS, Answer, CallRefused, CoordinatorLost
 from engine.runtime.weight_book import digest_of
@@ -52,10 +53,11 @@ class CoordinatorActor:
 
     def __init__(self, spec_json: str, address: str) -> None:
         spec = NodeSpec.model_validate_json(spec_json)
+        self._rights = Rights(spec.token)
         die_with_raylet()
         open_log(spec, "coordinator")
         whoami = {"pid": os.getpid(), "create_time": psutil.Process().create_time()}
-        note_start(pid_file(spec), **whoami)
+        note_start(pid_file(spec), spec, **whoami)
         try:
             self._open(spec, address)
         except Exception:
@@ -80,7 +82,7 @@ class CoordinatorActor:
         async def serve() -> None:
             self._front = Front(coordinator)
             up.set()
-            server = CoordinatorServer(self._front, spec.token, shipped=folder / "shipped", ray_address=address)
+            server = CoordinatorServer(self._front, self._rights, shipped=folder / "shipped", ray_address=address)
             await server.serve(listener)
 
         # A thread of its own: Ray's event loop then has nothing to do but carry.
@@ -91,8 +93,15 @@ class CoordinatorActor:
         """Whether the state machine's own thread is alive too."""
         return await self._in_loop(asyncio.sleep(0, result=True))
 
-    async def call(self, head: dict[str, Any], arrays: dict[str, np.ndarray]) -> tuple[str, Any, Any]:
+    async def call(self, token: str, head: dict[str, Any], arrays: dict[str, np.ndarray]) -> tuple[str, Any, Any]:
         """("ok", answer, blobs) | ("full", text, None) | ("refused", text, None)."""
+        try:
+            self._rights.check_call(token, head)
+        except (WrongToken, NotAllowed) as error:
+            return "refused", str(error), None
+        return await self._answer(head, arrays)
+
+    async def _answer(self, head: dict[str, Any], arrays: dict[str, np.ndarray]) -> tuple[str, Any, Any]:
         # Copies: what came through the object store would otherwise be held there.
         blobs = {name: array.tobytes() for name, array in arrays.items()}
         try:
@@ -111,7 +120,7 @@ class CoordinatorActor:
         found = self._shelf.find(weights, digest)
         if found is None:
             # This process is younger than they are: they are in the book on disk.
-            said, _, blobs = await self.call({"call": "weights", "weights": raw}, {})
+            said, _, blobs = await self._answer({"call": "weights", "weights": raw}, {})
             if said != "ok" or digest_of(blobs["weights"]) != digest:
                 return []
             await asyncio.to_thread(self._shelf.put, weights, digest, blobs)
@@ -145,8 +154,8 @@ class _Shelf:
 class RayTransport:
     """A `Transport` that calls the coordinator actor. Several threads may call at once."""
 
-    def __init__(self, *, patience_seconds: float) -> None:
-        self._patience = patience_seconds
+    def __init__(self, token: str, *, patience_seconds: float) -> None:
+        self._token, self._patience = token, patience_seconds
         self._actor: Any = None
 
     def call(self, head: Mapping[str, Any], blobs: Blobs | None = None, *, wait: bool = False) -> Answer:
@@ -157,7 +166,7 @@ class RayTransport:
 
     def _ask(self, head: dict[str, Any], arrays: dict[str, np.ndarray]) -> tuple[Any, Any]:
         """Raises OSError when the coordinator's disk is full."""
-        said, answer, blobs = self.request("call", head, arrays)
+        said, answer, blobs = self.request("call", self._token, head, arrays)
         if said == "full":
             raise OSError(errno.ENOSPC, answer)
         if said == "refused":

@@ -15,12 +15,12 @@ NODE_VARIABLE = "SPOTRL_RAY_NODE"
 
 
 def ray_environment(spec: NodeSpec) -> dict[str, str]:
-    """Ray asks everyone for a token that is made from the run's; on spot nodes it keeps processes ready."""
+    """Ray asks everyone for a token that is made from the rollout nodes'; on spot nodes it keeps processes ready."""
     everywhere = {
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN": hashlib.sha256(f"ray {spec.token}".encode()).hexdigest(),
+        "RAY_AUTH_TOKEN": hashlib.sha256(f"ray {spec.rollout_token}".encode()).hexdigest(),
     }
     if spec.role == "trainer":
         return everywhere

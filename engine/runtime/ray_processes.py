@@ -12,7 +12,7 @@ import psutil
 
 from engine.config import NodeSpec
 from engine.runtime.agent import FROZEN_SECONDS
-from engine.runtime.child import Beat, begin
+from engine.runtime.child import EXIT_UNANSWERED, Beat, begin
 from engine.runtime.ray_cluster import (
     broken,
     connect_beside_head,
@@ -58,17 +58,24 @@ def run_raylet(spec: NodeSpec, beat: Beat, ready: Event) -> None:
     """Take part in the run's cluster until every worker of this node was told to exit."""
     begin(spec, "ray", beat)
     forget_marks(spec)
-    with httpx.Client(headers={"Authorization": f"Bearer {spec.token}"}, timeout=1.0, trust_env=False) as client:
+    with httpx.Client(headers={"Authorization": f"Bearer {spec.own_token}"}, timeout=1.0, trust_env=False) as client:
         while (address := _ask_address(client, spec)) is None:
             time.sleep(LOOK_SECONDS)
         node = start_raylet(spec, address)
         print(f"joined the Ray cluster at {address}", flush=True)
         watch, asked = _Watch(node), time.monotonic()
         while True:
-            watch.look()
+            try:
+                watch.look()
+            except SystemExit as end:
+                if _ask_address(client, spec) == address:
+                    raise
+                # The cluster is gone, and took the raylet with it.
+                print(end, flush=True)
+                sys.exit(EXIT_UNANSWERED)
             found = states(spec)
             if "broken" in found:
-                sys.exit(f"a worker died too often: {found}")
+                sys.exit(f"a worker died too often without finishing anything: {found}")
             if all(state == "ready" for state in found):
                 ready.set()
             if all(state == "exit" for state in found):
@@ -77,7 +84,8 @@ def run_raylet(spec: NodeSpec, beat: Beat, ready: Event) -> None:
                 asked = time.monotonic()
                 now = _ask_address(client, spec)
                 if now is not None and now != address:
-                    sys.exit(f"the run's Ray cluster is now at {now}, no longer at {address}")
+                    print(f"the run's Ray cluster is now at {now}, no longer at {address}", flush=True)
+                    sys.exit(EXIT_UNANSWERED)
             time.sleep(LOOK_SECONDS)
 
 

@@ -252,14 +252,14 @@ class Supervisor:
                 self._tells.pop(0)
             if not self._tells:
                 return
-            self._telling = self._coordinator.call.remote(self._tells[0], {})
+            self._telling = self._coordinator.call.remote(self.spec.own_token, self._tells[0], {})
             ray.wait([self._telling], timeout=0.05)
 
     def _watch_coordinator(self) -> None:
         """Ray sees a coordinator that died; one that only stands still is found and killed here."""
         now = time.monotonic()
         if died_too_often(pid_file(self.spec)):
-            raise RuntimeError("the coordinator died too often")
+            raise RuntimeError("the coordinator died too often without progress")
         if self._ping is None:
             if now >= self._ping_again:
                 self._ping, self._pinged = self._coordinator.ping.remote(), now

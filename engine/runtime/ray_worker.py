@@ -13,6 +13,7 @@ from engine.runtime.child import died_too_often, note_start, open_log, read_note
 from engine.runtime.ray_cluster import die_with_raylet
 from engine.runtime.ray_coordinator import RayTransport, RayWeights
 from engine.runtime.ray_environment import NODE_VARIABLE
+from engine.runtime.transport import CoordinatorLost
 
 PATIENCE_SECONDS = 60.0
 """How long a worker goes on asking a coordinator that does not answer (wall time)."""
@@ -26,11 +27,11 @@ class WorkerActor:
         spec = NodeSpec.model_validate_json(os.environ[NODE_VARIABLE])
         open_log(spec, f"worker-{number}")
         self._mark = mark_file(spec, number)
-        self._starts = note_start(self._mark, state="starting")
+        self._starts = note_start(self._mark, spec, state="starting")
         # torch only here: supervisor and coordinator know this class too.
         from engine.runtime.processes import make_worker
 
-        transport = RayTransport(patience_seconds=PATIENCE_SECONDS)
+        transport = RayTransport(spec.own_token, patience_seconds=PATIENCE_SECONDS)
         noticed = _exists(Path(spec.folder) / "notice.json")
         self._worker = make_worker(spec, number, transport, RayWeights(transport), noticed)
         self._serving = threading.Lock()
@@ -48,7 +49,12 @@ class WorkerActor:
         with self._serving:
             if self._reason is None:
                 torch.set_num_threads(1)  # of this thread
-                reason = self._worker.serve()
+                try:
+                    reason = self._worker.serve()
+                except CoordinatorLost:
+                    self._starts = self._starts[:-1]  # no death of its own making
+                    write_note(self._mark, starts=self._starts, progress=read_note(self._mark).get("progress"))
+                    raise
                 print("exit:", reason, flush=True)
                 self._say("exit")
                 self._reason = reason
@@ -56,7 +62,7 @@ class WorkerActor:
 
     def _say(self, state: str) -> None:
         if read_note(self._mark).get("starts", [])[-1:] == self._starts[-1:]:  # else another process has this place
-            write_note(self._mark, starts=self._starts, state=state)
+            write_note(self._mark, starts=self._starts, progress=read_note(self._mark).get("progress"), state=state)
 
 
 def mark_file(spec: NodeSpec, number: int) -> Path:
@@ -68,7 +74,8 @@ def forget_marks(spec: NodeSpec) -> None:
     for number in range(spec.workers):
         mark = mark_file(spec, number)
         if mark.exists():
-            write_note(mark, starts=read_note(mark).get("starts", []))
+            note = read_note(mark)
+            write_note(mark, starts=note.get("starts", []), progress=note.get("progress"))
 
 
 def states(spec: NodeSpec) -> Sequence[str]:

@@ -2,7 +2,7 @@
 
 `Front` is what every carrier uses (HTTP here, Ray in ray_coordinator.py). Answers leave only after the journal is
 durable; callers that arrive while one fsync runs share the next. `CoordinatorServer` speaks HTTP on loopback or a
-private address, with a token on every call, JSON and raw bytes:
+private address, with the token of a role on every call (engine/runtime/rights.py), JSON and raw bytes:
 
     POST /call       workers and trainer (engine/rollout/wire.py frames)
     GET  /presence   ?worker=&node=&boot=: stays open as long as the worker lives; its end is the worker's end
@@ -18,7 +18,6 @@ written ends this process: memory would be ahead of the journal, and the next pr
 
 import asyncio
 import contextlib
-import hmac
 import json
 import os
 import socket
@@ -38,6 +37,7 @@ from starlette.types import Receive, Scope, Send
 from engine.events import Capacity
 from engine.rollout.wire import Blobs, pack, unpack
 from engine.runtime.coordinator import Coordinator, is_nothing
+from engine.runtime.rights import NotAllowed, Rights, WrongToken
 from engine.runtime.ship import PIECE_BYTES, keep_piece
 
 TICK_SECONDS = 0.05
@@ -157,10 +157,10 @@ class CoordinatorServer:
     """
 
     def __init__(
-        self, front: Front, token: str, *, shipped: Path | None = None, ray_address: str | None = None
+        self, front: Front, rights: Rights, *, shipped: Path | None = None, ray_address: str | None = None
     ) -> None:
         self._front = front
-        self._token = token
+        self._rights = rights
         self._shipped = shipped
         self._shipping = asyncio.Lock()
         self._ray_address = ray_address
@@ -186,16 +186,23 @@ class CoordinatorServer:
         ticking.cancel()
 
     def _refuse(self, request: Request) -> Response | None:
-        given = request.headers.get("authorization", "")
-        if hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode()):
-            return None
-        return PlainTextResponse("wrong token", status_code=401)
+        try:
+            self._rights.check(_token_of(request), request.url.path)
+        except WrongToken as error:
+            return PlainTextResponse(str(error), status_code=401)
+        except NotAllowed as error:
+            return PlainTextResponse(str(error), status_code=403)
+        return None
 
     async def _call(self, request: Request) -> Response:
         if refused := self._refuse(request):
             return refused
         try:
-            answer, blobs = await self._front.answer(*unpack(await request.body()))
+            head, sent = unpack(await request.body())
+            self._rights.check_call(_token_of(request), head)
+            answer, blobs = await self._front.answer(head, sent)
+        except NotAllowed as error:
+            return PlainTextResponse(str(error), status_code=403)
         except (ValueError, KeyError) as error:
             return PlainTextResponse(f"{type(error).__name__}: {error}", status_code=400)
         except OSError as error:
@@ -269,6 +276,10 @@ class CoordinatorServer:
         except OSError as error:
             return PlainTextResponse(f"the coordinator's disk: {error}", status_code=507)
         return JSONResponse({"offset": size})
+
+
+def _token_of(request: Request) -> str:
+    return request.headers.get("authorization", "").removeprefix("Bearer ")
 
 
 class _Presence(Response):

@@ -2,6 +2,8 @@
 
 spot node: what is appended to its logs -> POST /ship -> `shipped/NODE/FILE` in the trainer's folder
 trainer:   its own logs and progress, and shipped/ -> `<store>/logs/NODE/FILE`, every 30 s
+           its metrics.jsonl and TensorBoard's files -> `<store>/metrics/NODE/...`, every 30 s
+any node that ends because no controller comes for it (alone.py): its own files to the store, once
 
 The coordinator's copy says how far it got, so a lost answer, a new agent or a new trainer loses and doubles nothing.
 Neither direction ever blocks the run: each is a thread of the agent, and what does not go is tried again.
@@ -9,6 +11,7 @@ Neither direction ever blocks the run: each is a thread of the agent, and what d
 
 import contextlib
 import re
+import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -57,11 +60,13 @@ class _Repeating(ABC):
 
     what = ""
 
-    def __init__(self, every_seconds: float, last_seconds: float) -> None:
+    def __init__(self, every_seconds: float, last_seconds: float, starts: bool = True) -> None:
+        """`starts`: begin at once; else only `once` is called."""
         self._every, self._last = every_seconds, last_seconds
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
+        if starts:
+            self._thread.start()
 
     @abstractmethod
     def once(self) -> None: ...
@@ -98,7 +103,7 @@ class Shipping(_Repeating):
         self._offsets: dict[str, int] = {}
         self._client = httpx.Client(
             base_url=f"http://{spec.coordinator_host}:{spec.coordinator_port}",
-            headers={"Authorization": f"Bearer {spec.token}"},
+            headers={"Authorization": f"Bearer {spec.own_token}"},
             timeout=5.0,
             trust_env=False,
         )
@@ -127,14 +132,14 @@ class Shipping(_Repeating):
 
 
 class StoreCopy(_Repeating):
-    """The trainer node's folder, as far as it is to be read later, to the run's store."""
+    """The node's folder, as far as it is to be read later, to the run's store."""
 
     what = "copying logs to the store"
 
-    def __init__(self, spec: NodeSpec, *, every_seconds: float = STORE_SECONDS) -> None:
+    def __init__(self, spec: NodeSpec, *, every_seconds: float = STORE_SECONDS, starts: bool = True) -> None:
         self._node, self._folder, self._url = spec.node, Path(spec.folder), spec.store
         self._copied: dict[str, tuple[int, int]] = {}
-        super().__init__(every_seconds, LAST_STORE_SECONDS)
+        super().__init__(every_seconds, LAST_STORE_SECONDS, starts)
 
     def once(self) -> None:
         # Only here: the store's library is of no use to other nodes, and finds its credentials when it opens.
@@ -148,16 +153,32 @@ class StoreCopy(_Repeating):
             with path.open("rb") as file:
                 file.seek(max(0, status.st_size - LONGEST_LOG_BYTES))
                 data = file.read(LONGEST_LOG_BYTES)
-            store.put(f"logs/{name}", data)
+            # A node that ended by itself has sent its log, which may say more than what reached the coordinator.
+            if not path.is_relative_to(self._folder / "shipped") or store.size(name) <= len(data):
+                store.put(name, data)
             self._copied[name] = (status.st_size, status.st_mtime_ns)
 
     def _files(self) -> Mapping[str, Path]:
-        """By name in the store: NODE/FILE."""
+        """By name in the store."""
         own = [*self._folder.glob("logs/*.log"), *self._folder.glob("progress/*.jsonl")]
         of_others = self._folder.glob("shipped/*/*.log")
-        return {f"{self._node}/{path.name}": path for path in own} | {
-            f"{path.parent.name}/{path.name}": path for path in of_others
+        metrics = self._folder / "metrics"
+        measured = [metrics / "metrics.jsonl", *metrics.glob("tensorboard/*tfevents*")]
+        return {
+            **{f"logs/{self._node}/{path.name}": path for path in own},
+            **{f"logs/{path.parent.name}/{path.name}": path for path in of_others},
+            **{f"metrics/{self._node}/{path.relative_to(metrics)}": path for path in measured if path.exists()},
         }
+
+
+def main() -> None:
+    """Copy what a node wrote to its run's store, once: of a node that is about to end, whose coordinator may be gone.
+
+    Raises what the store raises.
+    """
+    spec = NodeSpec.model_validate_json(Path(sys.argv[1]).read_text())
+    StoreCopy(spec, starts=False).once()
+    print(f"the logs of {spec.node} are in {spec.store}", flush=True)
 
 
 def begin_shipping(spec: NodeSpec) -> Shipping | StoreCopy | None:
@@ -165,3 +186,7 @@ def begin_shipping(spec: NodeSpec) -> Shipping | StoreCopy | None:
     if spec.cloud == "local":
         return None
     return StoreCopy(spec) if spec.role == "trainer" else Shipping(spec)
+
+
+if __name__ == "__main__":
+    main()

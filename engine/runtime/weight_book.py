@@ -3,6 +3,7 @@
 import hashlib
 from pathlib import Path
 
+from engine.durable import write_durably
 from engine.rollout.request import WeightsKey
 
 
@@ -14,15 +15,8 @@ class WeightBook:
         folder.mkdir(parents=True, exist_ok=True)
 
     def write(self, weights: WeightsKey, data: bytes) -> None:
-        """All of it or none of it. Raises OSError when the disk is full."""
-        path = self._path(weights)
-        fresh = path.with_suffix(".new")
-        try:
-            fresh.write_bytes(data)
-        except OSError:
-            fresh.unlink(missing_ok=True)  # half a version would keep a full disk full
-            raise
-        fresh.replace(path)
+        """Write a version durably: the journal's record of it comes after. Raises OSError when the disk is full."""
+        write_durably(self._path(weights), data)
 
     def read(self, weights: WeightsKey) -> bytes:
         """Raises KeyError for weights that were never published or are no longer needed."""

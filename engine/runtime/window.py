@@ -29,6 +29,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from engine.durable import write_durably
+from engine.mark import MARK
+from engine.runtime.alone import HEARD, start_ticks, touch
+
 LOOK_SECONDS = 0.1
 BEAT_SECONDS = 1.0
 SILENCE_SECONDS = 15.0
@@ -43,10 +47,7 @@ PUT = ("agent.json", "ready.json", "notice.json", "hint.json", "exit.json")
 """Small files that are shown whole. Not node.json: it has the token, and the launcher wrote it."""
 APPENDED = re.compile(r"(progress/[\w-][\w.-]*\.jsonl|logs/[\w-][\w.-]*\.log)")
 
-MARK = "SPOTRL_NODE_FOLDER"
-"""Every process of a node inherits it from the agent, whatever session it moves to."""
-
-MONEY = ("money_left_ms", "money_deadline_ms")
+MONEY = ("money_left_ms", "money_deadline_ms", "money_longest_ms")
 """What of a NodeSpec may change while its agent runs: `money` tells it."""
 
 PATIENCE_SECONDS = 5.0
@@ -163,6 +164,7 @@ class Window:
         except OSError as error:  # a full disk: the launcher says it again with the next connection
             self.say({"trouble": f"{next(iter(order))}: {error}"})
         self._heard = time.monotonic()
+        touch(self._folder / HEARD)
 
     def silence(self) -> float:
         """Seconds since the launcher was heard."""
@@ -208,7 +210,7 @@ class Window:
         finally:
             os.close(log)
         # A window that is killed before this line leaves an agent that the next one does not know, and replaces.
-        self._write("started.json", {**order, "pid": self._child.pid, "ticks": _ticks(self._child.pid)})
+        self._write("started.json", {**order, "pid": self._child.pid, "ticks": start_ticks(self._child.pid)})
 
     def _stop(self, started: Mapping[str, Any] | None) -> None:
         """End the agent that runs, if any, and all that it started."""
@@ -258,10 +260,7 @@ class Window:
             yield True
 
     def _write(self, name: str, value: Mapping[str, Any]) -> None:
-        part = self._folder / f".{name}.{os.getpid()}.{threading.get_ident()}"
-        with os.fdopen(os.open(part, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), "w") as file:
-            json.dump(value, file)
-        part.replace(self._folder / name)
+        write_durably(self._folder / name, json.dumps(value).encode())
 
 
 def digest_of(spec: Mapping[str, Any]) -> str:
@@ -290,17 +289,8 @@ def _boot_id() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
-def _ticks(pid: int) -> int | None:
-    """When a process started, in ticks since the boot, which no clock jump moves. None: it is gone, or a zombie."""
-    try:
-        state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return None if state in "ZX" else int(rest[18])
-
-
 def _is_alive(started: Mapping[str, Any]) -> bool:
-    ticks = _ticks(int(started.get("pid", 0)))
+    ticks = start_ticks(int(started.get("pid", 0)))
     return ticks is not None and ticks == started.get("ticks")
 
 
@@ -315,7 +305,7 @@ def _pids() -> Iterator[int]:
 
 def _belongs(pid: int, mark: bytes, session: int | None) -> bool:
     try:
-        if _ticks(pid) is None:
+        if start_ticks(pid) is None:
             return False
         return os.getsid(pid) == session or mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
@@ -332,7 +322,7 @@ def main() -> None:
     """Serve until the launcher goes away."""
     folder = Path(sys.argv[1]).absolute()
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    agent = sys.argv[2:] or [sys.executable, "-m", "engine.runtime.agent"]
+    agent = sys.argv[2:] or [sys.executable, "-P", "-m", "engine.runtime.agent"]
     orders = sys.stdin.buffer
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what is printed by mistake is not taken for a line of ours

@@ -155,6 +155,8 @@ class Worker:
     """Called after every step, with the number of steps that are done."""
     resume: Literal["exact", "close", "restart"] = "close"
     """What becomes of pictures that were interrupted (engine/config.py)."""
+    finished: Callable[[], None] = lambda: None
+    """Called when a lease was finished and its results are durable."""
     heard: Callable[[Regroup], None] = lambda order: None
     """Called with every order to regroup before it is carried out."""
     elastic: Elastic | None = None
@@ -531,7 +533,8 @@ class Worker:
         head = {"call": "finish", "lease": made.work.lease, "results": results}
         if self.elastic is not None:
             head["pace"] = [request_class(made.work.shape, made.work.dtype), *made.paced]
-        self._call(head, blobs)
+        if not isinstance(self._call(head, blobs), Fenced):
+            self.finished()
         self._faults_in_a_row = 0
 
     def _fenced(self, lease: int) -> None:

@@ -20,7 +20,7 @@ EPSILON = 1e-4
 
 
 def group_advantages(
-    rewards: Tensor, std: StdMode = "group", *, scale: float | None = None, clip: float = 5.0
+    rewards: Tensor, std: StdMode = "group", *, scale: float | None = None, clip: float = 5.0, correction: int = 0
 ) -> Tensor:
     """Rewards relative to the mean of their own group, divided by a std, and clipped.
 
@@ -28,11 +28,12 @@ def group_advantages(
     scale    what to divide by in modes `batch` and `ema`: `batch_std` of the whole batch, or `RunningStd.value`.
              `batch` without it takes the rewards given here as the whole batch;
              `ema` without it (there is no earlier batch yet) divides by the group's own std
+    correction  of the group's own std: it is divided by K - correction
     returns  [P, K]  within [-clip, clip]; mean 0 in each row unless clipped; a row of equal rewards gives exactly 0
     """
     rewards = rewards.float()
     centred = rewards - rewards.mean(dim=1, keepdim=True)
-    own = rewards.std(dim=1, keepdim=True, correction=0)
+    own = rewards.std(dim=1, keepdim=True, correction=correction)
     match std:
         case "group":
             divisor = own

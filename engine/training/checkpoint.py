@@ -24,9 +24,10 @@ from typing import Any
 
 import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError, GenericError
-from obstore.store import LocalStore, ObjectStore, from_url
+from obstore.store import LocalStore, ObjectStore
 
 from engine.rollout.request import Manifest
+from engine.runtime.bucket import open_store
 from engine.runtime.disk import AWAY, FULL
 
 SCHEMA = 1
@@ -65,13 +66,14 @@ def checkpoint_name(lineage: int, iteration: int) -> str:
 
 
 class CheckpointStore:
-    """Checkpoints of one run, in a bucket or a folder (obstore URL)."""
+    """Checkpoints of one run, in a bucket or a folder (obstore URL).
+
+    Making one raises OSError when S3 does not say in which region the bucket is.
+    """
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self._store: ObjectStore = (
-            LocalStore(url.removeprefix("file://"), mkdir=True) if url.startswith("file://") else from_url(url)
-        )
+        self._store: ObjectStore = open_store(url)
 
     def claim_lineage(self) -> int:
         """A lineage that nobody had before, the first is 1."""
@@ -170,6 +172,14 @@ class CheckpointStore:
         """One object, e.g. something to look at beside the checkpoints: evaluation/000012.png."""
         with self._trouble_is_an_oserror():
             obstore.put(self._store, path, data)
+
+    def size(self, path: str) -> int:
+        """Return an object's size in bytes; 0 when there is none."""
+        with self._trouble_is_an_oserror():
+            try:
+                return int(obstore.head(self._store, path)["size"])
+            except FileNotFoundError:
+                return 0
 
     def _get(self, path: str) -> bytes:
         with self._trouble_is_an_oserror():

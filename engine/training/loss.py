@@ -37,7 +37,7 @@ def grpo_loss(
 def gaussian_kl(mean: Tensor, reference_mean: Tensor, std: Tensor) -> Tensor:
     """KL divergence of one step's Gaussian from the reference's, the mean over elements as log-probs are.
 
-    Exact, because both have the same std, which is that of the transition (upstream Flow-GRPO leaves out its |dt|).
+    Exact, because both have the same std, which is that of the transition. Flow-GRPO's is `flow_grpo_kl_scale` of it.
 
     mean, reference_mean  [B, *S]
     std                   [B]      0 marks an ODE step: no Gaussian, and 0 is returned

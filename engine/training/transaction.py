@@ -24,12 +24,10 @@ from engine.config import AlgorithmConfig
 from engine.models.adapter import DiTAdapter, rows
 from engine.models.load import ReferencePolicy
 from engine.rollout.request import Manifest
-from engine.rollout.sampler import Plan, log_prob, policy
+from engine.rollout.sampler import Plan, flow_grpo_kl_scale, log_prob, policy
 from engine.rollout.trajectory import Trajectory
 from engine.training.advantages import group_advantages
 from engine.training.loss import gaussian_kl, grpo_loss
-
-ADAM_BETAS = (0.9, 0.99)
 
 LEAST_ROWS_OF_A_THREAD = 64
 """Fewer rows than this, and a thread of their own gains nothing on a CPU."""
@@ -99,7 +97,11 @@ class Trainer:
         self.config = config
         self.reference = reference
         self.optimizer = torch.optim.AdamW(
-            parameters.values(), lr=config.learning_rate, betas=ADAM_BETAS, weight_decay=0.0, fused=True
+            parameters.values(),
+            lr=config.learning_rate,
+            betas=config.adam_betas,
+            weight_decay=config.weight_decay,
+            fused=True,
         )
 
     def begin(self, manifest: Manifest, minibatch: int, plan: Plan, *, std: float | None = None) -> "Transaction":
@@ -225,7 +227,9 @@ class Transaction:
             return None
         config = self._trainer.config
         rewards = torch.tensor([group.rewards], dtype=torch.float32)
-        advantages = group_advantages(rewards, config.std, scale=self._std, clip=config.advantage_clip)[0]
+        advantages = group_advantages(
+            rewards, config.std, scale=self._std, clip=config.advantage_clip, correction=config.std_correction
+        )[0]
         if not advantages.any():
             self.health.without_variance += 1
             if config.kl_beta == 0:
@@ -316,6 +320,8 @@ class Transaction:
         )
         if batch.reference is not None:
             kl = gaussian_kl(mean, batch.reference, std)
+            if config.kl_form == "flow-grpo":
+                kl = kl * flow_grpo_kl_scale(self._plan, batch.step)
             loss = loss + config.kl_beta * kl
             seen.kl_sum = float(kl.detach().sum())
         total = loss.sum() / self._planned_rows

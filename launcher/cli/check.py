@@ -3,7 +3,7 @@
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from launcher.cluster.checks import (
     without_a_job,
 )
 from launcher.cluster.clouds.limits import CloudLimits, build_limits
+from launcher.company import NOTHING_NAMED, Named
 from launcher.exit_codes import ExitCode, Failure
 from launcher.job import CheckedJob, JobError, load_job
 from launcher.ledger.store import open_ledger
@@ -57,10 +58,11 @@ def check(
     policy: str | None,
     as_json: bool,
 ) -> ExitCode:
-    """Check credentials, permissions, quotas and everything else that JOB needs on real clouds. Nothing is bought.
+    """Check what JOB needs on real clouds. Nothing is bought.
 
-    Without JOB: what every job needs. Exit code 0: OK, perhaps with warnings; 4: credentials or permissions; 3: the
-    job; 1: something else.
+    It looks at credentials, permissions, quotas, prices, buckets and this machine's clock; without JOB, at what
+    every job needs. Exit code 0: OK, perhaps with warnings; 4: credentials or permissions; 3: the job; 1: something
+    else.
 
     \b
     Example:
@@ -89,21 +91,33 @@ def check(
 
 def _on_clouds(checked: CheckedJob) -> list[Check]:
     limits = {cloud: build_limits(cloud) for cloud in checked.job.clouds}
-    asks = [*without_a_job(), *_clouds(checked.job.clouds, limits)]
+    named = {cloud: checked.job.named_on(cloud) for cloud in checked.job.clouds}
+    asks = [*without_a_job(), *_clouds(checked.job.clouds, limits, named)]
     try:
         plan = _plan(checked)
     except Failure as failure:  # a job that cannot be planned has no regions to ask about
         return [*run_checks(asks), failed("plan", failure)]
-    from launcher.cluster.provide import ssh_from
+    from launcher.cluster.provide import cloud_apis, ssh_from
 
-    mine = of_job(checked, plan, limits, runs=runs_folder(), now_ms=_now_ms, ssh_from=lambda: ssh_from(checked.job))
+    mine = of_job(
+        checked,
+        plan,
+        limits,
+        apis=cloud_apis(checked.job.clouds),
+        runs=runs_folder(),
+        now_ms=_now_ms,
+        ssh_from=lambda: ssh_from(checked.job),
+    )
     return run_checks([*asks, *mine])
 
 
-def _clouds(clouds: Sequence[str], limits: dict[str, CloudLimits] | None = None) -> list[tuple[str, Ask]]:
+def _clouds(
+    clouds: Sequence[str], limits: dict[str, CloudLimits] | None = None, named: Mapping[str, Named] | None = None
+) -> list[tuple[str, Ask]]:
     from launcher.cluster.provide import cloud_apis
 
-    return of_clouds(cloud_apis(clouds), limits or {cloud: build_limits(cloud) for cloud in clouds}, _now_ms)
+    limits = limits or {cloud: build_limits(cloud) for cloud in clouds}
+    return of_clouds(cloud_apis(clouds), limits, _now_ms, named=named or {})
 
 
 def _plan(checked: CheckedJob) -> Plan:
@@ -137,11 +151,17 @@ def _end(checks: Sequence[Check], as_json: bool) -> ExitCode:
 
 def _print_policy(cloud: str, job: Path | None) -> None:
     """The policy alone on stdout, so that it can be sent to a file; what else is to be known of AWS's on stderr."""
-    from launcher.cluster.clouds.policies import AWS_NOTES, BUCKETS, aws_policy, gcp_role
+    from launcher.cluster.clouds.aws import node_policy
+    from launcher.cluster.clouds.policies import AWS_NAMED_NOTES, AWS_NOTES, BUCKETS, aws_policy, gcp_role
 
+    loaded = load_job(job, environ=os.environ, user_config=config_path()).job if job else None
+    named = loaded.named_on(cloud) if loaded else NOTHING_NAMED
     if cloud == "gcp":
-        click.echo(gcp_role(), nl=False)
+        click.echo(gcp_role(named), nl=False)
         return
-    buckets = [*load_job(job, environ=os.environ, user_config=config_path()).job.store.values()] if job else []
-    click.echo(json.dumps(aws_policy(buckets=buckets or BUCKETS), indent=2))
+    buckets = [*loaded.store.values()] if loaded else []
+    click.echo(json.dumps(aws_policy(buckets=buckets or BUCKETS, named=named), indent=2))
     click.echo(AWS_NOTES, nl=False, err=True)
+    if named.identity:
+        click.echo(AWS_NAMED_NOTES.format(identity=named.identity), nl=False, err=True)
+        click.echo(json.dumps(node_policy(None, buckets or BUCKETS), indent=2), err=True)

@@ -2,6 +2,9 @@
 
 from collections.abc import Iterator, Sequence
 
+from launcher.cli.layout import columns, fitted
+from launcher.cli.plan_text import place_table
+from launcher.cluster.reconcile import bound_of_plan
 from launcher.job import Job
 from launcher.market.estimate import Estimate
 from launcher.market.offers import TOO_OLD, Age, age_of, age_text
@@ -15,6 +18,11 @@ LEFT_OUT_SHOWN = 6
 
 
 def cloud_plan_lines(job: Job, plan: CloudPlan, now_ms: int) -> Iterator[str]:
+    """Return the plan as lines that fit 80 columns."""
+    return fitted(_lines(job, plan, now_ms))
+
+
+def _lines(job: Job, plan: CloudPlan, now_ms: int) -> Iterator[str]:
     yield f"{job.name}: {plan.cloud} {plan.region}, policy {plan.policy}"
     yield ""
     yield from _nodes(plan)
@@ -34,24 +42,26 @@ def cloud_plan_lines(job: Job, plan: CloudPlan, now_ms: int) -> Iterator[str]:
 
 def _nodes(plan: CloudPlan) -> Iterator[str]:
     """Slots of one pool on one line."""
-    name, zone = f"{'nodes':<15}{'market':<11}", f"{'zone':<26}{'instance':<17}{'GPUs':<9}"
-    yield f"  {name}{zone}{'each':>10}{'on demand':>12}{'useful hour':>13}"
+    named = [
+        (slots[0].name if len(slots) == 1 else f"{len(slots)} x {slots[0].name.rpartition('-')[0]}", slots[0])
+        for slots in _grouped(plan.slots)
+    ]
+    yield from place_table(named)
+    yield ""
     useful = {(pool.zone, pool.instance_type, pool.market): pool for pool in plan.pools}
-    for slots in _grouped(plan.slots):
-        place = slots[0].placement
-        pool = useful.get((place.zone, place.instance_type, place.market)) if slots[0].role == "rollout" else None
-        name = slots[0].name if len(slots) == 1 else f"{len(slots)} x {slots[0].name.rpartition('-')[0]}"
-        yield (
-            f"  {name:<15}{place.market.value:<11}{place.zone:<26}{place.instance_type:<17}"
-            f"{f'{place.accelerator}:{place.gpus}':<9}{hourly(place.micro_usd_per_hour):>10}"
-            f"{hourly(slots[0].on_demand_micro_usd_per_hour):>12}"
-            f"{hourly(pool.micro_usd_per_useful_hour) if pool else '':>13}"
-        )
+    rows = [("nodes", "zone", "each", "on demand", "useful hour")]
+    for name, slot in named:
+        place = slot.placement
+        pool = useful.get((place.zone, place.instance_type, place.market)) if slot.role == "rollout" else None
+        useful_hour = hourly(pool.micro_usd_per_useful_hour) if pool else ""
+        each, on_demand = hourly(place.micro_usd_per_hour), hourly(slot.on_demand_micro_usd_per_hour)
+        rows.append((name, place.zone, each, on_demand, useful_hour))
+    yield from columns(rows, words=2)
     for pool in plan.pools:
         if pool.reclaimed_in_first_hour is not None:
             yield (
                 f"  {pool.zone}: taken back in the first hour {_share(pool.reclaimed_in_first_hour)}; comes when asked "
-                f"for {_share(pool.launch_odds)}; at work {pool.useful_share:.0%} of the time"
+                f"for {_share(pool.launch_odds)}; at work {_share(pool.useful_share)} of the time"
             )
 
 
@@ -77,8 +87,10 @@ def _prices(plan: CloudPlan, now_ms: int) -> Iterator[str]:
         yield f"  price of {name}: {place.price_source}, {age_text(place.price_observed_at, now_ms)}"
     ages = [age_of(place.price_observed_at, place.market, now_ms) for place in places]
     if too_old := sum(age in TOO_OLD for age in ages):
-        yield f"  !! {too_old} of {len(ages)} prices are TOO OLD TO BUY BY, or nobody knows their date: refresh them"
-        yield "  !! before you believe a sum of this plan (spotrl catalog refresh)"
+        yield (
+            f"  !! {too_old} of {len(ages)} prices are TOO OLD TO BUY BY, or nobody knows their date: refresh them "
+            "before you believe a sum of this plan (spotrl catalog refresh)"
+        )
     elif old := ages.count(Age.OLD):
         yield f"  {old} of {len(ages)} prices are getting old (spotrl catalog refresh)"
 
@@ -114,12 +126,15 @@ def _count(span: Span) -> str:
 
 
 def _largest(plan: CloudPlan) -> str:
-    largest = plan.largest_micro_usd
-    if largest is None:
+    bound = bound_of_plan(plan.as_plan(), plan.deadline_ms)
+    if bound is None:
         return "nothing limits what could be spent: a real cloud asks for budget.max_total (--max-total)"
-    if largest == plan.max_total_micro_usd:
-        return f"at most {dollars(largest)} could be spent: budget.max_total, what ending the run takes held in reserve"
-    return f"at most {dollars(largest)} could be spent: everything on demand until the deadline"
+    limit = plan.max_total_micro_usd
+    what = f"budget.max_total {dollars(limit)}" if limit is not None and bound >= limit else "all until the deadline"
+    return (
+        f"at most {dollars(bound)} could be spent, whatever is lost or late: {what}, and what runs while it is "
+        "stopped, at on-demand prices with disks and addresses; traffic and stored files are not counted"
+    )
 
 
 # --- exploration and factors -------------------------------------------------------------------------

@@ -6,15 +6,20 @@ import click
 from sqlalchemy.orm import Session, sessionmaker
 
 from launcher.cluster.controller import run_controller
+from launcher.cluster.reconcile import OVER
+from launcher.cluster.runs import run_view
+from launcher.cluster.service import remove_service
+from launcher.exit_codes import ExitCode
 
 
 @click.command()
 @click.argument("run_name", metavar="RUN")
 @click.pass_obj
-def controller(sessions: sessionmaker[Session], run_name: str) -> None:
+def controller(sessions: sessionmaker[Session], run_name: str) -> ExitCode:
     """Look after RUN until it is over: buy, replace, account, stop. Started by `launch` and `resume`.
 
-    It keeps no state, so it may be killed at any moment and started again; a run has one at a time.
+    It keeps no state, so it may be killed at any moment and started again; a run has one at a time. The exit code is 0
+    when the run is over; then a service that was installed for it is removed.
 
     \b
     Example:
@@ -23,3 +28,7 @@ def controller(sessions: sessionmaker[Session], run_name: str) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     run_controller(sessions, run_name)
+    if run_view(sessions, run_name).status not in OVER:
+        return ExitCode.FAILURE  # its lease is lost: a service starts it again, in case the other one dies
+    remove_service(run_name)
+    return ExitCode.OK

@@ -5,13 +5,14 @@ import json
 import click
 from sqlalchemy.orm import Session, sessionmaker
 
+from launcher.cli.run_argument import run_argument
 from launcher.cluster.runs import CLOUD_RELEASE_SECONDS, RELEASE_SECONDS, bring_down, release_seconds
 from launcher.exit_codes import ExitCode
 from launcher.ledger.store import find_run
 
 
 @click.command()
-@click.argument("run_name", metavar="RUN")
+@run_argument
 @click.option(
     "--timeout",
     type=float,
@@ -20,7 +21,9 @@ from launcher.ledger.store import find_run
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_obj
 def down(sessions: sessionmaker[Session], run_name: str, timeout: float | None, as_json: bool) -> ExitCode:
-    """End RUN: release every node, and wait until they are gone. Its checkpoints and its ledger are kept.
+    """End RUN: release every node, and wait until they are gone.
+
+    Its checkpoints and its ledger are kept.
 
     Exit code 10 when something may still run, and cost money, after the timeout; it is named.
 

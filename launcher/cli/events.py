@@ -7,20 +7,23 @@ from dataclasses import asdict
 import click
 from sqlalchemy.orm import Session, sessionmaker
 
+from launcher.cli.run_argument import run_argument
 from launcher.cli.status import event_text
-from launcher.cluster.runs import EventLine, event_lines, last_ids, still_running
+from launcher.cluster.runs import event_lines, last_ids, still_running
 from launcher.ledger.store import find_run
 
 LOOK_SECONDS = 0.5
 
 
 @click.command()
-@click.argument("run_name", metavar="RUN")
+@run_argument
 @click.option("--follow", "-f", is_flag=True, help="Go on until the run is over.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object a line.")
 @click.pass_obj
 def events(sessions: sessionmaker[Session], run_name: str, follow: bool, as_json: bool) -> None:
-    """Show what happened to RUN: its stages, its nodes, its engine. Times are on the run's clock.
+    """Show what happened to RUN: its stages, its nodes, its engine.
+
+    Times are on the run's clock.
 
     \b
     Example:
@@ -33,11 +36,7 @@ def events(sessions: sessionmaker[Session], run_name: str, follow: bool, as_json
             run = find_run(session, run_name)
             lines, seen = event_lines(session, run, seen), last_ids(session, run)
         for line in lines:
-            click.echo(_text(line, as_json))
+            click.echo(json.dumps(asdict(line)) if as_json else event_text(line, run_name))
         if is_over:
             return
         time.sleep(LOOK_SECONDS)
-
-
-def _text(line: EventLine, as_json: bool) -> str:
-    return json.dumps(asdict(line)) if as_json else event_text(line)

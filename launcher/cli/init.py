@@ -1,25 +1,56 @@
-"""`spotrl init`: a job file to start from."""
+"""`spotrl init`: a job file to start from, or an example job with the files it needs."""
 
+import json
 from importlib.resources import files
 from pathlib import Path
 
 import click
 
+EXAMPLES = {
+    "quickstart": ("quickstart.yaml",),
+    "shapes": ("shapes.yaml",),
+    "digits_ocr_shared": ("digits_ocr_shared.yaml",),
+    "qwen_image_ocr": ("qwen_image_ocr.yaml", "qwen_image_ocr_prompts.txt"),
+}
+"""Files of each example in the package `sky_yamls`, the job first."""
+
 
 @click.command()
-@click.argument("file", type=click.Path(dir_okay=False, path_type=Path), default=Path("job.yaml"))
-@click.option("--force", is_flag=True, help="Replace FILE if it exists.")
-def init(file: Path, force: bool) -> None:
+@click.argument("file", type=click.Path(dir_okay=False, path_type=Path), required=False)
+@click.option("--example", type=click.Choice(list(EXAMPLES)), metavar="NAME", help="Write this example job.")
+@click.option("--force", is_flag=True, help="Replace files that exist.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON: the job file, and the files written beside it.")
+def init(file: Path | None, example: str | None, force: bool, as_json: bool) -> None:
     """Write a commented job file to FILE (job.yaml).
+
+    With --example, an example job is written to FILE, or to NAME.yaml here, and the files it needs beside it:
+
+    \b
+      quickstart         four digits, trained on this machine in minutes
+      shapes             coloured shapes, trained on this machine
+      digits_ocr_shared  the quickstart with sequence parallelism
+      qwen_image_ocr     Qwen-Image (20 B) learns to write, on AWS or Google Cloud
 
     \b
     Example:
       spotrl init my-job.yaml
+      spotrl init --example quickstart
     """
-    if file.exists() and not force:
-        raise click.ClickException(f"{file} exists; choose another name, or replace it with --force")
-    try:
-        file.write_text((files("sky_yamls") / "template.yaml").read_text("utf-8"), "utf-8")
-    except OSError as error:
-        raise click.ClickException(f"{file} cannot be written ({error.strerror}); choose another place") from None
-    click.echo(f"Wrote {file}. Next: spotrl launch {file} --dry-run")
+    names = EXAMPLES[example] if example else ("template.yaml",)
+    job = file or Path(names[0] if example else "job.yaml")
+    # The job is written last: while it is missing, the command can be repeated without --force.
+    beside = [job.with_name(name) for name in names[1:]]
+    texts = {path: (files("sky_yamls") / name).read_text("utf-8") for path, name in zip(beside, names[1:], strict=True)}
+    texts[job] = (files("sky_yamls") / names[0]).read_text("utf-8")
+    for path, text in texts.items():
+        if not force and path.exists() and (path == job or path.read_text("utf-8", errors="replace") != text):
+            raise click.ClickException(f"{path} exists; choose another name, or replace it with --force")
+    for path, text in texts.items():
+        try:
+            path.write_text(text, "utf-8")
+        except OSError as error:
+            raise click.ClickException(f"{path} cannot be written ({error.strerror}); choose another place") from None
+    if as_json:
+        click.echo(json.dumps({"file": str(job), "beside": [str(path) for path in beside]}))
+        return
+    click.echo(f"Wrote {' and '.join(str(path) for path in (job, *beside))}\nNext: spotrl launch {job} --dry-run")

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -25,9 +25,9 @@ from sqlalchemy.orm import Session, sessionmaker
 
 from launcher.cli.cloud_plan_text import cloud_plan_lines
 from launcher.cli.live import ENDED, money_text, panel, plain_line, score_text
-from launcher.cli.plan_text import header, plan_dict, plan_lines
+from launcher.cli.plan_text import clock_text, header, plan_dict, plan_lines
 from launcher.cluster.planning import cloud_plan
-from launcher.cluster.ready import check_clouds, check_here, check_job, check_prices
+from launcher.cluster.ready import check_clouds, check_here, check_job, check_named, check_prices
 from launcher.cluster.reconcile import bound_of_plan
 from launcher.cluster.runs import (
     RunView,
@@ -42,8 +42,9 @@ from launcher.cluster.runs import (
     still_running,
     wait_released,
 )
+from launcher.cluster.service import check_service, start_service
 from launcher.exit_codes import BudgetError, ExitCode, Failure
-from launcher.job import CheckedJob, Job, JobError, load_job
+from launcher.job import CheckedJob, Job, JobError, auto_clock_factor, load_job
 from launcher.ledger.models import Run
 from launcher.ledger.store import find_run
 from launcher.market.offers import Offer, read_catalog
@@ -89,6 +90,11 @@ SETTLE_SECONDS = 5.0
 @click.option("--dry-run", is_flag=True, help="Check the job and show the plan; start nothing.")
 @click.option("--detach", is_flag=True, help="Start the run and return.")
 @click.option(
+    "--service",
+    is_flag=True,
+    help="With --detach: have systemd (macOS: launchd) restart the run's controller when it dies.",
+)
+@click.option(
     "--on-exit",
     type=click.Choice(["ask", "keep", "down"]),
     default="ask",
@@ -107,6 +113,7 @@ def launch(
     yes: bool,
     dry_run: bool,
     detach: bool,
+    service: bool,
     on_exit: str,
     as_json: bool,
     result: Path | None,
@@ -121,18 +128,26 @@ def launch(
       spotrl launch quickstart.yaml --max-total 40 --name first-try
       spotrl launch quickstart.yaml -y --on-exit down --json    (in CI)
       spotrl launch qwen_image_ocr.yaml --infra aws,gcp --dry-run
+      spotrl launch qwen_image_ocr.yaml --infra aws --max-total 200 -y --detach --service
       spotrl launch job.yaml --infra aws,gcp --max-total 200 --max-hourly 15 --set store.aws=s3://my-bucket/spotrl \\
         --set store.gcp=gs://my-bucket/spotrl
     """
     if detach and (on_exit == "down" or result or html):
         raise click.UsageError("--detach leaves the run alone; it takes neither --on-exit down, --result nor --html")
+    if service and not detach:
+        raise click.UsageError("--service is for a run that is left alone; add --detach")
     out = Console(stderr=as_json)
     checked = load_job(job, overrides(flags, settings), environ=os.environ, user_config=config_path())
+    if not checked.lines:
+        raise JobError("it is empty", "`spotrl init` writes one with comments", file=job)
     _check_name_is_free(sessions, checked)
     check_sp_degree(checked)
+    if service:
+        check_service(checked.job, os.environ)
     if checked.job.clouds:
         on_clouds = _plan_on_clouds(sessions, checked, out)
         plan, printed = on_clouds.as_plan(), cloud_plan_json(on_clouds)
+        printed["bound_micro_usd"] = bound_of_plan(plan, on_clouds.deadline_ms)
         if not dry_run:
             _check_clouds(checked, plan, out, allow_old_prices)
     else:
@@ -141,8 +156,11 @@ def launch(
         printed = plan_dict(plan)
         for line in plan_lines(checked.job, plan):
             out.print(line, highlight=False, markup=False, soft_wrap=True)
-        preflight(checked, home())
+        found = preflight(checked, home())
         out.print("Checked: reward, prompts and disk.", highlight=False)
+        if checked.job.clock_factor == "auto":
+            checked = checked.with_clock_factor(auto_clock_factor(found["slowness"]))
+            out.print(clock_text(checked.job.factor), highlight=False)
     if dry_run:
         _print_json(as_json, {"name": checked.job.name, "started": False, "plan": printed})
         out.print("Dry run: nothing was started.", highlight=False)
@@ -156,7 +174,8 @@ def launch(
         say = partial(out.print, highlight=False, markup=False, soft_wrap=True)
         prepare_folder(runs_folder() / name, checked.job, cloud_apis(checked.job.clouds), checked.workdir, say)
     follow = Follow(name=checked.job.name, out=out, on_exit=on_exit, release_seconds=release_seconds(checked.job.infra))
-    answer = _start_and_follow(sessions, checked, plan, follow, detach, {"result": result, "html": html})
+    start = start_service if service else start_controller
+    answer = _start_and_follow(sessions, checked, plan, follow, detach, {"result": result, "html": html}, start)
     _print_json(as_json, answer)
     return int(answer["exit_code"])
 
@@ -184,16 +203,12 @@ def _plan_on_clouds(sessions: sessionmaker[Session], checked: CheckedJob, out: C
     plan = cloud_plan(sessions, checked.job, home() / "catalogs", now_ms)
     for line in cloud_plan_lines(checked.job, plan, now_ms):
         out.print(line, highlight=False, markup=False, soft_wrap=True)
-    bound = bound_of_plan(plan.as_plan())
-    if bound is not None:
-        text = f"  the brakes hold {dollars(bound)}, whatever is lost or late: max_total, and what stopping may take"
-        out.print(text, highlight=False, markup=False, soft_wrap=True)
     return plan
 
 
 def _check_clouds(checked: CheckedJob, plan: Plan, out: Console, allow_old_prices: bool) -> None:
     """Whether buying can work, before anything is bought. Raises Failure."""
-    from launcher.cluster.provide import cloud_apis  # the clouds' libraries: not for a local launch
+    from launcher.cluster.provide import cloud_apis, ssh_from  # the clouds' libraries: not for a local launch
 
     check_job(checked, plan.slots)
     if not allow_old_prices:
@@ -206,7 +221,9 @@ def _check_clouds(checked: CheckedJob, plan: Plan, out: Console, allow_old_price
     else:
         out.print("The engine is not installed here, so reward and prompts were not tried.", highlight=False)
     places = {site.place for site in plan.sites}
-    for cloud, caller in check_clouds(checked, cloud_apis(checked.job.clouds), places).items():
+    apis = cloud_apis(checked.job.clouds)
+    check_named(checked.job, apis, places, lambda: ssh_from(checked.job))
+    for cloud, caller in check_clouds(checked, apis, places).items():
         out.print(f"Checked: {cloud} as {caller.identity} ({caller.account}), and its bucket.", highlight=False)
 
 
@@ -307,13 +324,16 @@ def _start_and_follow(
     follow: Follow,
     detach: bool,
     files: Mapping[str, Path | None],
+    start: Callable[[sessionmaker[Session], str], object],
 ) -> dict[str, Any]:
     """Returns what `--json` prints."""
     name = create_run(sessions, checked, plan, follow.name)
     code = ExitCode.FAILURE
     try:
         with _signals():
-            start_controller(sessions, name)
+            started = start(sessions, name)
+            if isinstance(started, Path):
+                follow.say(f"{started} restarts its controller; past your logout only with `loginctl enable-linger`.")
             if detach:
                 follow.say(f"{name} has started. See it: spotrl status {name}, spotrl events {name} --follow")
                 code = ExitCode.OK
@@ -455,6 +475,7 @@ def _write_files(sessions: sessionmaker[Session], name: str, *, result: Path | N
     """Also of a run that failed: that is when somebody looks."""
     if not (result or html):
         return
+    from launcher.cli.report import pictures_of
     from launcher.report.build import build_report  # draws charts, which takes a second to import
     from launcher.report.html import render_html
     from launcher.report.result import result_dict
@@ -465,7 +486,7 @@ def _write_files(sessions: sessionmaker[Session], name: str, *, result: Path | N
             _write(result, json.dumps(result_dict(session, name, running_processes(run)), indent=2) + "\n")
         if html:
             report = build_report(session, run, run_clock(run).now_ms())
-            _write(html, render_html(report, Path(run.folder) / "store"))
+            _write(html, render_html(report, pictures_of(run)))
 
 
 def _write(path: Path, text: str) -> None:

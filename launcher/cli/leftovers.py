@@ -15,6 +15,7 @@ from rich.table import Table
 
 from launcher.cli.status import print_table
 from launcher.cluster.clouds.base import CloudApi, Machine
+from launcher.cluster.local_nodes import LocalNodes
 from launcher.cluster.reaping import (
     Account,
     Cleared,
@@ -29,9 +30,10 @@ from launcher.cluster.reaping import (
     sign_in,
 )
 from launcher.exit_codes import ExitCode, Failure
+from launcher.ledger.billing import LOCAL
 from launcher.market.offers import CLOUDS, Offer, current_catalog
 from launcher.money import duration, hourly
-from launcher.settings import home
+from launcher.settings import home, runs_folder
 
 SIGN_IN_SECONDS = 30.0
 """A cloud that does not say at once who asks may be busy with other calls; after so long it is said to be silent."""
@@ -94,6 +96,14 @@ class Choice:
     notes: Sequence[str] = ()
 
 
+def where_to_look(wish: Wish) -> dict[str, CloudApi]:
+    """Return the clouds that are meant, and this machine unless clouds were named."""
+    from launcher.cluster.provide import cloud_apis  # the clouds' libraries
+
+    here = {} if wish.clouds else {LOCAL: LocalNodes(runs_folder())}
+    return {**cloud_apis(wish.clouds or CLOUDS), **here}
+
+
 def take(
     wish: Wish,
     apis: Mapping[str, CloudApi],
@@ -113,7 +123,8 @@ def take(
     accounts, refused = sign_in(apis, all_owners=wish.all_owners, patience_s=min(SIGN_IN_SECONDS, wish.timeout))
     unasked = [one for one in refused if one.silent or one.cloud in {*known, *wish.clouds}]
     _say_unasked(refused, unasked)
-    if not accounts:
+    here = [account for account in accounts if account.cloud == LOCAL]
+    if accounts == here and look(here).is_empty:
         _nobody(wish, refused, first)
     _check_account(wish, accounts)
     # Of everybody, once: who logs in under another name than before would find nothing, and believe it.
@@ -128,11 +139,12 @@ def take(
     document = {
         "found": _as_dicts(choice.goes, offers),
         "kept": _as_dicts(choice.stays, offers),
+        "of_others": _as_dicts(others, offers),
         "notes": list(choice.notes),
         "accounts": {account.cloud: asdict(account.caller) for account in accounts},
     }
     if wish.dry_run or (choice.goes.is_empty and not late_too):
-        return _end(wish, document, unasked, Cleared(ended=(), left=Inventory()))
+        return _end(wish, document, unasked, Cleared(ended=(), left=Inventory()), others=others)
     if not wish.yes:
         _confirm(choice)
     failed = list(first())
@@ -145,14 +157,23 @@ def take(
     )
     failed = list(last()) if failed else []
     unasked = [one for one in unasked if not one.region] + list(cleared.left.unasked)
-    return _end(wish, document, unasked, cleared, failed)
+    return _end(wish, document, unasked, cleared, failed, others)
 
 
 def _end(
-    wish: Wish, document: dict[str, Any], unasked: Sequence[Unasked], cleared: Cleared, failed: Sequence[str] = ()
+    wish: Wish,
+    document: dict[str, Any],
+    unasked: Sequence[Unasked],
+    cleared: Cleared,
+    failed: Sequence[str] = (),
+    others: Inventory | None = None,
 ) -> ExitCode:
-    """Say how it went. What may still cost money makes the exit code."""
-    is_complete = cleared.left.is_empty and not unasked and not failed
+    """Say how it went. What may still cost money makes the exit code.
+
+    Also what bears another owner's label: it may be ours, made under a name that we logged in with before.
+    """
+    left_alone = others or Inventory()
+    is_complete = cleared.left.is_empty and not unasked and not failed and left_alone.is_empty
     code = ExitCode.OK if is_complete else ExitCode.TEARDOWN_INCOMPLETE
     if wish.as_json:
         document |= {
@@ -294,6 +315,8 @@ def _check_account(wish: Wish, accounts: Sequence[Account]) -> None:
         return
     typed = set(wish.account)
     for account in accounts:
+        if account.cloud == LOCAL:
+            continue  # its nodes are this user's
         wanted = account.caller.account
         if wanted not in typed and not typed and is_a_person():
             typed.add(

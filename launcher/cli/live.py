@@ -8,7 +8,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from launcher.cluster.runs import NodeView, RunView
+from launcher.cluster.runs import NodeView, RunView, short_name
 from launcher.money import dollars, duration, hourly
 from launcher.report.sharing import groups_text
 
@@ -83,14 +83,15 @@ def panel(view: RunView, rewards: Sequence[float], header: str) -> RenderableTyp
     facts.add_row("time", time_text(view))
     facts.add_row("last", Text(view.last_event or "-"))
 
-    nodes = Table(box=box.SIMPLE, pad_edge=False)
+    nodes = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     shares = any(node.groups for node in view.nodes)
-    for column in ("node", "slot", "role", "market", "zone", "state", "age", "price", *(["groups"] if shares else [])):
+    for column in ("node", "market", "zone", "state", "age", "price", *(["groups"] if shares else [])):
         nodes.add_column(column, justify="right" if column in ("age", "price") else "left")
     for node in still_running(view) or view.nodes[-3:]:
         age = duration(node.age_ms - node.age_ms % 1000) if node.age_ms and node.age_ms >= 1000 else "-"
         price = hourly(node.micro_usd_per_hour)
         groups = [groups_text(node.groups)] if shares else []
-        nodes.add_row(node.name, node.slot, node.role, node.market, node.zone, node.status, age, price, *groups)
+        name = short_name(view.name, node.name)
+        nodes.add_row(name, node.market, node.zone, node.status, age, price, *groups)
     title = Text(f"{view.name}: {view.status}{f' ({view.reason})' if view.reason else ''}")
-    return Panel(Group(facts, nodes), title=title, subtitle=Text(header), box=box.ROUNDED)
+    return Panel(Group(facts, "", nodes), title=title, subtitle=Text(header), box=box.ROUNDED)

@@ -7,19 +7,20 @@ from pathlib import Path
 import click
 from sqlalchemy.orm import Session, sessionmaker
 
+from launcher.cli.run_argument import run_argument
 from launcher.cluster.runs import node_logs, still_running
 
 LOOK_SECONDS = 0.5
 
 
 @click.command()
-@click.argument("run_name", metavar="RUN")
+@run_argument
 @click.option("--node", help="One node by name, or every generation of a slot (trainer, spot-0, ...).")
 @click.option("--follow", "-f", is_flag=True, help="Go on until the run is over.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object a line.")
 @click.pass_obj
 def logs(sessions: sessionmaker[Session], run_name: str, node: str | None, follow: bool, as_json: bool) -> None:
-    """Show the logs of RUN: its controller's and its nodes', file by file.
+    """Show the logs of RUN's controller and nodes, file by file.
 
     \b
     Example:

@@ -13,20 +13,24 @@ from launcher.money import dollars, hourly
 
 
 @click.command()
+@click.option("--all", "show_all", is_flag=True, help="Also runs that were removed with `spotrl rm`.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_obj
-def ls(sessions: sessionmaker[Session], as_json: bool) -> None:
+def ls(sessions: sessionmaker[Session], show_all: bool, as_json: bool) -> None:
     """Show every run: how it goes, and what it has cost.
 
     \b
     Example:
       spotrl ls
+      spotrl ls --all
     """
-    views = run_views(sessions)
+    every = run_views(sessions)
+    views = [view for view in every if show_all or not view.is_removed]
+    hidden = len(every) - len(views)
     if as_json:
         click.echo(json.dumps([asdict(view) for view in views]))
         return
-    if not views:
+    if not every:
         click.echo("No runs yet; `spotrl launch JOB` starts one.")
         return
     table = Table(box=None, pad_edge=False)
@@ -34,18 +38,29 @@ def ls(sessions: sessionmaker[Session], as_json: bool) -> None:
         table.add_column(column, no_wrap=True)
     for view in views:
         table.add_row(*_row(view))
-    print_table(table)
+    if views:
+        print_table(table)
+    if hidden:
+        click.echo(f"{hidden} removed {'run is' if hidden == 1 else 'runs are'} hidden; see `spotrl ls --all`")
+    for view in views:
+        if view.lacks_controller:
+            click.echo(f"{view.name} has no controller; start one: spotrl resume {view.name}")
+
+
+def _status(view: RunView) -> str:
+    if view.lacks_controller:
+        return f"{view.status} (no controller)"
+    return f"{view.status} (removed)" if view.is_removed else view.status
 
 
 def _row(view: RunView) -> tuple[str, ...]:
     score = "-" if view.score is None else f"{view.score:.3f}"
-    live = [node for node in view.nodes if node.status in ("asked", "starting", "ready", "draining", "stopping")]
     return (
         view.name,
-        view.status if view.controlled or not live else f"{view.status} (no controller)",
+        _status(view),
         f"{view.iteration}/{view.iterations}",
         score,
         dollars(view.spent_micro_usd),
         hourly(view.micro_usd_per_hour),
-        str(len(live)),
+        str(sum(node.is_live for node in view.nodes)),
     )

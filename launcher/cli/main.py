@@ -16,12 +16,38 @@ from typing import NoReturn
 
 import click
 
-from launcher.exit_codes import ExitCode, Failure
+from launcher.exit_codes import ExitCode
 
 HERE = Path(__file__).parent
 
 WITHOUT_LEDGER = ("init", "config", "check", "panic")
 """Commands that must leave no trace."""
+
+OTHER_NAMES = {
+    "cancel": "down",
+    "delete": "rm",
+    "destroy": "down",
+    "history": "ls",
+    "jobs": "ls",
+    "kill": "down",
+    "list": "ls",
+    "ps": "ls",
+    "queue": "ls",
+    "remove": "rm",
+    "show": "status",
+    "start": "launch",
+    "stop": "down",
+}
+"""What other tools call a command of ours."""
+
+GROUPS: dict[str, tuple[str, ...]] = {
+    "Start and end runs": ("init", "config", "check", "launch", "down", "resume"),
+    "Look at runs": ("ls", "status", "events", "logs", "ssh"),
+    "Use results": ("report", "pull", "trace"),
+    "Prices and plans": ("prices", "catalog"),
+    "Clean up": ("rm", "reap", "panic"),
+}
+"""Headings of `spotrl --help` with their commands, in the order in which a person needs them."""
 
 HIDDEN = ("controller",)
 """What `launch` starts by itself; `spotrl controller --help` explains it."""
@@ -56,10 +82,14 @@ class CommandFolder(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args and args[0] not in summaries() and (near := get_close_matches(args[0], summaries(), n=1)):
-            ctx.fail(f"there is no command {args[0]}; did you mean {near[0]}?")
+        if args and args[0] not in summaries():
+            other = OTHER_NAMES.get(args[0])
+            near = [other] if other is not None else get_close_matches(args[0], summaries(), n=1)
+            if near:
+                ctx.fail(f"there is no command {args[0]}; did you mean `spotrl {near[0]}`?")
         name, command, rest = super().resolve_command(ctx, args)
-        if ctx.obj is None and name not in WITHOUT_LEDGER and not {"-h", "--help"} & set(rest):
+        is_asked = ctx.resilient_parsing or {"-h", "--help"} & set(rest)  # for a completion, or for help
+        if ctx.obj is None and name not in WITHOUT_LEDGER and not is_asked:
             from launcher.ledger.store import open_ledger
             from launcher.settings import ledger_path
 
@@ -67,16 +97,17 @@ class CommandFolder(click.Group):
         return name, command, rest
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """As click does, without importing the commands."""
-        rows = [(name, summaries()[name]) for name in self.list_commands(ctx)]
-        with formatter.section("Commands"):
-            formatter.write_dl(rows)
+        """Write the commands under their headings, without importing them."""
+        width = max(map(len, self.list_commands(ctx)))
+        for heading, names in GROUPS.items():
+            with formatter.section(heading):
+                formatter.write_dl([(f"{name:<{width}}", summaries()[name]) for name in names])
 
 
 @click.command(
     cls=CommandFolder,
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="Exit codes: 0 done, 1 failure, 2 usage, 3 bad job, 4 credentials, 5 no capacity, 6 refused by budget, "
+    epilog="Exit codes: 0 done, 1 failure, 2 usage, 3 bad job, 4 credentials, 6 refused by budget, "
     "7 stopped by budget, 8 deadline missed, 9 bad price table, 10 something may still cost money, 130 interrupted.",
 )
 @click.version_option(package_name="spotrl")
@@ -99,20 +130,10 @@ def run(argv: Sequence[str] | None = None) -> int:
     try:
         code = cli.main(args=None if argv is None else list(argv), prog_name="spotrl", standalone_mode=False)
         return int(code) if isinstance(code, int) else ExitCode.OK
-    except click.ClickException as error:
-        error.show()
-        return error.exit_code
-    except (click.Abort, KeyboardInterrupt):
-        click.echo("Interrupted.", err=True)
-        return ExitCode.INTERRUPTED
-    except Failure as error:
-        click.echo(f"Error: {error}", err=True)
-        return error.exit_code
-    except LookupError as error:
-        if type(error) is not LookupError:  # a KeyError is a fault of ours: let it be seen
-            raise
-        click.echo(f"Error: {error.args[0]}", err=True)
-        return ExitCode.FAILURE
+    except (Exception, KeyboardInterrupt) as error:
+        from launcher.cli.endings import ending
+
+        return ending(error, sys.argv[1:] if argv is None else argv)
 
 
 if __name__ == "__main__":

@@ -5,12 +5,13 @@ from typing import Any
 
 import click
 
-from launcher.cli.leftovers import Choice, Wish, take, what_to_take
-from launcher.cluster.reaping import CloudRuns, Inventory, cloud_runs, stop_cloud_runs, stop_launches
+from launcher.cli.leftovers import Choice, Wish, take, what_to_take, where_to_look
+from launcher.cluster.local_nodes import recorded_clouds
+from launcher.cluster.reaping import CloudRuns, Inventory, cloud_runs, of_lost_runs, stop_cloud_runs, stop_launches
 from launcher.cluster.sky import Sky
 from launcher.exit_codes import ExitCode
 from launcher.market.offers import CLOUDS
-from launcher.settings import ledger_path
+from launcher.settings import ledger_path, runs_folder
 
 REASON = "spotrl panic"
 
@@ -18,27 +19,28 @@ REASON = "spotrl panic"
 @click.command()
 @what_to_take
 def panic(**options: Any) -> ExitCode:
-    """Stop every run on a cloud, live ones too, and end everything of yours there, in every region.
+    """Stop every run on a cloud and end everything of yours there.
 
-    Controllers are told to stop first, and SkyPilot to stop what it is launching; nodes are ended at once, without
-    waiting for either, through the clouds' own APIs: it works when SkyPilot does not, and when the ledger is locked,
-    broken or gone. Checkpoints in buckets stay, and runs of this machine (infra local) go on.
+    Live runs too, in every region. Controllers are told to stop first, and SkyPilot to stop what it is launching;
+    nodes are ended at once, without waiting for either, through the clouds' own APIs: it works when SkyPilot does
+    not, and when the ledger is locked, broken or gone. Checkpoints in buckets stay. Runs of this machine (infra
+    local) go on if the ledger knows them; nodes here of any other run are ended.
 
-    Exit code 10 when something is left, or a region could not be asked; it is named.
+    Exit code 10 when something is left, a region could not be asked, or another owner's things were left alone; each
+    is named.
 
     \b
     Example:
       spotrl panic --dry-run
       spotrl panic -y
     """
-    from launcher.cluster.provide import cloud_apis
-
     wish, ledger = Wish(**options), ledger_path()
     live = cloud_runs(ledger)
 
     def choose(found: Inventory) -> Choice:
         notes = [f"These runs are stopped: {', '.join(live.names)}."] if live.names else []
-        return Choice(goes=found, notes=[*notes, *_troubles(live)])
+        goes, stays = of_lost_runs(found, live.local)
+        return Choice(goes=goes, stays=stays, notes=[*notes, *_troubles(live)])
 
     def stop() -> Sequence[str]:
         troubles = _troubles(stop_cloud_runs(ledger, REASON))
@@ -50,9 +52,9 @@ def panic(**options: Any) -> ExitCode:
     # A controller that cannot be told may buy anew as soon as the ledger is free again: it is told at the end, too.
     return take(
         wish,
-        cloud_apis(wish.clouds or CLOUDS),
+        where_to_look(wish),
         choose,
-        known=CLOUDS if live.trouble else live.clouds,
+        known=CLOUDS if live.trouble else {*live.clouds, *recorded_clouds(runs_folder())},
         late_too=True,
         first=stop,
         last=stop,

@@ -1,14 +1,15 @@
 """A plan as a person reads it before saying yes, and as a script does."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from typing import Any
 
-from launcher.job import Job
+from launcher.cli.layout import columns, fitted
+from launcher.job import FASTEST_CLOCK, Job
 from launcher.money import dollars, duration, hourly
 from launcher.placement.exploration import exploration_outlook
-from launcher.placement.plan import Plan
+from launcher.placement.plan import Plan, Slot
 
 
 def header(job: Job, plan: Plan) -> str:
@@ -20,18 +21,33 @@ def header(job: Job, plan: Plan) -> str:
 
 
 def plan_lines(job: Job, plan: Plan) -> Iterator[str]:
-    yield f"{job.name}: {header(job, plan)}"
-    if job.clock_factor != 1:
-        yield f"The clock runs x{job.clock_factor:g}: an hour of prices and reclaims passes in {_here(job)}."
-    yield ""
-    yield f"  {'slot':<14}{'market':<11}{'zone':<22}{'instance':<17}{'GPUs':<14}{'price':>9}{'on demand':>12}"
-    for slot in plan.slots:
+    """Return the plan as lines that fit 80 columns."""
+    return fitted(_plan_lines(job, plan))
+
+
+def place_table(slots: Iterable[tuple[str, Slot]]) -> Iterator[str]:
+    """Say what is bought and where. Each slot comes with its name, or with one for several slots of its kind."""
+    rows = [("nodes", "market", "GPUs", "instance", "zone")]
+    for name, slot in slots:
         place = slot.placement
-        gpus = f"{place.accelerator}:{place.gpus}"
-        yield (
-            f"  {slot.name:<14}{place.market.value:<11}{place.zone:<22}{place.instance_type:<17}{gpus:<14}"
-            f"{hourly(place.micro_usd_per_hour):>9}{hourly(slot.on_demand_micro_usd_per_hour):>12}"
-        )
+        rows.append((name, place.market.value, f"{place.accelerator}:{place.gpus}", place.instance_type, place.zone))
+    return columns(rows, words=5)
+
+
+def _plan_lines(job: Job, plan: Plan) -> Iterator[str]:
+    yield f"{job.name}: {header(job, plan)}"
+    if job.clock_factor == "auto":
+        yield f"The clock runs x{FASTEST_CLOCK:g}, or slower where this machine is slower than two free cores."
+    elif job.clock_factor != 1:
+        yield clock_text(job.clock_factor)
+    yield ""
+    yield from place_table((slot.name, slot) for slot in plan.slots)
+    yield ""
+    prices = [
+        (slot.name, hourly(slot.placement.micro_usd_per_hour), hourly(slot.on_demand_micro_usd_per_hour))
+        for slot in plan.slots
+    ]
+    yield from columns([("nodes", "price", "on demand"), *prices], words=1)
     yield ""
     expected, maximum = plan.expected_micro_usd_per_hour, plan.maximum_micro_usd_per_hour
     yield f"  expected {hourly(expected)}; at most {hourly(maximum)}, were every node bought on demand"
@@ -107,5 +123,6 @@ def plan_dict(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _here(job: Job) -> str:
-    return duration(round(3_600_000 / job.clock_factor))
+def clock_text(factor: float) -> str:
+    here = duration(round(3_600_000 / factor))
+    return f"The clock runs x{factor:g}: an hour of prices and reclaims passes in {here}."

@@ -1,4 +1,4 @@
-"""`spotrl pull`: the trained weights of a run, copied out of its checkpoint store."""
+"""`spotrl pull`: the trained weights and metrics of a run, copied out of its stores."""
 
 import json
 from pathlib import Path
@@ -6,19 +6,31 @@ from pathlib import Path
 import click
 from sqlalchemy.orm import Session, sessionmaker
 
-from launcher.ledger.store import find_run
-from launcher.report.weights import pull_weights
+from engine.config import ModelConfig
+from launcher.cli.run_argument import run_argument
+from launcher.cluster.removal import buckets_of
+from launcher.cluster.stores import run_stores
+from launcher.exit_codes import Failure
+from launcher.ledger.store import check_kept, find_run
+from launcher.report.diffusers_files import write_for_diffusers
+from launcher.report.weights import pull_metrics, pull_weights
 
 
 @click.command()
-@click.argument("run_name", metavar="RUN")
+@run_argument
 @click.option("--to", type=click.Path(file_okay=False, path_type=Path), help="Folder; without it, ./RUN-weights.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 @click.pass_obj
 def pull(sessions: sessionmaker[Session], run_name: str, to: Path | None, as_json: bool) -> None:
-    """Copy the trained weights of RUN's newest complete checkpoint to a folder.
+    """Copy the trained weights of RUN to a folder.
 
-    weights.safetensors is what training goes on from; ema.safetensors is their average, which evaluations use.
+    They are those of its newest complete checkpoint; of a run on a cloud, out of its bucket.
+
+    weights.safetensors is what training goes on from; ema.safetensors is their average, which evaluations use. That
+    average is also written for diffusers: pytorch_lora_weights.safetensors (`load_lora_weights`), or the folder
+    transformer (`from_pretrained`) where the engine is installed.
+
+    Of a run on a cloud, metrics/NODE holds metrics.jsonl and TensorBoard's files of each trainer node.
 
     \b
     Example:
@@ -26,14 +38,29 @@ def pull(sessions: sessionmaker[Session], run_name: str, to: Path | None, as_jso
     """
     with sessions() as session:
         run = find_run(session, run_name)
-        name, store = run.name, Path(run.folder) / "store"
-    pulled = pull_weights(name, store, to or Path(f"{name}-weights"))
+        if not buckets_of(run):
+            check_kept(session, run)
+    name, folder = run.name, to or Path(f"{run.name}-weights")
+    stores = run_stores(run.infra, run.job.get("store") or {}, name, Path(run.folder))
+    pulled = pull_weights(name, stores, folder)
+    metrics = pull_metrics(name, stores, folder)
+    for_diffusers = None
+    try:
+        for_diffusers = write_for_diffusers(
+            folder / "ema.safetensors", ModelConfig.model_validate(run.job.get("model") or {})
+        )
+    except Failure as failure:
+        click.echo(f"The weights are there, but not for diffusers: {failure}", err=True)
     if as_json:
         files = [{"path": str(file.path), "sha256": file.sha256} for file in pulled.files]
-        click.echo(
-            json.dumps({"run": name, "checkpoint": pulled.checkpoint, "iteration": pulled.iteration, "files": files})
-        )
+        about = {"run": name, "checkpoint": pulled.checkpoint, "iteration": pulled.iteration, "files": files}
+        about |= {"diffusers": for_diffusers and str(for_diffusers)}
+        click.echo(json.dumps({**about, "metrics": [str(path) for path in metrics]}))
         return
     click.echo(f"iteration {pulled.iteration}, checkpoint {pulled.checkpoint}")
     for file in pulled.files:
         click.echo(f"{file.sha256}  {file.path}")
+    if for_diffusers is not None:
+        click.echo(f"for diffusers: {for_diffusers}")
+    if metrics:
+        click.echo(f"{len(metrics)} files of metrics in {folder / 'metrics'}")

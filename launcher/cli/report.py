@@ -2,18 +2,22 @@
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import click
 from sqlalchemy.orm import Session, sessionmaker
 
+from launcher.cli.run_argument import run_argument
+from launcher.cluster.stores import StoreError, read_object, run_stores
+from launcher.ledger.models import Removal, Run
 from launcher.ledger.store import find_run
 from launcher.report.build import build_report, clock_of
 from launcher.report.terminal import a_console, print_report
 
 
 @click.command()
-@click.argument("run_name", metavar="RUN")
+@run_argument
 @click.option("--target-reward", type=float, help="Score to reach; without it, the target of the job.")
 @click.option("--against", metavar="RUN2", help="Another run, to say what was saved against it.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object; its `schema` says which fields there are.")
@@ -27,7 +31,9 @@ def report(
     as_json: bool,
     html: Path | None,
 ) -> None:
-    """Show the dollars and hours that RUN took to its target, and where they went.
+    """Show the dollars and hours that RUN took to its target.
+
+    Costs are split by role, market, node and phase.
 
     \b
     Example:
@@ -37,15 +43,32 @@ def report(
         run = find_run(session, run_name)
         other = find_run(session, against) if against else None
         built = build_report(session, run, clock_of(run).now_ms(), target_reward, other)
-        store = Path(run.folder) / "store"
+        if session.get(Removal, run.id) is not None:
+            click.echo(
+                f"{run.name} was removed with `spotrl rm`: its pictures and logs are gone, its facts are not", err=True
+            )
     if html is not None:
         from launcher.report.html import render_html  # The charts' libraries take a second to load.
 
         unfinished = html.with_name(f"{html.name}.part")
-        unfinished.write_text(render_html(built, store), encoding="utf-8")
+        unfinished.write_text(render_html(built, pictures_of(run)), encoding="utf-8")
         os.replace(unfinished, html)
         click.echo(f"wrote {html}", err=True)
     if as_json:
         click.echo(json.dumps(built.to_dict(), indent=2, allow_nan=False))
     else:
         print_report(built, a_console())
+
+
+def pictures_of(run: Run) -> Callable[[str], bytes | None]:
+    """Return a reader of pictures in the run's stores. Where a bucket cannot be read, a report has none and says so."""
+
+    def read(path: str) -> bytes | None:
+        try:
+            stores = run_stores(run.infra, run.job.get("store") or {}, run.name, Path(run.folder))
+            return read_object(stores, path)
+        except StoreError as error:
+            click.echo(f"the report lacks {path}: {error}", err=True)
+            return None
+
+    return read

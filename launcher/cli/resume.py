@@ -5,15 +5,18 @@ import json
 import click
 from sqlalchemy.orm import Session, sessionmaker
 
+from launcher.cli.run_argument import run_argument
 from launcher.cluster.runs import resume_run
 
 
 @click.command()
-@click.argument("run_name", metavar="RUN")
+@run_argument
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_obj
 def resume(sessions: sessionmaker[Session], run_name: str, as_json: bool) -> None:
-    """Start RUN's controller again. Nodes that are still there are kept; the rest goes on from the last checkpoint.
+    """Start RUN's controller again, from the last checkpoint.
+
+    Nodes that are still there are kept.
 
     \b
     Example:

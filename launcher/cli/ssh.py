@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,47 +11,71 @@ from typing import Any
 import click
 from sqlalchemy.orm import Session, sessionmaker
 
+from launcher.cli.run_argument import run_argument
 from launcher.cluster.local import node_folder
+from launcher.cluster.runs import short_name
 from launcher.exit_codes import Failure
+from launcher.ledger.billing import LOCAL
 from launcher.ledger.models import Node
-from launcher.ledger.store import find_run, nodes_of
+from launcher.ledger.store import check_kept, find_run, nodes_of
 
 MACHINE = "machine.json"
 """What the provisioner knows of a node's machine, in the node's folder here."""
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
-@click.argument("run_name", metavar="RUN")
+@run_argument
 @click.argument("node_name", metavar="NODE")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="[-- COMMAND]")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON: how COMMAND ended, or how to log in.")
 @click.pass_obj
-def ssh(sessions: sessionmaker[Session], run_name: str, node_name: str, command: tuple[str, ...]) -> None:
+def ssh(
+    sessions: sessionmaker[Session], run_name: str, node_name: str, command: tuple[str, ...], as_json: bool
+) -> int | None:
     """Log in to NODE of RUN, or run COMMAND there.
 
-    NODE is a node's name, or its slot (`trainer`, `spot-0`): then the newest node of that slot.
+    NODE is a node's name, with or without its run's, or its slot (`trainer`, `spot-0`): then the newest of that slot.
     The node's own files are in ~/spotrl there. The exit code is that of ssh.
+
+    With --json and COMMAND: its exit code, stdout and stderr. With --json alone: the node's address and the ssh
+    command that logs in. A node of this machine (infra local) has a folder and takes no COMMAND.
 
     \b
     Example:
       spotrl ssh digits trainer
       spotrl ssh digits spot-0 -- nvidia-smi
+      spotrl ssh digits spot-0 --json -- nvidia-smi
     """
     with sessions() as session:
         run = find_run(session, run_name)
+        check_kept(session, run)
         node = newest(run_name, nodes_of(session, run), node_name)
     folder = node_folder(Path(run.folder), node.name)
-    if run.infra == "local":
-        click.echo(f"{node.name} is a process group of this machine; its disk is the folder {folder}")
-        return
-    arguments = ssh_command(login_of(node.name, folder), folder, command)
+    if run.infra == LOCAL:
+        found = f"{node.name} is a process group of this machine; its disk is the folder {folder}"
+        if command:
+            raise Failure(f"{found}; run {command[0]} there yourself")
+        click.echo(json.dumps({"node": node.name, "folder": str(folder)}) if as_json else found)
+        return None
+    login = login_of(node.name, folder)
+    arguments = ssh_command(login, folder, command)
+    if as_json and not command:
+        address = {name: login.get(name) for name in ("host", "user", "port", "key")}
+        click.echo(json.dumps({"node": node.name, **address, "ssh": arguments}))
+        return None
     if shutil.which("ssh") is None:
         raise Failure("ssh cannot be found here; install it (Debian: `apt-get install openssh-client`)")
-    os.execvp(arguments[0], arguments)
+    if not as_json:
+        os.execvp(arguments[0], arguments)
+    done = subprocess.run(arguments, capture_output=True, text=True, errors="replace", check=False)
+    ended = {"exit_code": done.returncode, "stdout": done.stdout, "stderr": done.stderr}
+    click.echo(json.dumps({"node": node.name, "command": command, **ended}))
+    return done.returncode
 
 
 def newest(run_name: str, nodes: Sequence[Node], wanted: str) -> Node:
     """The node of that name, or the newest of that slot. LookupError names those that there are."""
-    named = [node for node in nodes if wanted in (node.name, node.slot)]
+    named = [node for node in nodes if wanted in (node.name, node.slot, short_name(run_name, node.name))]
     if not named:
         known = ", ".join(dict.fromkeys(node.slot for node in nodes)) or "none yet"
         raise LookupError(f"{run_name} has no node called {wanted}; it has had: {known}")
@@ -81,6 +106,7 @@ def ssh_command(login: Mapping[str, Any], folder: Path, command: Sequence[str]) 
         "UserKnownHostsFile": f'"{login.get("known_hosts") or folder / "known_hosts"}"',
         "GlobalKnownHostsFile": "/dev/null",
         "LogLevel": "ERROR",
+        **({"ProxyCommand": str(login["proxy"])} if login.get("proxy") else {}),
     }
     words = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
     # The user's own ssh configuration is for the user's machines, and the user's agent is no business of a node.

@@ -11,7 +11,9 @@ from rich.table import Table
 from sqlalchemy.orm import Session, sessionmaker
 
 from engine.events import Regrouped
-from launcher.cluster.runs import EventLine, RunView, event_lines, run_view, still_running
+from launcher.cli.layout import fitted
+from launcher.cli.run_argument import run_argument
+from launcher.cluster.runs import EventLine, RunView, event_lines, run_view, short_name, still_running
 from launcher.ledger.store import find_run
 from launcher.money import dollars, duration, hourly
 from launcher.report.sharing import groups_text
@@ -22,12 +24,14 @@ PIPE_WIDTH = 200
 
 
 @click.command()
-@click.argument("run_name", metavar="RUN")
+@run_argument
 @click.option("--watch", "-w", is_flag=True, help="Show it anew every second until the run is over.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; with --watch, one object a line.")
 @click.pass_obj
 def status(sessions: sessionmaker[Session], run_name: str, watch: bool, as_json: bool) -> None:
-    """Show how RUN stands: progress, money, nodes with their age and SP groups, and the last events.
+    """Show how RUN stands: progress, money, nodes and last events.
+
+    A node's age and its SP groups are shown beside it.
 
     \b
     Example:
@@ -53,30 +57,33 @@ def _show(sessions: sessionmaker[Session], run_name: str, as_json: bool) -> None
         document: dict[str, Any] = {**asdict(view), "events": [asdict(line) for line in lines]}
         click.echo(json.dumps(document))
         return
-    for text in headline(view):
+    for text in fitted(headline(view)):
         click.echo(text)
     print_table(node_table(view))
-    for line in lines:
-        click.echo(event_text(line))
+    for text in fitted(event_text(line, view.name) for line in lines):
+        click.echo(text)
 
 
 def print_table(table: Table) -> None:
     """As wide as it needs to be where no terminal limits it: a name that is cut short cannot be copied."""
-    console = Console()
-    (console if console.is_terminal else Console(width=PIPE_WIDTH)).print(table)
+    console = Console(markup=False)  # `spotrl[sky]` is no style
+    (console if console.is_terminal else Console(width=PIPE_WIDTH, markup=False)).print(table)
 
 
 def headline(view: RunView) -> list[str]:
     """The run in a few lines."""
     reason = f" ({view.reason})" if view.reason else ""
-    warning = "" if view.controlled or view.status in ("finished", "stopped", "failed") else _nobody(view)
+    # On a line of its own, so that the command is not wrapped and can be copied.
+    warning = [f"{view.name} has no controller; start one: spotrl resume {view.name}"] if view.lacks_controller else []
+    removed = "; its files were removed" if view.is_removed else ""
     limit = f" of {dollars(view.max_total_micro_usd)}" if view.max_total_micro_usd is not None else ""
     score = "-" if view.score is None else f"{view.score:.3f}"
     peak = "-" if view.best_score is None else f"{view.best_score:.3f}"
     target = f", target {view.target}" if view.target is not None else ""
     eta = "" if view.eta_seconds is None else f", {duration(round(view.eta_seconds * 1000))} left at most"
     return [
-        f"{view.name}: {view.status}{reason}{warning}",
+        f"{view.name}: {view.status}{reason}{removed}",
+        *warning,
         f"iteration {view.iteration}/{view.iterations}, {view.metric} {score} (best {peak}{target}){eta}",
         f"spent {dollars(view.spent_micro_usd)}{limit}, now {hourly(view.micro_usd_per_hour)}; "
         f"{duration(view.elapsed_ms)} on the run's clock ({view.clock_factor:g}x), "
@@ -84,22 +91,20 @@ def headline(view: RunView) -> list[str]:
     ]
 
 
-def _nobody(view: RunView) -> str:
-    return f"; no controller looks after it: `spotrl resume {view.name}`"
-
-
 def node_table(view: RunView) -> Table:
     table = Table(box=None, pad_edge=False)
     shares = any(node.groups for node in view.nodes)
-    for column in ("node", "role", "market", "zone", "status", "age", "rate", *(["groups"] if shares else [])):
+    for column in ("node", "market", "zone", "status", "age", "rate", *(["groups"] if shares else [])):
         table.add_column(column, no_wrap=True)
     for node in view.nodes:
         age, rate = duration(node.age_ms), hourly(node.micro_usd_per_hour)
         groups = [groups_text(node.groups)] if shares else []
-        table.add_row(node.name, node.role, node.market, node.zone, node.status, age, rate, *groups)
+        name = short_name(view.name, node.name)
+        table.add_row(name, node.market, node.zone, node.status, age, rate, *groups)
     return table
 
 
-def event_text(line: EventLine) -> str:
+def event_text(line: EventLine, run_name: str) -> str:
     """One event as a line: when (run's clock), where, what."""
-    return f"{duration(max(0, line.elapsed_ms)):>10}  {line.source:<24} {line.kind} {line.text}".rstrip()
+    source = short_name(run_name, line.source)
+    return f"{duration(max(0, line.elapsed_ms)):>10}  {source:<12} {line.kind} {line.text}".rstrip()

@@ -7,19 +7,22 @@ from pathlib import Path
 import click
 from sqlalchemy.orm import Session, sessionmaker
 
+from launcher.cli.run_argument import run_argument
 from launcher.ledger.store import find_run
 from launcher.report.trace import chrome_trace
 
 
 @click.command()
-@click.argument("run_name", metavar="RUN")
+@run_argument
 @click.option(
     "--out", "-o", type=click.Path(dir_okay=False, path_type=Path), help="File; without it, ./RUN.trace.json."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the trace instead of writing a file.")
 @click.pass_obj
 def trace(sessions: sessionmaker[Session], run_name: str, out: Path | None, as_json: bool) -> None:
-    """Write a timeline of RUN: phases of every worker, lives of the nodes, iterations, regroups. Also while it runs.
+    """Write a timeline of RUN's workers and nodes for Perfetto.
+
+    It shows the phases of every worker, the lives of the nodes, iterations and regroups; also while the run goes on.
 
     Open the file at https://ui.perfetto.dev or chrome://tracing.
 

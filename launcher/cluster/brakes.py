@@ -22,10 +22,10 @@ class Limits:
     max_hourly: int | None
 
 
+NO_LIMITS = Limits(max_total=None, max_hourly=None)
+
 RELEASE_ALLOWANCE_MS = 300_000
 """What stopping may take on a real cloud, the engine's last words included: clouds take minutes to end a machine."""
-
-NO_LIMITS = Limits(max_total=None, max_hourly=None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,14 +17,16 @@ from enum import StrEnum
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
-from launcher.cluster.clouds.base import CloudApi, CloudRefused, CloudUnreachable
+from launcher.cluster.clouds.base import CloudApi, CloudRefused, CloudUnreachable, Finding, Look
 from launcher.cluster.clouds.limits import CloudLimits, Permissions, Quota
+from launcher.cluster.gcloud import check_gcloud
 from launcher.cluster.ready import PROGRAMS, check_job
+from launcher.cluster.sky_settings import configuration_files, read_configuration, value_at
 from launcher.cluster.stores import check_writable
+from launcher.company import NOTHING_NAMED, Named
 from launcher.exit_codes import ExitCode, Failure
-from launcher.job import CheckedJob
+from launcher.job import CheckedJob, Job
 from launcher.market.offers import Age, age_of, age_text
 from launcher.money import duration
 from launcher.placement.moves import SiteOptions
@@ -41,6 +43,9 @@ SKEW_WARN_MS, SKEW_FAIL_MS = 60_000, 300_000
 AT_ONCE = 16
 
 FROM_OURS = "away from ours"
+
+LOGINS = ("credentials", "gcloud")
+"""Checks of a cloud that say whether somebody is logged in to it."""
 
 SHOWN = 6
 """So many names of a long list are printed."""
@@ -63,6 +68,9 @@ IN_THE_WAY: Mapping[tuple[str, ...], str] = {
     ("gcp", "vpc_name"): "ours is used instead, with the request",
 }
 """Keys of the user's own SkyPilot configuration, and what they mean for our nodes."""
+
+OF_NETWORKS = ("vpc_name", "vpc_names", "subnet_names", "use_internal_ips", "ssh_proxy_command")
+"""Keys that a job's `network` sets for its nodes, whatever the user's configuration says."""
 
 
 class Verdict(StrEnum):
@@ -148,29 +156,25 @@ def skypilot(installed: Callable[[str], str] = version) -> list[Check]:
 
 def skypilot_config(environ: Mapping[str, str], folder: Path) -> list[Check]:
     """Keys of the user's own SkyPilot configuration that change what our nodes are. It is read, never written."""
-    home = Path(environ.get("HOME", "~")).expanduser()
-    files = [
-        Path(environ.get("SKYPILOT_GLOBAL_CONFIG", "") or home / ".sky" / "config.yaml"),
-        Path(environ.get("SKYPILOT_PROJECT_CONFIG", "") or folder / ".sky.yaml"),
-    ]
-    there = [path.expanduser() for path in files if path.expanduser().is_file()]
+    there = configuration_files(environ, folder)
     found = [check for path in there for check in _keys_in_the_way(path)]
     return found or [Check(what="skypilot config", verdict=Verdict.OK, found="nothing in it is in the way")]
 
 
 def _keys_in_the_way(path: Path) -> Iterable[Check]:
-    from ruamel.yaml import YAML
     from ruamel.yaml.error import YAMLError
 
     try:
-        values = YAML(typ="safe").load(path)
+        values = read_configuration(path)
     except (YAMLError, OSError, UnicodeDecodeError) as error:
         first = next(iter(str(error).splitlines()), "")
         yield Check(what="skypilot config", verdict=Verdict.WARN, found=f"{path} cannot be read ({first})")
         return
     for key, means in IN_THE_WAY.items():
-        if (value := _value(values, key)) is not None:
-            remedy = "" if means.startswith("ours is used") else f"take it out of {path} if that is not what you mean"
+        if (value := value_at(values, key)) is not None:
+            in_job = ", or name the network in the job (`network:`)" if key[1:] and key[1] in OF_NETWORKS else ""
+            remedy = f"take it out of {path} if that is not what you mean{in_job}"
+            remedy = "" if means.startswith("ours is used") else remedy
             yield Check(
                 what="skypilot config",
                 verdict=Verdict.WARN,
@@ -179,28 +183,26 @@ def _keys_in_the_way(path: Path) -> Iterable[Check]:
             )
 
 
-def _value(values: Any, key: Sequence[str]) -> Any:
-    for part in key:
-        values = values.get(part) if isinstance(values, Mapping) else None
-    return values
-
-
 def address(ask: Callable[[], str]) -> list[Check]:
     """Whether it can be said where SSH comes from, which is all that nodes let in."""
-    return [Check(what="ssh from", verdict=Verdict.OK, found=f"{ask()} may reach nodes by SSH, and nothing else")]
+    source = ask()
+    found = f"{source} may reach nodes by SSH, and nothing else" if source else "the network that the job names decides"
+    return [Check(what="ssh from", verdict=Verdict.OK, found=found)]
 
 
 # --- a cloud -----------------------------------------------------------------------------------------
 
 
-def cloud_lines(api: CloudApi, limits: CloudLimits, now_ms: Callable[[], int]) -> list[Check]:
+def cloud_lines(
+    api: CloudApi, limits: CloudLimits, now_ms: Callable[[], int], named: Named = NOTHING_NAMED
+) -> list[Check]:
     """Who asks, the clock, and what is allowed: the last only of somebody who is known."""
     known = credentials(api)
     time_is = _as_lines(f"{api.cloud} clock", partial(clock, limits, now_ms))
     if known.verdict is Verdict.FAIL:
         # A clock that is off is why signatures are refused; what else it says is said already.
         return [known, *(line for line in time_is if line.found.endswith(FROM_OURS))]
-    return [known, *time_is, *_as_lines(f"{api.cloud} permissions", partial(permissions, limits))]
+    return [known, *time_is, *_as_lines(f"{api.cloud} permissions", partial(permissions, limits, named))]
 
 
 def _as_lines(what: str, ask: Callable[[], Check]) -> list[Check]:
@@ -219,6 +221,11 @@ def credentials(api: CloudApi) -> Check:
     return Check(what=what, verdict=Verdict.OK, found=found)
 
 
+def gcloud(environ: Mapping[str, str], folder: Path) -> list[Check]:
+    """The program and the login that SkyPilot needs on Google Cloud, beside the credentials that we use ourselves."""
+    return [Check(what="gcp gcloud", verdict=Verdict.OK, found=check_gcloud(environ, folder))]
+
+
 def clock(limits: CloudLimits, now_ms: Callable[[], int]) -> Check:
     what = f"{limits.cloud} clock"
     off = abs(limits.clock_ms() - now_ms())
@@ -229,9 +236,9 @@ def clock(limits: CloudLimits, now_ms: Callable[[], int]) -> Check:
     return Check(what=what, verdict=verdict, found=f"{duration(off)} {FROM_OURS}", remedy=remedy)
 
 
-def permissions(limits: CloudLimits) -> Check:
+def permissions(limits: CloudLimits, named: Named = NOTHING_NAMED) -> Check:
     what, remedy = f"{limits.cloud} permissions", f"`spotrl check --print-policy {limits.cloud}` prints what is needed"
-    said: Permissions = limits.permissions()
+    said: Permissions = limits.permissions(named)
     if said.missing:
         found = f"not allowed: {_some(said.missing)}"
         return Check(what=what, verdict=Verdict.FAIL, found=found, remedy=remedy, code=ExitCode.CREDENTIALS)
@@ -358,6 +365,50 @@ def _where_to_ask(site: SiteOptions) -> str:
     return "https://console.cloud.google.com/iam-admin/quotas (filter by the quota's name and region)"
 
 
+# --- what the job names -------------------------------------------------------------------------------
+
+
+def identity(api: CloudApi, named: Named) -> list[Check]:
+    """The identity that an administrator made for nodes."""
+    return [_of_finding(f"{api.cloud} identity", one) for one in api.check_identity(named)]
+
+
+def networks(job: Job, plan: Plan, apis: Mapping[str, CloudApi], ssh_from: Callable[[], str]) -> list[Check]:
+    """Each region that the run may be in: whether nodes can live in the network that the job names there.
+
+    A run goes on elsewhere where a network will not do, so only a job that has none which will has failed.
+    """
+    places = [site.place for site in plan.sites if site.cloud in apis and job.named(*site.place).network]
+    source = ssh_from() if places else ""
+
+    def look(place: tuple[str, str]) -> list[Check]:
+        cloud, region = place
+        what = f"network {cloud}/{region}"
+        return run_checks([(what, lambda: _in_region(what, apis[cloud], region, job.named(*place), source))])
+
+    with ThreadPoolExecutor(max_workers=AT_ONCE) as pool:
+        by_place = list(pool.map(look, places))
+    is_failed = [any(check.verdict is Verdict.FAIL for check in checks) for checks in by_place]
+    bearable = Verdict.FAIL if all(is_failed) else Verdict.WARN
+    return [
+        replace(check, verdict=bearable) if check.verdict is Verdict.FAIL else check
+        for checks in by_place
+        for check in checks
+    ]
+
+
+def _in_region(what: str, api: CloudApi, region: str, named: Named, ssh_from: str) -> list[Check]:
+    return [_of_finding(what, one) for one in api.check_network(region, named, ssh_from)]
+
+
+VERDICTS = {Look.OK: Verdict.OK, Look.WRONG: Verdict.FAIL, Look.UNSURE: Verdict.WARN}
+
+
+def _of_finding(what: str, finding: Finding) -> Check:
+    found, _, remedy = finding.text.partition("; ")
+    return Check(what=what, verdict=VERDICTS[finding.look], found=found, remedy=remedy)
+
+
 # --- buckets -----------------------------------------------------------------------------------------
 
 
@@ -405,15 +456,27 @@ def without_a_job(environ: Mapping[str, str] = os.environ) -> list[tuple[str, As
 
 
 def of_clouds(
-    apis: Mapping[str, CloudApi], limits: Mapping[str, CloudLimits], now_ms: Callable[[], int]
+    apis: Mapping[str, CloudApi],
+    limits: Mapping[str, CloudLimits],
+    now_ms: Callable[[], int],
+    environ: Mapping[str, str] = os.environ,
+    named: Mapping[str, Named] | None = None,
 ) -> list[tuple[str, Ask]]:
-    return [(cloud, partial(cloud_lines, api, limits[cloud], now_ms)) for cloud, api in apis.items()]
+    """Logins, clocks and permissions. `named`: what the job names, by cloud."""
+    named = named or {}
+    asks: list[tuple[str, Ask]] = []
+    for cloud, api in apis.items():
+        asks.append((cloud, partial(cloud_lines, api, limits[cloud], now_ms, named.get(cloud, NOTHING_NAMED))))
+        if cloud == "gcp":
+            asks.append(("gcp gcloud", partial(gcloud, environ, Path.cwd())))
+    return asks
 
 
 def one_will_do(checks: Sequence[Check]) -> list[Check]:
-    """For somebody who named no cloud: one that knows nobody is no fault where another knows who asks."""
-    logins = [check for check in checks if check.what.endswith(" credentials")]
-    if not any(check.verdict is Verdict.OK for check in logins):
+    """If the user named no cloud, a login that one cloud lacks is a warning as long as another cloud has its own."""
+    logins = [check for check in checks if check.what.partition(" ")[2] in LOGINS]
+    lacking = {check.what.partition(" ")[0] for check in logins if check.verdict is not Verdict.OK}
+    if not {check.what.partition(" ")[0] for check in logins} - lacking:
         return list(checks)
     unknown = [check for check in logins if check.code is ExitCode.CREDENTIALS]
     return [replace(check, verdict=Verdict.WARN) if check in unknown else check for check in checks]
@@ -424,6 +487,7 @@ def of_job(
     plan: Plan,
     limits: Mapping[str, CloudLimits],
     *,
+    apis: Mapping[str, CloudApi],
     runs: Path,
     now_ms: Callable[[], int],
     ssh_from: Callable[[], str],
@@ -436,6 +500,9 @@ def of_job(
         ("prices", lambda: prices(plan, now_ms())),
         ("ssh from", partial(address, ssh_from)),
     ]
+    for cloud, api in apis.items():
+        asks.append((f"{cloud} identity", partial(identity, api, checked.job.named_on(cloud))))
+    asks.append(("networks", partial(networks, checked.job, plan, apis, ssh_from)))
     for cloud, url in checked.job.store.items():
         if cloud in limits:
             asks.append((f"{cloud} bucket", partial(bucket, cloud, url, plan, limits[cloud], try_bucket)))

@@ -72,6 +72,10 @@ class Chores:
         self.pool.submit(run)
         return True
 
+    def close(self) -> None:
+        """Begin nothing any more. What has begun ends by itself."""
+        self.pool.shutdown(wait=False, cancel_futures=True)
+
     def _failed(self, name: str, text: str) -> None:
         times = self._again.get(name, (0, 0.0))[0] + 1
         longest = LONGEST_LOOK_SECONDS if name.startswith(LOOKS) else LONGEST_AGAIN_SECONDS

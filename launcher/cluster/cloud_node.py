@@ -1,7 +1,10 @@
-"""One node on a real cloud: its files, which are the truth, and what a process remembers of it beside them."""
+"""One node on a real cloud: its files, which are the truth, and what a process remembers of it beside them.
+
+A file that cannot be read counts as absent: a power cut may have left it empty. `is_begun` tells the two apart where
+it matters that the file was written at all.
+"""
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,6 +13,7 @@ from typing import Any, Protocol
 from pydantic import TypeAdapter
 
 from engine.config import NodeSpec
+from engine.durable import write_durably
 from launcher.cluster.clouds.base import Machine
 from launcher.cluster.node_link import Login
 from launcher.cluster.provisioner import NodeFact
@@ -67,7 +71,7 @@ class CloudNode:
     # --- files ------------------------------------------------------------------------------------
 
     def read(self, what: str) -> dict[str, Any] | None:
-        """A JSON object, or None when the file is not there or not whole yet."""
+        """Return the JSON object in the file, or None when the file is missing or damaged."""
         try:
             value = json.loads((self.folder / f"{what}.json").read_text())
         except (FileNotFoundError, ValueError):
@@ -75,35 +79,46 @@ class CloudNode:
         return value if isinstance(value, dict) else None
 
     def has(self, what: str) -> bool:
+        """Return whether the file can be read."""
+        return self.read(what) is not None
+
+    def is_begun(self, what: str) -> bool:
+        """Return whether the file was ever written, even if it cannot be read any more."""
         return (self.folder / f"{what}.json").exists()
 
     def write(self, what: str, value: Mapping[str, Any]) -> None:
-        """All of it or none of it, for the owner's eyes."""
-        self._write_private(self.folder / f"{what}.json", json.dumps(value))
+        """Replace the file durably, for its owner's eyes. Raises OSError."""
+        write_durably(self.folder / f"{what}.json", json.dumps(value).encode())
+
+    def forget(self, what: str) -> None:
+        """Remove the file, so that its step is done again."""
+        (self.folder / f"{what}.json").unlink(missing_ok=True)
 
     def write_key(self, private_key: str) -> Path:
         """What SSH logs in with."""
         key = self.folder / "ssh.key"
-        self._write_private(key, private_key)
+        write_durably(key, private_key.encode())
         # Addresses are used again, by machines with other keys.
         (self.folder / "known_hosts").unlink(missing_ok=True)
         return key
 
-    def _write_private(self, path: Path, text: str) -> None:
-        part = path.with_name(f".{path.name}.{os.getpid()}")
-        with os.fdopen(os.open(part, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), "w") as file:
-            file.write(text)
-        os.replace(part, path)
-
     # --- what they say ----------------------------------------------------------------------------
 
     def is_cleared(self) -> bool:
-        self.cleared = self.cleared or self.has("cleared")
+        """Return whether nothing is left to do for this node. A node whose end cannot be read is ended again."""
+        self.cleared = self.cleared or (self.has("cleared") and self.has("ended"))
         return self.cleared
 
     @property
-    def want(self) -> Placement:
-        return TypeAdapter(Placement).validate_python(self.read("want"))
+    def is_ending(self) -> bool:
+        """True once its end was asked for or has begun, even if the files cannot be read any more."""
+        return self.is_begun("release") or self.is_begun("ending") or self.is_begun("ended")
+
+    @property
+    def want(self) -> Placement | None:
+        """Return the placement that was asked for; None if nobody knows it any more."""
+        record = self.read("want")
+        return None if record is None else TypeAdapter(Placement).validate_python(record)
 
     def write_want(self, want: Placement) -> None:
         self.write("want", dict(TypeAdapter(Placement).dump_python(want, mode="json")))
@@ -124,6 +139,15 @@ class CloudNode:
     def write_machine(self, machine: Machine) -> None:
         """With the login beside it, for `spotrl ssh`."""
         self.write("machine", {**asdict(machine), "login": self.read("login")})
+
+    @property
+    def can_log_in(self) -> bool:
+        """True if the login and its key can be read."""
+        login = self.read("login")
+        try:
+            return login is not None and Path(login["key"]).stat().st_size > 0
+        except OSError:
+            return False
 
     @property
     def notice_ms(self) -> int | None:

@@ -13,9 +13,10 @@ import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, assert_never
@@ -23,13 +24,15 @@ from typing import Any, Literal, assert_never
 import httpx
 from pydantic import TypeAdapter
 from sqlalchemy import select
-from sqlalchemy.exc import OperationalError
+from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session, sessionmaker
 
-from engine.clock import Clock, ScaledClock, SteadyClock
-from engine.config import ClockConfig, NodeSpec
+from engine.clock import Clock, ScaledClock, SteadyClock, boot_ms
+from engine.config import ClockConfig, NodeSpec, role_token
 from engine.events import Capacity, EngineFinished, IterationDone, Market, NodeCapacity, NodeState
 from launcher.cluster import brakes
+from launcher.cluster.cloud_time import CloudTime
+from launcher.cluster.clouds.limits import build_limits
 from launcher.cluster.lease import Lease, LeaseLost, give_up, renew, take_lease, this_process
 from launcher.cluster.local import node_folder
 from launcher.cluster.progress import ProgressFiles
@@ -63,19 +66,36 @@ from launcher.cluster.reconcile import (
 from launcher.cluster.store_lease import StoreLease
 from launcher.cluster.stores import carry_over, open_store, run_store
 from launcher.exit_codes import Failure
-from launcher.job import Job
-from launcher.ledger.accounting import charges_of_run, prices_of_run, side_micro_usd
-from launcher.ledger.billing import LOCAL, NOT_PRICED, bill, minimum_billed_ms, side_costs
+from launcher.job import Job, JobError, all_runs_of
+from launcher.ledger.accounting import charges_of_run, prices_of_run, spent_micro_usd
+from launcher.ledger.billing import (
+    LOCAL,
+    NOT_PRICED,
+    bill,
+    minimum_billed_ms,
+    side_costs,
+    side_micro_usd_per_hour,
+)
 from launcher.ledger.models import Node, NodeEvent, NodePrice, Preemption, ProgressRow, Run, RunStatus, SideCost
 from launcher.ledger.prices import latest_prices
-from launcher.ledger.store import append_progress, append_status, current_status, find_run, nodes_of, writing
+from launcher.ledger.store import (
+    append_progress,
+    append_status,
+    current_status,
+    find_run,
+    newest_ms,
+    nodes_of,
+    writing,
+)
 from launcher.market.on_offer import on_offer
 from launcher.market.own_prices import as_you_pay
+from launcher.market.prices import PriceSource
 from launcher.market.quality import USABLE
 from launcher.money import HOUR_MS, duration
 from launcher.placement.moves import LaunchRate, MoveRules, Option, Price, PriceNow, SiteOptions, repriced
 from launcher.placement.placement import Placement
 from launcher.placement.plan import Plan
+from launcher.settings import config_path
 
 log = logging.getLogger(__name__)
 
@@ -103,13 +123,20 @@ PRICE_SECONDS = 60.0
 SPOT_PRICE_SECONDS = 60.0
 """How often AWS is asked what the run's spot nodes cost (wall time), beside the passes."""
 
+GCP_PRICE_SECONDS = 6 * 3600.0
+"""Google's price list is read anew so often (wall time); it changes once a day at most, spot prices once a month."""
+
 CARRY_SECONDS = 10.0
 """Between tries to carry a checkpoint to another cloud."""
 
-TROUBLE_PASSES = 40
-"""Passes in a row that a locked ledger or a full disk may spoil before the controller gives up: 10 s, on clouds 20."""
+LONGEST_PAUSE_SECONDS = 60.0
+"""A locked ledger or a full disk spoils passes. The pause before the next one doubles up to this long; the controller
+never gives up, because nodes are paid for. Their spend deadlines end them if it lasts."""
 
 LOG_TAIL_CHARACTERS = 1500
+
+UNWATCHED_MS = 60_000
+"""After passes that lie further apart than this, the engine's news of the time between have yet to arrive."""
 
 REARM_MS = 60_000
 """A node's money deadline is written anew when it may live at least this much longer (run's clock)."""
@@ -127,9 +154,12 @@ class Controller:
         holder: str | None = None,
         pid: int | None = None,
         carry: Callable[[str, str], object] = lambda source, target: carry_over(open_store(source), open_store(target)),
+        over_machines: StoreLease | None = None,
+        cloud_time: CloudTime | None = None,
     ) -> None:
         self._sessions, self._run, self._provisioner, self._clock = sessions, run, provisioner, clock
         self._lease: Lease = take_lease(sessions, run, holder or this_process(), pid or os.getpid())
+        self._over_machines, self._cloud_time = over_machines, cloud_time
         self._job = Job.model_validate(run.job)
         plan = TypeAdapter(Plan).validate_python(run.plan)
         self._slots = {slot.name: slot for slot in plan.slots}
@@ -144,6 +174,7 @@ class Controller:
             settle_ms=CLOUD_SETTLE_MS if is_cloud else _run_ms(clock, SETTLE_SECONDS),
             rules=move_rules(self._job),
             launch_rate=LaunchRate(per_minute=recovery.launches_per_minute) if is_cloud else None,
+            iteration_ms=plan.iteration_ms,
             all_runs=_limits_of_all(self._job) if is_cloud else brakes.NO_LIMITS,
         )
         self._progress = ProgressFiles()
@@ -157,6 +188,10 @@ class Controller:
         self._carried: dict[str, tuple[float, Future[object]]] = {}
         self._not_carried: str | None = None
         self._ended_runs: dict[int, tuple[int, int]] = {}
+        self._plans: dict[int, int] = {}
+        """By run: what its plan costs an hour, in micro-dollars."""
+        self._limits_at = -PRICE_SECONDS
+        self._still_since_ms = self._passed_ms = clock.now_ms()
         self._advance = (0, -1, 0)
         """Of the iterations that were done: the last row read, the furthest of them, and when it was reached first."""
 
@@ -166,11 +201,17 @@ class Controller:
         return self._sites
 
     def one_pass(self) -> bool:
-        """Observe, compare, act. True when the run is over and nothing of it is left."""
+        """Observe, compare, act. True when the run is over and nothing of it is left.
+
+        Raises LeaseLost when another controller has taken over.
+        """
+        self._check_lease()
+        self._read_limits()
         cloud = {fact.name: fact for fact in self._provisioner.observe()}
-        self._write_news(cloud)
-        self._write_prices(cloud)
+        nodes = self._write_news(cloud)
+        self._write_prices(cloud, nodes)
         self._write_progress()
+        self._watch_standstill(cloud)
         facts = self._facts()
         self._trainer = _trainer_of(facts.nodes)
         actions = decide(facts, self.wanted)
@@ -184,6 +225,21 @@ class Controller:
         self._tell_capacity(facts, cloud)
         return facts.stage in OVER and not actions and self._is_tidy(facts)
 
+    def _read_limits(self) -> None:
+        """Limits over all runs are those of today's configuration, not of the time of the launch."""
+        if not self._sites or time.monotonic() - self._limits_at < PRICE_SECONDS:
+            return
+        self._limits_at = time.monotonic()
+        try:
+            all_runs = all_runs_of(config_path(), self._job.all_runs)
+        except JobError as error:
+            log.warning("limits over all runs stay as they are: %s", error)
+            return
+        limits = brakes.Limits(max_total=all_runs.max_total, max_hourly=all_runs.max_hourly)
+        if limits != self.wanted.all_runs:
+            log.info("limits over all runs are now %s", all_runs)
+            self.wanted = replace(self.wanted, all_runs=limits)
+
     def close(self) -> None:
         self._carrier.shutdown(wait=False, cancel_futures=True)
         give_up(self._sessions, self._lease)
@@ -191,34 +247,45 @@ class Controller:
     @contextmanager
     def _transaction(self) -> Iterator[Session]:
         """Write, as long as this controller is the one."""
+        self._check_lease()
         with writing(self._sessions) as session:
             renew(session, self._lease)
             yield session
 
+    def _check_lease(self) -> None:
+        if self._over_machines is not None:
+            self._over_machines.check()
+
     # --- facts ------------------------------------------------------------------------------------
 
-    def _write_news(self, cloud: dict[str, NodeFact]) -> None:
+    def _write_news(self, cloud: dict[str, NodeFact]) -> list[NodeRecord]:
+        """Write down what the cloud says of the run's nodes. Return them as they are then."""
         with self._transaction() as session:
+            records = node_records(session, self._run)
+            notes = list(news(records, cloud, self._clock.now_ms()))
+            if not notes:
+                return records
             nodes = {node.name: node for node in nodes_of(session, self._run)}
-            for note in news(node_records(session, self._run), cloud, self._clock.now_ms()):
+            for note in notes:
                 log.info("%s: %s %s", note.node, note.kind, note.evidence)
                 _write_note(session, self._run, nodes[note.node], note)
+            return node_records(session, self._run)
 
-    def _write_prices(self, cloud: dict[str, NodeFact]) -> None:
-        """What was really bought, and what it costs by now."""
+    def _write_prices(self, cloud: dict[str, NodeFact], nodes: Sequence[NodeRecord]) -> None:
+        """Write down what was really bought, and what it costs by now."""
         if not self._sites:
             return
-        with self._sessions() as session:
-            if time.monotonic() - self._prices_at >= PRICE_SECONDS:
+        if time.monotonic() - self._prices_at >= PRICE_SECONDS:
+            with self._sessions() as session:
                 self._prices, self._prices_at = prices_now(session, self._job, self._clock.now_ms()), time.monotonic()
-            changed = paid(node_records(session, self._run), cloud, self._prices, self._clock.now_ms())
+        changed = paid(nodes, cloud, self._prices, self._clock.now_ms())
         if not changed:
             return
         with self._transaction() as session:
-            nodes = {node.name: node for node in nodes_of(session, self._run)}
+            rows = {node.name: node for node in nodes_of(session, self._run)}
             for change in changed:
                 log.info("%s: %s", change.node, change)
-                session.add(_node_price(nodes[change.node], change))
+                session.add(_node_price(rows[change.node], change))
 
     def _write_progress(self) -> None:
         with self._sessions() as session:
@@ -227,6 +294,9 @@ class Controller:
         lines = [line for folder in folders for line in self._progress.read(folder) if line.run == self._run.name]
         if not lines:
             return
+        # A node whose clock is ahead must not make the run older than it is.
+        now_ms = self._clock.now_ms()
+        lines = [replace(line, at_ms=min(line.at_ms, now_ms)) for line in lines]
         try:
             with self._transaction() as session:
                 append_progress(session, self._run, lines)
@@ -267,12 +337,14 @@ class Controller:
             stage_ms=stage_ms,
             planned_ms=planned_ms,
             nodes=node_records(session, self._run),
-            metered=metered_micro_usd(session, self._run, now_ms) + side_micro_usd(session, self._run, now_ms),
+            metered=spent_micro_usd(session, self._run, now_ms),
             finished=EngineFinished(**finished.event) if finished is not None else None,
             finished_ms=finished.at_ms if finished is not None else 0,
             advanced_ms=self._advanced_ms(session),
+            still_since_ms=self._still_since_ms,
             trouble=self._trouble or self._not_carried,
             others=self._others(session, now_ms),
+            doubt=self._cloud_time.doubt if self._cloud_time is not None else None,
             sites=tuple(repriced(site, self._prices) for site in self._sites),
         )
 
@@ -291,14 +363,23 @@ class Controller:
             seen_id = row.id
             if row.event["iteration"] > best:
                 best, at_ms = row.event["iteration"], row.at_ms
+                self._still_since_ms = self._clock.now_ms()  # by our clock: the trainer's may be wrong
         self._advance = (seen_id, best, at_ms)
         return at_ms
+
+    def _watch_standstill(self, cloud: Mapping[str, NodeFact]) -> None:
+        """Count time without a new iteration only while the trainer answers, waits for nobody, and we look."""
+        now_ms, fact = self._clock.now_ms(), cloud.get(self._trainer or "")
+        answers = fact is not None and fact.status is NodeStatus.UP
+        if not answers or self._trouble or self._not_carried or now_ms - self._passed_ms > UNWATCHED_MS:
+            self._still_since_ms = now_ms
+        self._passed_ms = now_ms
 
     def _others(self, session: Session, now_ms: int) -> Others:
         """What all other runs on real clouds spend, where limits bind the sum."""
         if self.wanted.all_runs == brakes.NO_LIMITS:
             return Others()
-        metered = reserved = per_hour = 0
+        metered = reserved = per_hour = planned = 0
         for run in session.scalars(select(Run).where(Run.infra != LOCAL, Run.id != self._run.id)):
             status = current_status(session, run)
             known = self._ended_runs.get(run.id)
@@ -306,13 +387,25 @@ class Controller:
                 metered += known[1]
                 continue
             nodes = node_records(session, run)
-            spent = metered_micro_usd(session, run, now_ms) + side_micro_usd(session, run, now_ms)
+            spent = spent_micro_usd(session, run, now_ms)
             if status is not None and status.status in OVER and not any(node.is_live for node in nodes):
                 self._ended_runs[run.id] = (status.id, spent)  # what ended costs no more
+            else:
+                planned += max(hourly_micro_usd(nodes), self._planned_hourly_of(run))
             metered += spent
             reserved += reserved_micro_usd(nodes, brakes.RELEASE_ALLOWANCE_MS, now_ms)
             per_hour += hourly_micro_usd(nodes)
-        return Others(metered=metered, reserved=reserved, hourly=per_hour)
+        return Others(metered=metered, reserved=reserved, hourly=per_hour, planned_hourly=planned)
+
+    def _planned_hourly_of(self, run: Run) -> int:
+        """Return the hourly cost of another run's plan, with disks and addresses."""
+        if run.id not in self._plans:
+            slots = TypeAdapter(Plan).validate_python(run.plan).slots
+            self._plans[run.id] = sum(
+                slot.placement.micro_usd_per_hour + side_micro_usd_per_hour(slot.placement.cloud, slot.placement.market)
+                for slot in slots
+            )
+        return self._plans[run.id]
 
     # --- actions ----------------------------------------------------------------------------------
 
@@ -386,6 +479,7 @@ class Controller:
         if not self._checkpoint_is_there(node):
             return  # asked again in the next pass
         asked_ms = self._clock.now_ms()
+        self._check_lease()
         self._provisioner.request(option_of(node).placement, self._spec(node, facts))
         with self._transaction() as session:
             self._event(session, node, "requested", asked_ms)
@@ -419,6 +513,7 @@ class Controller:
             for node in nodes_of(session, self._run):
                 if node.name in names and "releasing" not in records[node.name].happened:
                     self._event(session, node, "releasing", self._clock.now_ms())
+        self._check_lease()
         self._provisioner.release(names)
 
     def _event(self, session: Session, node: Node, kind: str, at_ms: int) -> None:
@@ -437,16 +532,35 @@ class Controller:
             folder=str(node_folder(folder, node.name)),
             store=store,
             coordinator_port=run.coordinator_port,
-            token=run.token,
+            token=run.token if node.role == "trainer" else role_token(run.token, "rollout"),
             clock=ClockConfig(origin_ms=run.clock_origin_ms, factor=1.0 if self._sites else run.clock_factor),
             engine=self._job.engine(),
             workdir=run.workdir,
             cloud=_cloud(node.cloud) if self._sites else "local",
             money_deadline_ms=self._ends_itself_ms(facts, self._clock.now_ms()),
+            money_longest_ms=self._longest_ms(node, facts) if self._sites else None,
         )
 
+    def _longest_ms(self, node: Node, facts: Facts) -> int | None:
+        """Return for how long (ms) the money would pay for this node alone: its longest life. None: for ever."""
+        rate = node.micro_usd_per_hour + side_micro_usd_per_hour(node.cloud, Market(node.market))
+        limits = (
+            (facts.metered, self.wanted.limits.max_total),
+            (facts.metered + facts.others.metered, self.wanted.all_runs.max_total),
+        )
+        lasts_ms = [
+            brakes.money_deadline_ms(now_ms=0, metered=metered, max_total=max_total, planned_hourly=rate)
+            for metered, max_total in limits
+        ]
+        return min((one + self.wanted.allowance_ms for one in lasts_ms if one is not None), default=None)
+
     def _rearm(self, facts: Facts) -> None:
-        """Money that was not spent, because a node was missing for a while, lets the others live longer."""
+        """Money that was not spent, because a node was missing for a while, lets the others live longer.
+
+        Not while the time is in doubt: what seems unspent may be forgotten.
+        """
+        if facts.doubt is not None:
+            return
         deadline_ms = self._ends_itself_ms(facts, facts.now_ms)
         if deadline_ms is None or facts.stage in OVER:
             return
@@ -458,16 +572,25 @@ class Controller:
 
     def _ends_itself_ms(self, facts: Facts, now_ms: int) -> int | None:
         """When a node that nobody looks after ends itself: out of money, or on clouds past the run's own deadline."""
-        money_ms = brakes.money_deadline_ms(
-            now_ms=now_ms,
-            metered=facts.metered,
-            max_total=self.wanted.limits.max_total,
-            planned_hourly=planned_hourly(facts, self.wanted),
-        )
-        if not self._sites or self.wanted.deadline_ms is None:
-            return money_ms
-        late_ms = self.wanted.deadline_ms + self.wanted.allowance_ms  # a controller that lives is given its time
-        return late_ms if money_ms is None else min(money_ms, late_ms)
+        planned = planned_hourly(facts, self.wanted)
+        deadlines = [
+            brakes.money_deadline_ms(
+                now_ms=now_ms,
+                metered=facts.metered,
+                max_total=self.wanted.limits.max_total,
+                planned_hourly=planned,
+            ),
+            # Nobody may be left to look after the other runs either: all of them draw on what is left.
+            brakes.money_deadline_ms(
+                now_ms=now_ms,
+                metered=facts.metered + facts.others.metered,
+                max_total=self.wanted.all_runs.max_total,
+                planned_hourly=planned + facts.others.planned_hourly,
+            ),
+        ]
+        if self._sites and self.wanted.deadline_ms is not None:
+            deadlines.append(self.wanted.deadline_ms + self.wanted.allowance_ms)  # a controller is given its time
+        return min((deadline_ms for deadline_ms in deadlines if deadline_ms is not None), default=None)
 
     def _is_tidy(self, facts: Facts) -> bool:
         """Nothing is left of what was made for the nodes either. A person is told when it cannot be taken away."""
@@ -523,7 +646,10 @@ class Controller:
         try:
             answer = httpx.post(
                 f"http://{door[0]}:{door[1]}/{path}",
-                headers={"Authorization": f"Bearer {self._run.token}", "Content-Type": "application/json"},
+                headers={
+                    "Authorization": f"Bearer {role_token(self._run.token, 'controller')}",
+                    "Content-Type": "application/json",
+                },
                 content=body if isinstance(body, str) else None,
                 json=body if not isinstance(body, str) else None,
                 timeout=0.5,
@@ -551,23 +677,26 @@ def run_controller(
     with sessions() as session:
         run = find_run(session, run_name)
     job = Job.model_validate(run.job)
-    # Nodes here share this machine's clock, jumps and all; those of a cloud have clocks of their own.
-    kind = SteadyClock if job.clouds else ScaledClock
-    clock = clock or kind(origin_ms=run.clock_origin_ms, factor=run.clock_factor)
+    cloud_time = CloudTime({cloud: build_limits(cloud) for cloud in job.clouds}) if job.clouds else None
+    clock = clock or _clock_of(sessions, run, cloud_time)
     over_machines = _store_lease(run, job)
     if over_machines is not None:
         over_machines.take()
     if provisioner is None:
-        provisioner = provisioner_of(run, job, clock)
-    controller = Controller(sessions, run, provisioner, clock)
+        check_lease = over_machines.check if over_machines is not None else lambda: None
+        provisioner = provisioner_of(run, job, clock, check_lease)
+    controller = Controller(sessions, run, provisioner, clock, over_machines=over_machines, cloud_time=cloud_time)
     if over_machines is not None:
         over_machines.keep()
     log.info(
         "controller of %s, process %s: %s", run.name, os.getpid(), describe_brakes(controller.wanted, controller.sites)
     )
     ended = threading.Event()
+    if cloud_time is not None:
+        cloud_time.ask(clock)
+        cloud_time.keep(clock, ended)
     if controller.sites:
-        threading.Thread(target=_watch_spot_prices, args=(sessions, run, ended), name="prices", daemon=True).start()
+        threading.Thread(target=_watch_prices, args=(sessions, run, job, ended), name="prices", daemon=True).start()
     trouble, pass_seconds = 0, CLOUD_PASS_SECONDS if controller.sites else PASS_SECONDS
     while True:
         started = time.monotonic()
@@ -575,23 +704,35 @@ def run_controller(
             if controller.one_pass():
                 break
             trouble = 0
-        except (OperationalError, OSError) as error:
-            trouble += 1
-            log.exception("this pass failed (%s in a row)", trouble)
-            if trouble >= TROUBLE_PASSES:
-                raise error
-            if over_machines is not None and over_machines.lost is not None:
-                raise LeaseLost(f"{run.name} is controlled from another machine now ({over_machines.lost})")
         except LeaseLost as error:
             log.warning("%s", error)
+            provisioner.close()
             ended.set()
             return
-        sleep(max(0.0, pass_seconds - (time.monotonic() - started)))
+        except (SQLAlchemyError, OSError, Failure):
+            trouble += 1
+            log.exception("this pass failed (%s in a row); trying again", trouble)
+        pause = min(LONGEST_PAUSE_SECONDS, pass_seconds * 2 ** min(trouble, 10))
+        sleep(max(0.0, pause - (time.monotonic() - started)))
     ended.set()
     if over_machines is not None:
         over_machines.give_up()
     controller.close()  # last: from now on nobody waits for us
     log.info("%s is over; nothing of it is left running", run.name)
+
+
+def _clock_of(sessions: sessionmaker[Session], run: Run, cloud_time: CloudTime | None) -> Clock:
+    """The clock that a controller meters by.
+
+    Nodes on the local infra share this machine's clock, jumps and all. On clouds the time is theirs, and never before
+    the newest time in the ledger: a controller that starts with its clock behind would forget money.
+    """
+    if cloud_time is None:
+        return ScaledClock(origin_ms=run.clock_origin_ms, factor=run.clock_factor)
+    cloud_time.ask()
+    with sessions() as session:
+        now_ms = max(cloud_time.now_ms(), newest_ms(session, run))
+    return SteadyClock(origin_ms=run.clock_origin_ms, factor=run.clock_factor, began_ms=now_ms - boot_ms())
 
 
 def _store_lease(run: Run, job: Job) -> StoreLease | None:
@@ -602,26 +743,46 @@ def _store_lease(run: Run, job: Job) -> StoreLease | None:
     return StoreLease(partial(open_store, url), run.name, run.token)
 
 
-def _watch_spot_prices(sessions: sessionmaker[Session], run: Run, ended: threading.Event) -> None:
-    """AWS changes a spot price while the node runs, and bills it: keep the ledger's prices of the run's nodes new.
+def _watch_prices(sessions: sessionmaker[Session], run: Run, job: Job, ended: threading.Event) -> None:
+    """Keep the ledger's prices of the run's nodes new, for as long as the run goes on.
 
-    GCP's prices hold for a day at least; what the plan was made with stays good for the run.
+    AWS changes a spot price while the node runs, and bills it. Google's prices hold for a day at least. After a look
+    that fails (the ledger is locked, a source does not answer) comes the next one.
     """
+    gcp_at = time.monotonic()
     while not ended.wait(SPOT_PRICE_SECONDS):
-        with sessions() as session:
-            nodes = [node.wanted.placement for node in node_records(session, run) if node.is_live and node.wanted]
-        spot = [node for node in nodes if node.cloud == "aws" and node.market is Market.SPOT]
-        if not spot:
-            continue
-        from launcher.market.refresh import refresh  # with what the clouds' own libraries need
-        from launcher.market.sources.aws import AwsSpot
-
-        now_ms = time.time_ns() // 1_000_000
-        types, regions = sorted({one.instance_type for one in spot}), sorted({one.region for one in spot})
+        is_due = time.monotonic() - gcp_at >= GCP_PRICE_SECONDS
+        gcp_at = time.monotonic() if is_due else gcp_at
         try:
-            refresh([AwsSpot(types, since_ms=now_ms - HOUR_MS, regions=regions)], sessions, now_ms)
-        except (OperationalError, Failure) as error:
-            log.info("no new spot prices: %s", error)
+            _refresh_prices(sessions, run, job, with_gcp=is_due)
+        except Exception as error:  # whatever it is, the run must not be metered by old prices from now on
+            log.warning("prices could not be refreshed; tried again: %s", error)
+
+
+def _refresh_prices(sessions: sessionmaker[Session], run: Run, job: Job, *, with_gcp: bool) -> None:
+    """Ask for what the run's live spot nodes cost, on AWS, and `with_gcp` for Google's prices of its GPUs."""
+    with sessions() as session:
+        nodes = [node.wanted.placement for node in node_records(session, run) if node.is_live and node.wanted]
+    spot = [node for node in nodes if node.cloud == "aws" and node.market is Market.SPOT]
+    of_gcp = [node for node in nodes if node.cloud == "gcp"] if with_gcp else []
+    if not spot and not of_gcp:
+        return
+    from launcher.market.machines import machines
+    from launcher.market.refresh import refresh  # with what the clouds' own libraries need
+    from launcher.market.sources.aws import AwsSpot
+    from launcher.market.sources.gcp import GcpCatalog
+
+    now_ms = time.time_ns() // 1_000_000
+    sources: list[PriceSource] = []
+    if spot:
+        types, regions = sorted({one.instance_type for one in spot}), sorted({one.region for one in spot})
+        sources.append(AwsSpot(types, since_ms=now_ms - HOUR_MS, regions=regions))
+    if of_gcp:
+        wanted = machines(("gcp",), {one.accelerator for one in of_gcp if one.accelerator})
+        sources.append(GcpCatalog(wanted, environ=os.environ, regions=sorted({one.region for one in of_gcp})))
+    for answer in refresh(sources, sessions, now_ms).answers:
+        for failure in answer.failures:
+            log.info("no new prices from %s: %s", answer.source, failure)
 
 
 # --- the ledger, as the controller reads it -------------------------------------------------------------

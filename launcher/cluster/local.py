@@ -1,28 +1,28 @@
 """The embedded infra: a node is a process session of its own on this machine, and its folder is its disk.
 
 RUN/nodes/NAME/  node.json (NodeSpec)  request.json  spawned.json  agent.json  ready.json  notice.json
-                 money.json  reclaim.json  stopped.json  ended.json  logs/  progress/
+                 money.json  reclaim.json  stopped.json  ending  exits.jsonl  ended.json  logs/  progress/
 
 `LocalProvisioner` stands where the cloud would: it starts machines, says how they are, and takes spot nodes back
 by a printed rule. It keeps no state either. What it knows is in the folders, so any process may carry on with them,
 and a crash between any two lines is repaired by the next `request` or `observe`.
 """
 
+import contextlib
 import json
-import os
 import signal
-import subprocess
-import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from engine.clock import Clock
 from engine.config import NodeSpec
+from engine.durable import write_durably
 from engine.events import Market
+from engine.mark import ENDING, read_exits
 from launcher.cluster import processes
+from launcher.cluster.agent_starter import AGENT, AgentStarter
 from launcher.cluster.provisioner import NodeFact, NodeStatus
 from launcher.cluster.reclaims import Reclaim, ReclaimRule
 from launcher.money import duration
@@ -39,6 +39,9 @@ SILENCE_MS = 30_000
 
 STOPPED_SECONDS = 5.0
 """A node found stopped (SIGSTOP) that this cloud did not stop counts as lost after so long (wall time)."""
+
+REAP_SECONDS = 0.5
+"""A look at nodes waits at most so long for the exit code of an agent that just died."""
 
 
 def nodes_folder(run_folder: Path) -> Path:
@@ -57,11 +60,11 @@ class LocalProvisioner:
         folder: Path,
         clock: Clock,
         reclaims: ReclaimRule | None,
-        agent_command: Sequence[str] = (sys.executable, "-m", "engine.runtime.agent"),
+        agent: str = AGENT,
     ) -> None:
+        """`agent`: module or file of the program that is a node's agent."""
         self._folder, self._clock, self._reclaims = folder, clock, reclaims
-        self._agent_command = tuple(agent_command)
-        self._children: dict[str, subprocess.Popen[bytes]] = {}  # only so that they are reaped, and for exit codes
+        self._starter = AgentStarter(folder / "starter.log", agent)
 
     # --- what the controller asks -----------------------------------------------------------------
 
@@ -77,7 +80,7 @@ class LocalProvisioner:
         (folder / "logs").mkdir(parents=True, exist_ok=True, mode=0o700)
         if _read(folder / "ended.json") is not None:
             return
-        if not (folder / "node.json").exists():
+        if _read(folder / "node.json") is None:
             _write(folder / "node.json", json.loads(spec.model_dump_json()))
         if _read(folder / "request.json") is None:
             facts = {"requested_ms": self._clock.now_ms(), "zone": want.zone, "ordinal": self._ordinal(want.market)}
@@ -95,7 +98,7 @@ class LocalProvisioner:
         for name in names:
             folder = node_folder(self._folder, name)
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            if not (folder / "request.json").exists():
+            if self._requested(folder) is None:
                 self._end(folder, "released before it was started", self._clock.now_ms())
             elif self._ended_by_itself(folder) is None:
                 self._end(folder, "released", self._clock.now_ms())
@@ -103,7 +106,7 @@ class LocalProvisioner:
     def rearm(self, name: str, money_deadline_ms: int) -> None:
         """Write the node's new money deadline beside its node.json, which never changes."""
         folder = node_folder(self._folder, name)
-        if folder.exists() and not (folder / "ended.json").exists():
+        if folder.exists() and _read(folder / "ended.json") is None:
             _write(folder / "money.json", {"deadline_ms": money_deadline_ms})
 
     def door(self, name: str, port: int) -> tuple[str, int] | None:
@@ -114,24 +117,16 @@ class LocalProvisioner:
         """Nodes leave nothing behind but their folders."""
         return True
 
+    def close(self) -> None:
+        """End what starts agents; the agents stay."""
+        self._starter.close()
+
     # --- starting ---------------------------------------------------------------------------------
 
     def _spawn(self, folder: Path) -> None:
-        with (folder / "logs" / "agent.log").open("ab") as log:
-            child = subprocess.Popen(
-                [*self._agent_command, str(folder / "node.json")],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                env=processes.environment_of(folder),
-            )
-        self._children[folder.name] = child
-        try:
-            create_time = psutil.Process(child.pid).create_time()
-        except psutil.NoSuchProcess:
-            create_time = None
-        _write(folder / "spawned.json", {"pid": child.pid, "create_time": create_time, "at_ms": self._clock.now_ms()})
+        """Have the agent started. `spawned.json` says by whom: as long as that process lives, an agent may come."""
+        starter = self._starter.start(folder / "node.json")
+        _write(folder / "spawned.json", {**starter, "at_ms": self._clock.now_ms()})
 
     def _ordinal(self, market: Market) -> int | None:
         """The place of a new spot node in the order of purchase, which decides how long it lives."""
@@ -151,7 +146,7 @@ class LocalProvisioner:
         ended = self._ended_by_itself(folder)
         if ended is not None:
             return ended
-        request = _read(folder / "request.json")
+        request = self._requested(folder)
         if request is None:
             return None  # a request that was cut short; asking again completes it
         fact = self._running(folder, request)
@@ -177,32 +172,50 @@ class LocalProvisioner:
         record = _read(folder / "ended.json")
         if record is not None:
             return _ended_fact(folder, record)
-        request, agent = _read(folder / "request.json"), _read(folder / "agent.json")
+        request, agent = self._requested(folder), _read(folder / "agent.json")
         if request is None:
             return None
-        child = self._children.get(folder.name)
-        code = child.poll() if child is not None else None
         now_ms = self._clock.now_ms()
         spawned = _read(folder / "spawned.json")
         waited = self._clock.wall_seconds(now_ms - int((spawned or request).get("at_ms", request["requested_ms"])))
-        if agent is not None:
-            if not processes.is_recorded_alive(agent):
-                if (folder / "reclaim.json").exists():
-                    return None  # this cloud's own work, cut short: `_carry_out` completes it
-                return self._end(folder, _exit_evidence(folder, code), self._last_moment(folder, now_ms))
-            if not (folder / "ready.json").exists() and waited > READY_SECONDS:
-                return self._end(folder, f"its workers did not call in within {READY_SECONDS:.0f} s", now_ms)
-            return self._ended_when_stopped(folder, int(agent["pid"]), now_ms)
-        if spawned is None or processes.is_recorded_alive(spawned) or processes.processes_of(folder):
-            if waited <= AGENT_SECONDS:
-                return None
-            return self._end(folder, f"no agent appeared within {AGENT_SECONDS:.0f} s", now_ms)
-        return self._end(folder, _exit_evidence(folder, code) + " before it was an agent", now_ms)
+        if agent is None:
+            exits = read_exits(folder)
+            is_coming = not exits and (spawned is None or processes.is_recorded_alive(spawned))
+            if is_coming or processes.processes_of(folder):
+                if waited <= AGENT_SECONDS:
+                    return None
+                return self._end(folder, f"no agent appeared within {AGENT_SECONDS:.0f} s", now_ms)
+            # The process may have written agent.json between the read above and its end. Its files are final now.
+            agent = _read(folder / "agent.json")
+            if agent is None:
+                last = next(reversed(exits), None)
+                return self._end(folder, self._exit_evidence(folder, last) + " before it was an agent", now_ms)
+        if not processes.is_recorded_alive(agent):
+            if self._is_reclaimed(folder, request):
+                return None  # this cloud's own work, cut short: `_carry_out` completes it
+            return self._end(folder, self._exit_evidence(folder, agent["pid"]), self._last_moment(folder, now_ms))
+        if _read(folder / "ready.json") is None and waited > READY_SECONDS:
+            return self._end(folder, f"its workers did not call in within {READY_SECONDS:.0f} s", now_ms)
+        if self._is_reclaimed(folder, request):
+            return None
+        return self._ended_when_stopped(folder, int(agent["pid"]), now_ms)
+
+    def _requested(self, folder: Path) -> dict[str, Any] | None:
+        """Return what was asked for. A damaged record of it is made again from the process that was started then."""
+        request, file = _read(folder / "request.json"), folder / "request.json"
+        if request is None and file.exists():
+            spawned = _read(folder / "spawned.json") or {"at_ms": self._clock.now_ms()}
+            request = {"requested_ms": spawned["at_ms"], "zone": "", "ordinal": None}
+            _write(file, request)
+        return request
+
+    def _is_reclaimed(self, folder: Path, request: dict[str, Any]) -> bool:
+        """Return whether this cloud is taking the node back, and `_carry_out` will complete that."""
+        is_known = _read(folder / "reclaim.json") is not None and _read(folder / "ready.json") is not None
+        return is_known and self._reclaims is not None and request.get("ordinal") is not None
 
     def _ended_when_stopped(self, folder: Path, pid: int, now_ms: int) -> NodeFact | None:
         """A machine that stands still, by nobody's order: lost once it has stood for a while."""
-        if (folder / "reclaim.json").exists():
-            return None
         mark = folder / "stopped.json"
         if not processes.is_stopped(pid):
             mark.unlink(missing_ok=True)
@@ -224,6 +237,28 @@ class LocalProvisioner:
         deadline = deadline or (_read(folder / "node.json") or {}).get("money_deadline_ms")
         return now_ms if deadline is None else min(now_ms, int(deadline))
 
+    def _exit_evidence(self, folder: Path, pid: int | None) -> str:
+        """Describe how the agent with this pid ended. Call only after the agent was seen dead.
+
+        The exit code is read here and not before that look: a process that dies between the two would be seen dead
+        without an exit code. Only the starter learns the code, so a restarted controller knows it only if the agent
+        wrote exit.json. A second agent of the node, which found the lock taken, is not this one.
+        """
+        until = time.monotonic() + REAP_SECONDS
+        while (code := read_exits(folder).get(pid or 0)) is None and pid is not None and processes.is_zombie(pid):
+            if time.monotonic() > until:
+                break
+            time.sleep(0.005)  # the starter is about to write it
+        report = _read(folder / "exit.json")
+        if report is not None:
+            code = int(report["code"])
+        if code is None:
+            return "its agent is gone"
+        if code < 0:
+            return f"its agent was killed by {signal.Signals(-code).name}"
+        text = str((report or {}).get("text", ""))
+        return f"its agent exited with code {code}" + (f": {text}" if text else "")
+
     # --- ending -----------------------------------------------------------------------------------
 
     def _carry_out(self, folder: Path, reclaim: Reclaim, fact: NodeFact) -> NodeFact:
@@ -235,7 +270,7 @@ class LocalProvisioner:
             if fact.notice_deadline_ms is None and now_ms >= end_ms - reclaim.notice_ms:
                 # This cloud sleeps while no controller runs, and still gives the whole notice.
                 _write(folder / "notice.json", {"deadline_ms": max(end_ms, now_ms + reclaim.notice_ms)})
-                return self._running(folder, _read(folder / "request.json") or {})
+                return self._running(folder, self._requested(folder) or {})
             end_ms = fact.notice_deadline_ms or end_ms + reclaim.notice_ms
         if now_ms < end_ms:
             return fact
@@ -267,12 +302,11 @@ class LocalProvisioner:
     def _end(self, folder: Path, evidence: str, ended_ms: int, **how: Any) -> NodeFact | None:
         """Kill what is left of the node, then record its end. None: something still runs, the next pass tries again."""
         agent = _read(folder / "agent.json")
+        with contextlib.suppress(OSError):  # a full disk keeps no node alive
+            (folder / ENDING).touch(mode=0o600)
         if processes.kill_all(folder, agent):
             return None
-        child = self._children.pop(folder.name, None)
-        if child is not None:
-            child.poll()
-        request = _read(folder / "request.json")
+        request = self._requested(folder)
         started_ms = int(request["requested_ms"]) if request and agent else None
         notice = _read(folder / "notice.json")
         record = {
@@ -291,19 +325,8 @@ def _ended_fact(folder: Path, record: dict[str, Any]) -> NodeFact:
     return NodeFact(name=folder.name, status=NodeStatus.GONE, **record)
 
 
-def _exit_evidence(folder: Path, code: int | None) -> str:
-    """How an agent that is found dead ended, as far as can be told: only its parent learns its exit code."""
-    said = _read(folder / "exit.json")
-    code = int(said["code"]) if said is not None else code
-    if code is None:
-        return "its agent is gone"
-    if code < 0:
-        return f"its agent was killed by {signal.Signals(-code).name}"
-    return f"its agent exited with code {code}"
-
-
 def _read(path: Path) -> dict[str, Any] | None:
-    """A JSON object, or None when the file is not there or not whole yet."""
+    """Return the JSON object in the file, or None when the file is missing or damaged."""
     try:
         value = json.loads(path.read_text())
     except (FileNotFoundError, ValueError):
@@ -312,9 +335,5 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def _write(path: Path, value: dict[str, Any]) -> None:
-    """All of it or none of it, and for the owner's eyes: node.json holds the run's token."""
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    descriptor = os.open(part, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        json.dump(value, file)
-    os.replace(part, path)
+    """Replace the file durably, for its owner's eyes: node.json holds the run's token."""
+    write_durably(path, json.dumps(value).encode())

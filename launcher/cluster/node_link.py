@@ -19,7 +19,6 @@ import select
 import shlex
 import socket
 import subprocess
-import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -29,6 +28,7 @@ from typing import Any
 
 from engine.clock import boot_ms
 from engine.config import NodeSpec
+from engine.durable import write_durably
 
 BEAT_SECONDS = 1.0
 SILENCE_SECONDS = 5.0
@@ -53,13 +53,17 @@ UNSENT_BYTES = 1 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Login:
-    """How a machine is entered. `known_hosts`: where its key is kept after the first time; None: in the mirror."""
+    """How a machine is entered. `known_hosts`: where its key is kept after the first time; None: in the mirror.
+
+    `proxy`: an OpenSSH ProxyCommand into the machine's network; empty: it is reached directly.
+    """
 
     host: str
     user: str
     key: Path
     port: int = 22
     known_hosts: Path | None = None
+    proxy: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -235,6 +239,7 @@ class NodeLink:
             "ServerAliveCountMax": "3",
             "ExitOnForwardFailure": "yes",
             "LogLevel": "ERROR",
+            **({"ProxyCommand": login.proxy} if login.proxy else {}),
         }
         words = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
         # The user's own ssh configuration is for the user's machines.
@@ -283,11 +288,7 @@ class NodeLink:
                 data = data[file.write(data) :]
 
     def _replace(self, name: str, content: bytes) -> None:
-        path = self._mirror / name
-        handle, part = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # 0600
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        os.replace(part, path)
+        write_durably(self._mirror / name, content)
 
 
 class _Line:

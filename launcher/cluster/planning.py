@@ -14,10 +14,10 @@ from launcher.market.advice import STALE_MS, what_clouds_say
 from launcher.market.offers import current_catalog
 from launcher.market.on_offer import on_offer
 from launcher.market.own_prices import as_you_pay
-from launcher.market.recorded import recorded_priors
 from launcher.placement.ask import market_view
 from launcher.placement.cloud_plan import CloudPlan, plan_cloud
 from launcher.placement.from_job import cloud_ask
+from launcher.placement.plan import PlacementError
 
 
 def cloud_plan(sessions: sessionmaker[Session], job: Job, catalogs: Path, now_ms: int) -> CloudPlan:
@@ -27,7 +27,15 @@ def cloud_plan(sessions: sessionmaker[Session], job: Job, catalogs: Path, now_ms
         histories = pool_histories(session, now_ms)
         advice = what_clouds_say(capacity_advice(session, since_ms=now_ms - STALE_MS), now_ms)
     listed = on_offer(current_catalog(catalogs).all_offers(), said, now_ms)
-    offers = as_you_pay(listed, job.price_overrides, job.discounts, now_ms)
-    priors = recorded_priors(offers) | dict(advice.priors)
-    market = market_view(offers, histories.values(), now_ms=now_ms, priors=priors, believed_odds=advice.odds)
-    return plan_cloud(cloud_ask(job), market)
+    reached = [offer for offer in listed if job.network.reaches(offer.cloud, offer.region)]
+    offers = as_you_pay(reached, job.price_overrides, job.discounts, now_ms)
+    market = market_view(offers, histories.values(), now_ms=now_ms, priors=advice.priors, believed_odds=advice.odds)
+    try:
+        return plan_cloud(cloud_ask(job), market)
+    except PlacementError as error:
+        named = [f"{cloud} {region}" for cloud in job.clouds for region in job.network.regions(cloud)]
+        if not named:
+            raise
+        raise PlacementError(
+            f"{error}; the job's network is in {', '.join(named)}, so no other region counts"
+        ) from None

@@ -1,6 +1,6 @@
 """The processes of a node on this machine: found by its mark, signalled one by one, by pid.
 
-Every process of a node inherits `SPOTRL_NODE_FOLDER` from its agent, whatever session or group it moves to; the
+Every process of a node has the mark of its agent (engine/mark.py), whatever session or group it moves to. The
 mark names a folder that no other node has, so a recycled pid is never taken for one of ours.
 """
 
@@ -13,15 +13,10 @@ from typing import Any
 
 import psutil
 
-MARK = "SPOTRL_NODE_FOLDER"
+from engine.mark import marked
 
 SAME_START_SECONDS = 2.0
 """Two readings of a process's start may differ a little, because the boot time that they rest on is rounded."""
-
-
-def environment_of(folder: Path) -> dict[str, str]:
-    """What the agent of the node in `folder` is started with."""
-    return {**os.environ, MARK: str(folder)}
 
 
 def is_alive(pid: int, create_time: float | None) -> bool:
@@ -38,6 +33,14 @@ def is_alive(pid: int, create_time: float | None) -> bool:
 def is_recorded_alive(record: Mapping[str, Any]) -> bool:
     """`is_alive` for a record like agent.json: {"pid", "create_time"}."""
     return is_alive(int(record["pid"]), record.get("create_time"))
+
+
+def is_zombie(pid: int) -> bool:
+    """Return whether the process has ended and its parent has not asked how."""
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def is_stopped(pid: int) -> bool:
@@ -60,7 +63,7 @@ def _belongs(pid: int, folder: str, session: int | None) -> bool:
             return False
         if session is not None and os.getsid(pid) == session:
             return True
-        return process.environ().get(MARK) == folder
+        return marked(process) == folder
     except (psutil.Error, OSError):
         return False  # gone meanwhile, or somebody else's: what we may not look at is not ours
 

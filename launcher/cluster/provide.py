@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 
 from engine.clock import Clock
+from engine.durable import write_durably
 from launcher.cluster.bundle import Bundle, make_bundle
 from launcher.cluster.clouds.base import CloudApi
 from launcher.cluster.clouds.build import build_cloud_api
@@ -61,12 +62,14 @@ def controller_address() -> str:
 
 
 def ssh_from(job: Job) -> str:
-    """What may reach nodes by SSH, as CIDR."""
-    return job.ssh_from or f"{controller_address()}/32"
+    """Return the addresses that may reach nodes by SSH, as CIDR. Empty if a network of the job decides that for all."""
+    if job.ssh_from is not None or not job.network.is_reached_from_here(job.clouds):
+        return job.ssh_from or ""
+    return f"{controller_address()}/32"
 
 
-def provisioner_of(run: Run, job: Job, clock: Clock) -> Provisioner:
-    """What buys and watches the nodes of this run."""
+def provisioner_of(run: Run, job: Job, clock: Clock, check_lease: Callable[[], None] = lambda: None) -> Provisioner:
+    """Make the provisioner of a run. `check_lease` raises LeaseLost when another controller took over."""
     folder = Path(run.folder)
     if not job.clouds:
         return LocalProvisioner(folder, clock, reclaim_rule(job.reclaims))
@@ -83,6 +86,7 @@ def provisioner_of(run: Run, job: Job, clock: Clock) -> Provisioner:
         weights=_weights(job, common),
         regions=sorted({site.place for site in sites_from(run.plan)}),
         images=job.image,
+        named=job.named,
     )
     return SkyProvisioner(
         purchases,
@@ -91,6 +95,7 @@ def provisioner_of(run: Run, job: Job, clock: Clock) -> Provisioner:
         clock=clock,
         link=partial(NodeLink, secrets=secrets),
         pool=ThreadPoolExecutor(max_workers=BLOCKING_CALLS, thread_name_prefix="cloud"),
+        check_lease=check_lease,
     )
 
 
@@ -108,7 +113,7 @@ def prepare_folder(
     """
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     file = folder / "common.json"
-    common: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    common = _read_common(file)
     try:
         address = ssh_from(job)
     except Failure as error:
@@ -129,10 +134,19 @@ def prepare_folder(
             for url in _weights(job, common).values():
                 send(model, url, say)
     common["ssh_from"] = address
-    part = file.with_suffix(".part")
-    part.write_text(json.dumps(common))
-    part.replace(file)
+    write_durably(file, json.dumps(common).encode())
     return common
+
+
+def _read_common(file: Path) -> dict[str, Any]:
+    """Return what was written before; empty when there is nothing, or a power cut damaged it."""
+    try:
+        return dict(json.loads(file.read_text()))
+    except FileNotFoundError:
+        return {}
+    except (ValueError, TypeError):
+        log.warning("%s cannot be read: what it said is asked for and made again", file)
+        return {}
 
 
 def _weights(job: Job, common: Mapping[str, Any]) -> dict[str, str]:

@@ -3,6 +3,7 @@
 Decide apart from do: nothing here chooses. The idempotency token is the node's name, `<run>-<node>-g<generation>`.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -21,6 +22,23 @@ class NodeStatus(StrEnum):
     DENIED = "denied"
     NO_CAPACITY = "no_capacity"
     UNKNOWN = "unknown"
+
+
+QUOTA_WORDS = (
+    "MaxSpotInstanceCountExceeded",
+    "VcpuLimitExceeded",
+    "InstanceLimitExceeded",
+    "QUOTA_EXCEEDED",
+    "quotaExceeded",
+)
+"""Codes of AWS and Google Cloud for a quota that does not bear one more node."""
+
+QUOTA_OF_ZERO = re.compile(r"limit(?: of|:) 0(?:\.0*)?(?![.\d])", re.IGNORECASE)
+
+
+def is_quota_used_up(evidence: str) -> bool:
+    """Return whether a cloud's words say that a quota is used up. A quota of 0 is not: no node that ends frees it."""
+    return any(word in evidence for word in QUOTA_WORDS) and QUOTA_OF_ZERO.search(evidence) is None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,3 +91,6 @@ class Provisioner(Protocol):
 
         Returns at once and is asked again until it is True.
         """
+
+    def close(self) -> None:
+        """Drop what was to be done and has not begun. Another controller looks after the nodes from now on."""

@@ -13,11 +13,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from engine.config import SHIPPED
-from launcher.cluster.clouds.base import Caller, CloudApi, MachineState
+from launcher.cluster.clouds.base import Caller, CloudApi, MachineState, refuse_wrong, wrong_of
+from launcher.cluster.gcloud import GcloudMissing, check_gcloud
 from launcher.cluster.stores import check_writable, run_store
 from launcher.cluster.weights import bytes_of
 from launcher.exit_codes import Failure
-from launcher.job import CheckedJob
+from launcher.job import CheckedJob, Job
 from launcher.ledger.billing import DISK_GIB
 from launcher.market.offers import TOO_OLD, CatalogError, age_of, age_text
 from launcher.money import hourly
@@ -110,8 +111,20 @@ def check_here(checked: CheckedJob, environ: Mapping[str, str]) -> None:
         raise Failure(
             "SkyPilot is not installed here, and it is what buys nodes; `pip install 'spotrl[sky]'`, then try again"
         )
+    if "gcp" in checked.job.clouds:
+        _check_gcloud(checked.job.clouds, environ)
     check_disk(runs_folder())
     check_secrets(checked, environ)
+
+
+def _check_gcloud(clouds: Sequence[str], environ: Mapping[str, str]) -> None:
+    """Refuse a launch that SkyPilot would refuse on Google Cloud, and name the clouds that it could go on with."""
+    try:
+        check_gcloud(environ, Path.cwd())
+    except GcloudMissing as missing:
+        others = ",".join(cloud for cloud in clouds if cloud != "gcp")
+        without = f". Only Google Cloud lacks it: `--infra {others}` launches without" if others else ""
+        raise GcloudMissing(f"{missing}{without}") from None
 
 
 def check_prices(slots: Sequence[Slot], now_ms: int) -> None:
@@ -147,6 +160,23 @@ def check_clouds(
         for _ in pool.map(lambda place: _check_name_is_free(checked, apis[place[0]], place[1]), regions):
             pass
     return found
+
+
+def check_named(
+    job: Job, apis: Mapping[str, CloudApi], regions: Iterable[tuple[str, str]], ssh_from: Callable[[], str]
+) -> None:
+    """Check that nodes can use the identities and networks that the job names. Raises CloudRefused.
+
+    A region whose network will not do stops nothing while another one's will: the run goes there.
+    """
+    for cloud, api in apis.items():
+        refuse_wrong(api.check_identity(job.named_on(cloud)))
+    named = [(cloud, region) for cloud, region in sorted(regions) if job.named(cloud, region).network]
+    source = ssh_from() if named else ""
+    with ThreadPoolExecutor(max_workers=AT_ONCE) as pool:
+        looks = list(pool.map(lambda at: apis[at[0]].check_network(at[1], job.named(*at), source), named))
+    if looks and all(wrong_of(findings) for findings in looks):
+        refuse_wrong(looks[0])
 
 
 def _check_name_is_free(checked: CheckedJob, api: CloudApi, region: str) -> None:

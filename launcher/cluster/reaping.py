@@ -29,6 +29,7 @@ from launcher.cluster.reconcile import OVER, Stage
 from launcher.cluster.runs import request_stop
 from launcher.cluster.sky import Sky
 from launcher.exit_codes import Failure
+from launcher.ledger.billing import LOCAL
 from launcher.ledger.models import ControllerLease, Run
 from launcher.ledger.store import current_status, open_ledger
 from launcher.market.offers import Offer
@@ -179,6 +180,15 @@ def split(found: Inventory, live_runs: Collection[str]) -> tuple[Inventory, Inve
     return _chosen(found, lambda one: not stays(one)), replace(_chosen(found, stays), unasked=())
 
 
+def of_lost_runs(found: Inventory, local_runs: Collection[str]) -> tuple[Inventory, Inventory]:
+    """Return everything but the nodes here of these live runs, and those nodes."""
+
+    def goes(one: Machine | Thing) -> bool:
+        return one.cloud != LOCAL or one.run not in local_runs
+
+    return _chosen(found, goes), replace(_chosen(found, lambda one: not goes(one)), unasked=())
+
+
 def of_owners(found: Inventory, accounts: Sequence[Account]) -> tuple[Inventory, Inventory]:
     """What belongs to the owners that are looked at, and what to others."""
     owners = {account.cloud: account.owner for account in accounts}
@@ -304,14 +314,18 @@ def live_runs(sessions: sessionmaker[Session]) -> dict[str, str]:
 def known_clouds(sessions: sessionmaker[Session]) -> set[str]:
     """Clouds that a run of this ledger was launched on."""
     with sessions() as session:
-        return {cloud for infra in session.scalars(select(Run.infra)) for cloud in infra.split(",")} - {"local"}
+        return {cloud for infra in session.scalars(select(Run.infra)) for cloud in infra.split(",")} - {LOCAL}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CloudRuns:
-    """Live runs on clouds of a ledger. `trouble`: why it cannot be read, or told, in words; empty when it can."""
+    """Live runs on clouds of a ledger. `trouble`: why it cannot be read, or told, in words; empty when it can.
+
+    `local`: live runs of this machine.
+    """
 
     names: tuple[str, ...] = ()
+    local: tuple[str, ...] = ()
     clouds: tuple[str, ...] = ()
     """Where its runs are, or were: something of them may be there still."""
     trouble: str = ""
@@ -358,7 +372,9 @@ def _with_ledger(ledger: Path, do: Callable[[sessionmaker[Session]], None]) -> C
     found = CloudRuns()
     try:
         sessions = open_ledger(ledger)
-        found = CloudRuns(names=_live_on_clouds(sessions), clouds=tuple(sorted(known_clouds(sessions))))
+        on_clouds = _live_on_clouds(sessions)
+        here = tuple(sorted(live_runs(sessions).keys() - set(on_clouds)))
+        found = CloudRuns(names=on_clouds, local=here, clouds=tuple(sorted(known_clouds(sessions))))
         do(sessions)
     except (Failure, SQLAlchemyError, OSError, LookupError, ValueError) as error:
         first_line = next(iter(str(error).splitlines()), type(error).__name__)
@@ -368,7 +384,7 @@ def _with_ledger(ledger: Path, do: Callable[[sessionmaker[Session]], None]) -> C
 
 def _live_on_clouds(sessions: sessionmaker[Session]) -> tuple[str, ...]:
     with sessions() as session:
-        on_clouds = set(session.scalars(select(Run.name).where(Run.infra != "local")))
+        on_clouds = set(session.scalars(select(Run.name).where(Run.infra != LOCAL)))
     return tuple(sorted(on_clouds & live_runs(sessions).keys()))
 
 

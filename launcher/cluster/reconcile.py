@@ -7,17 +7,23 @@ decide: what the plan wants - what there is = what to stop, ask for, buy
 Neither keeps anything. Called with the same facts they say the same again, and every action may be repeated.
 """
 
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from math import ceil
 
 from engine.events import EngineFinished, Market
 from launcher.cluster import brakes
-from launcher.cluster.provisioner import NodeFact, NodeStatus
+from launcher.cluster.cloud_time import Doubt
+from launcher.cluster.clouds.refusals import holds_in_its_zone_alone
+from launcher.cluster.provisioner import NodeFact, NodeStatus, is_quota_used_up
 from launcher.ledger.billing import MINIMUM_BILLED_MS, side_micro_usd_per_hour
 from launcher.money import dollars, duration, hourly
 from launcher.placement.moves import (
+    GIVE_BACK_AFTER_MS,
+    GIVE_BACK_GAP_MS,
     Attempt,
     LaunchRate,
     Move,
@@ -29,6 +35,7 @@ from launcher.placement.moves import (
     PriceNow,
     SiteOptions,
     Tried,
+    back_to_spot,
     is_home_given_up,
     jitter,
     next_rollout,
@@ -62,8 +69,17 @@ FAILING = "failed: "
 TRAINER_TRIES = 5
 """Trainers lost in a row without a new iteration: the sixth would fail in the same way."""
 
+SAME_ENDS = 3
+"""Nodes in a row that end with the same evidence before they did any work: the fourth would too. Three, because one
+machine may be bad and two may be chance."""
+
+STANDSTILL_ITERATIONS, SHORTEST_STANDSTILL_MS = 10, 7_200_000
+"""A run is ended when its trainer answers but reaches no new iteration for 10 times as long as one is predicted to take
+with the trainer alone. Predictions of models that were never run have been wrong by a factor of 5. At least 2 hours:
+the first iteration loads the model and evaluates it, which no prediction counts."""
+
 YOUNG_MS = 300_000
-"""A node that ended within 5 minutes of its request, or was never ready, did no work worth its start. One that worked
+"""A node that ended within 5 minutes of being ready, or was never ready, did no work worth its start. One that worked
 and was taken back is no sign that the next would fail: its place cools down (moves.py), its slot does not wait."""
 
 FIRST_WAIT_MS = 10_000
@@ -76,6 +92,9 @@ UNKNOWN_MS = 600_000
 PRICE_MOVED = 0.01
 """A spot price that moved by less than 1 % is not written down: it would be a row a minute."""
 
+
+NODES_A_SLOT = 3
+"""A stand-in, the spot node that is to replace it, and one that is leaving."""
 
 PATIENT = MoveRules()
 
@@ -129,7 +148,7 @@ class NodeRecord:
             return False
         if "ready" not in self.happened:
             return True
-        return not self.reclaimed and self.ended_ms - self.requested_ms < YOUNG_MS
+        return not self.reclaimed and self.ended_ms - max(self.happened["ready"], self.requested_ms) < YOUNG_MS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,6 +158,8 @@ class Others:
     metered: int = 0
     reserved: int = 0
     hourly: int = 0
+    planned_hourly: int = 0
+    """The most that those which are not over may run at once."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,9 +179,13 @@ class Facts:
     finished_ms: int = 0
     advanced_ms: int = 0
     """When the newest iteration was first reached."""
+    still_since_ms: int | None = None
+    """Since when the trainer has answered without a break, waited for nobody and reached no new iteration."""
     trouble: str | None = None
     """What makes the engine wait for a person (a full disk), in its own words."""
     others: Others = Others()
+    doubt: Doubt | None = None
+    """The reason to doubt the time: nothing is bought, and what seems used up too early ends no run."""
     sites: Sequence[SiteOptions] = ()
     """Where the run may be, at the prices of now. Empty: where its slots say, and nowhere else."""
 
@@ -178,6 +203,8 @@ class Wanted:
     rules: MoveRules = PATIENT
     launch_rate: LaunchRate | None = None
     """None: as fast as is decided."""
+    iteration_ms: int | None = None
+    """The predicted time of an iteration with the trainer alone; None: nobody predicts, or it costs nothing."""
     all_runs: brakes.Limits = brakes.NO_LIMITS
     """Of the user's own configuration: they bind the sum over all runs."""
 
@@ -252,17 +279,25 @@ def _news_of(node: NodeRecord, fact: NodeFact | None, now_ms: int) -> Iterator[N
             yield Note(node=node.name, kind="gone", at_ms=now_ms, evidence="the provisioner does not know it")
         return
     if fact.started_ms is not None and "up" not in node.happened:
-        yield Note(node=node.name, kind="up", at_ms=fact.started_ms)
+        yield Note(node=node.name, kind="up", at_ms=_believed_ms(node, fact.started_ms, now_ms))
     if fact.ready_ms is not None and "ready" not in node.happened:
-        yield Note(node=node.name, kind="ready", at_ms=fact.ready_ms)
+        yield Note(node=node.name, kind="ready", at_ms=_believed_ms(node, fact.ready_ms, now_ms))
     if fact.notice_deadline_ms is not None and "notice" not in node.happened:
         seconds = max(0, fact.notice_deadline_ms - now_ms) // 1000
         yield Note(node=node.name, kind="notice", at_ms=now_ms, evidence=f"taken back in {seconds} s (run's clock)")
     end = {NodeStatus.GONE: "gone", NodeStatus.DENIED: "denied", NodeStatus.NO_CAPACITY: "no_capacity"}.get(fact.status)
     if end is not None:
         kind = "released" if end == "gone" and "releasing" in node.happened and not fact.reclaimed else end
-        ended_ms = now_ms if fact.ended_ms is None else fact.ended_ms
+        ended_ms = now_ms if fact.ended_ms is None else _believed_ms(node, fact.ended_ms, now_ms)
         yield Note(node=node.name, kind=kind, at_ms=ended_ms, evidence=fact.evidence, fact=fact)
+
+
+def _believed_ms(node: NodeRecord, said_ms: int, now_ms: int) -> int:
+    """What a cloud or a node says of a time, kept between the node's request and now: their clocks may be wrong.
+
+    A fact from the far future would be paid for at once, and end the run.
+    """
+    return min(max(said_ms, node.requested_ms), now_ms)
 
 
 # --- what it really costs --------------------------------------------------------------------------------
@@ -344,8 +379,11 @@ def decide(facts: Facts, wanted: Wanted) -> list[Action]:
         return _stop(facts, wanted, live)
     tried = Tried((_attempt(node) for node in facts.nodes) if facts.sites else (), facts.planned_ms)
     stop = _must_stop(facts, wanted, live, tried)
-    if stop is not None:
+    if stop is not None and not (facts.doubt is not None and facts.doubt.is_ahead):
         return [stop]
+    if facts.doubt is not None:
+        is_said = facts.stage is Stage.RUNNING and facts.reason == facts.doubt.text
+        return [] if is_said else [Enter(stage=Stage.RUNNING, reason=facts.doubt.text)]
     return _fill(facts, wanted, live, tried)
 
 
@@ -401,17 +439,66 @@ def _must_stop(facts: Facts, wanted: Wanted, live: Sequence[NodeRecord], tried: 
         return Enter(stage=Stage.DRAINING, reason=f"{FAILING}no trainer can be had: {denial}")
     since_ms = max(facts.advanced_ms, facts.planned_ms)
     lost = [node for node in trainers if _was_lost(node, since_ms)]
+    alike = _alike(lost)
+    if alike is not None:
+        reason = f"the trainer was lost {SAME_ENDS} times in the same way without a new iteration: {alike.evidence}"
+        return Enter(stage=Stage.DRAINING, reason=FAILING + reason, log_of=alike.name)
     if len(lost) >= TRAINER_TRIES:
         reason = f"the trainer was lost {len(lost)} times without a new iteration; the last one: {lost[-1].evidence}"
         return Enter(stage=Stage.DRAINING, reason=FAILING + reason, log_of=lost[-1].name)
-    return None
+    given_up = [_given_up(facts, slot) for slot in wanted.slots if slot.role == "rollout"]
+    if given_up and all(given_up):
+        reason = f"no rollout node works, the last {SAME_ENDS} of each slot ended in the same way: {given_up[0]}"
+        return Enter(stage=Stage.DRAINING, reason=FAILING + reason)
+    return _standstill(facts, wanted)
+
+
+def _standstill(facts: Facts, wanted: Wanted) -> Enter | None:
+    """End a run whose engine answers and gets nowhere."""
+    if wanted.iteration_ms is None or facts.still_since_ms is None:
+        return None
+    still_ms = facts.now_ms - facts.still_since_ms
+    if still_ms < max(SHORTEST_STANDSTILL_MS, STANDSTILL_ITERATIONS * wanted.iteration_ms):
+        return None
+    reason = (
+        f"no new iteration for {duration(still_ms)} although the trainer answers; "
+        f"one was predicted to take {duration(wanted.iteration_ms)} with the trainer alone"
+    )
+    return Enter(stage=Stage.DRAINING, reason=FAILING + reason)
+
+
+def _alike(ended: Sequence[NodeRecord]) -> NodeRecord | None:
+    """Return the last of these nodes if it and those before it ended in the same way."""
+    last = sorted(ended, key=lambda node: node.ended_ms or 0)[-SAME_ENDS:]
+    is_alike = len(last) == SAME_ENDS and len({_without_numbers(node.evidence) for node in last}) == 1
+    return last[-1] if is_alike and last[-1].evidence else None
+
+
+def _without_numbers(evidence: str) -> str:
+    """Return the evidence without words that hold a number: machines, processes and times differ each time."""
+    return re.sub(r"\w*\d\w*", "#", evidence)
+
+
+def _given_up(facts: Facts, slot: Slot) -> str | None:
+    """Return how the slot's last nodes ended, if they ended young and in the same way; None while it may work."""
+    held = [node for node in facts.nodes if node.slot == slot.name and not _was_refused(node)]
+    last = sorted(held, key=lambda node: node.generation)[-SAME_ENDS:]
+    if any(not node.died_young or node.reclaimed or node.requested_ms < facts.planned_ms for node in last):
+        return None
+    alike = _alike(last)
+    return None if alike is None else alike.evidence
+
+
+def _was_refused(node: NodeRecord) -> bool:
+    """A place refused it: that place cools down by itself (moves.py)."""
+    return node.wanted is not None and bool({"no_capacity", "denied"} & node.happened.keys())
 
 
 def _was_lost(node: NodeRecord, since_ms: int) -> bool:
     """It was there and ended by itself. A place without capacity is another matter, and so is a quota."""
     if node.ended_ms is None or node.ended_ms <= since_ms or node.reclaimed:
         return False
-    return node.wanted is None or not ({"no_capacity", "denied"} & node.happened.keys())
+    return not _was_refused(node)
 
 
 def _no_trainer_can_be_had(facts: Facts, wanted: Wanted, trainers: Sequence[NodeRecord], tried: Tried) -> str | None:
@@ -440,14 +527,18 @@ def _fill(facts: Facts, wanted: Wanted, live: Sequence[NodeRecord], tried: Tried
     for slot in wanted.slots:
         held = by_slot[slot.name]
         latest = max(held, key=lambda node: node.generation, default=None)
-        if latest is not None and not _needs_successor(latest, held, facts):
+        if latest is not None and not _needs_successor(slot, latest, held, facts):
             continue
+        if slot.role == "rollout" and (evidence := _given_up(facts, slot)) is not None:
+            refusals.append(f"{slot.name} is left empty, its last {SAME_ENDS} nodes ended in the same way: {evidence}")
+            continue
+        works = any(_stays(node) for node in held)  # a stand-in, whose successor may be on spot
         if wanted.launch_rate is not None and wanted.launch_rate.next_ms(launches) > facts.now_ms:
             refusals.append(f"{slot.name} is not bought: {wanted.launch_rate.per_minute} launches a minute at most")
             break
         move = _where(slot, tried, after, facts, wanted)
         if not isinstance(move, Option):
-            refusals.append(f"{slot.name} is not bought: {move.why}")
+            refusals += [] if works else [f"{slot.name} is not bought: {move.why}"]
             continue
         rate = move.placement.micro_usd_per_hour + _beside(move.placement, facts)
         generation = 0 if latest is None else latest.generation + 1
@@ -456,7 +547,7 @@ def _fill(facts: Facts, wanted: Wanted, live: Sequence[NodeRecord], tried: Tried
         if refusal is not None:
             if slot.role == "trainer" and refusal.for_good:
                 return [Enter(stage=Stage.DRAINING, reason="budget")]
-            refusals.append(f"{slot.name} is not bought: {refusal.text}")
+            refusals += [] if works else [f"{slot.name} is not bought: {refusal.text}"]
             continue
         name = f"{wanted.run}-{slot.name}-g{generation}"
         actions.append(Buy(slot=slot, option=move, generation=generation, name=name, reserved_micro_usd=reserve))
@@ -523,10 +614,14 @@ def _steady(refusal: str) -> str:
     return refusal.partition(": $")[0]
 
 
-def _needs_successor(latest: NodeRecord, held: Sequence[NodeRecord], facts: Facts) -> bool:
+def _needs_successor(slot: Slot, latest: NodeRecord, held: Sequence[NodeRecord], facts: Facts) -> bool:
+    """Return whether a node is asked for in a slot that had some: it is empty, about to be, or held by a stand-in."""
+    if slot.role == "trainer" and latest.wanted is not None and any(node.is_live for node in held):
+        return False  # two trainers would both write the run's checkpoints: the old one must be gone
+    if any(_stays(node) for node in held) and not _may_go_back(slot, held, facts):
+        return False
     if latest.ended_ms is None:
-        # Two trainers would both write the run's checkpoints: the old one must be gone.
-        return latest.is_leaving and (latest.wanted is None or latest.role != "trainer")
+        return True
     if not facts.sites and _was_denied(latest, facts):
         return False
     gap_ms = wait_ms(held, facts.planned_ms)
@@ -535,11 +630,30 @@ def _needs_successor(latest: NodeRecord, held: Sequence[NodeRecord], facts: Fact
     return facts.now_ms >= latest.ended_ms + gap_ms
 
 
+def _stays(node: NodeRecord) -> bool:
+    """A node that is there or on its way, and is meant to remain."""
+    return node.is_live and not node.is_leaving
+
+
+def _is_stand_in(node: NodeRecord, slot: Slot) -> bool:
+    """A node bought on demand in a slot whose plan says spot."""
+    return node.market is Market.ON_DEMAND and slot.placement.market is Market.SPOT
+
+
+def _may_go_back(slot: Slot, held: Sequence[NodeRecord], facts: Facts) -> bool:
+    """Return whether a slot has nothing but a stand-in, and gave none back for `GIVE_BACK_GAP_MS`."""
+    stand_ins = [node for node in held if _is_stand_in(node, slot)]
+    if any(_stays(node) and node not in stand_ins for node in held):
+        return False
+    released_ms = [node.happened["releasing"] for node in stand_ins if "releasing" in node.happened]
+    return not released_ms or facts.now_ms >= max(released_ms) + GIVE_BACK_GAP_MS
+
+
 def wait_ms(held: Sequence[NodeRecord], planned_ms: int) -> int:
     """How long a slot stays empty after its last nodes died young. Places that refuse cool down by themselves."""
     streak = 0
     for node in sorted(held, key=lambda node: node.generation, reverse=True):
-        if node.wanted is not None and {"no_capacity", "denied"} & node.happened.keys():
+        if _was_refused(node):
             continue
         if not node.died_young or node.requested_ms < planned_ms:
             break
@@ -560,7 +674,9 @@ def _where(slot: Slot, tried: Tried, after: Sequence[NodeRecord], facts: Facts, 
         return next_trainer(tried, sites, wanted.rules, facts.now_ms)
     sites = _within(facts, None if limit is None else limit - _hourly(after))
     nodes = sum(slot.role == "rollout" for slot in wanted.slots)
-    return next_rollout(slot.option, nodes, tried, sites, wanted.rules, facts.now_ms)
+    replaces_stand_in = any(node.slot == slot.name and _stays(node) for node in after)
+    where = back_to_spot if replaces_stand_in else next_rollout
+    return where(slot.option, nodes, tried, sites, wanted.rules, facts.now_ms)
 
 
 def _within(facts: Facts, micro_usd_per_hour: int | None) -> Sequence[SiteOptions]:
@@ -598,13 +714,18 @@ def _attempt(node: NodeRecord) -> Attempt:
         requested_ms=node.requested_ms,
         outcome=Outcome.LIVE if node.is_live else outcome,
         ended_ms=node.ended_ms,
-        was_up="up" in node.happened,
+        up_ms=node.happened.get("up"),
         evidence=node.evidence,
+        is_quota_used_up=is_quota_used_up(node.evidence),
+        holds_in_its_zone_alone=holds_in_its_zone_alone(node.evidence),
     )
 
 
 def _let_go(facts: Facts, wanted: Wanted, live: Sequence[NodeRecord], tried: Tried) -> list[NodeRecord]:
-    """Nodes that the run has moved away from; then the dearest spot nodes, while prices have risen past the limit."""
+    """Nodes that the run has moved away from, stand-ins that spot nodes replaced, then what the limit does not bear.
+
+    Past the limit, stand-ins go before spot nodes, each the dearest first.
+    """
     if not facts.sites:
         return []
     if is_home_given_up(tried, wanted.rules, facts.now_ms):
@@ -620,17 +741,66 @@ def _let_go(facts: Facts, wanted: Wanted, live: Sequence[NodeRecord], tried: Tri
     ]
     gone = {node.name for node in elsewhere}
     kept = [node for node in staying if node.name not in gone]
-    limit, shed = wanted.limits.max_hourly, list(elsewhere)
-    spot = sorted(
-        (node for node in kept if node.market is Market.SPOT),
-        key=lambda n: (n.micro_usd_per_hour, n.name),
-        reverse=True,
+    shed = elsewhere + _given_back(facts, wanted, live, kept, tried)
+    kept = [node for node in kept if node not in shed]
+    slots = {slot.name: slot for slot in wanted.slots}
+    sheddable = sorted(
+        (node for node in kept if node.market is Market.SPOT or _is_stand_in(node, slots[node.slot])),
+        key=lambda node: (node.market is Market.ON_DEMAND, node.micro_usd_per_hour, node.name),
     )
-    while limit is not None and spot and _hourly(kept) > limit:
-        dearest = spot.pop(0)
+    while wanted.limits.max_hourly is not None and sheddable and _hourly(kept) > wanted.limits.max_hourly:
+        dearest = sheddable.pop()
         kept.remove(dearest)
         shed.append(dearest)
     return shed
+
+
+def _given_back(
+    facts: Facts, wanted: Wanted, live: Sequence[NodeRecord], kept: Sequence[NodeRecord], tried: Tried
+) -> list[NodeRecord]:
+    """Stand-ins beside which a spot node works in a place that has had capacity for `GIVE_BACK_AFTER_MS`.
+
+    Where the hourly limit does not bear a spot node beside any stand-in, one stand-in goes first, when its place may
+    be asked: to wait would keep it for the rest of the run. If spot is refused, a stand-in is bought again.
+    """
+    given_back: list[NodeRecord] = []
+    alone: list[tuple[Slot, NodeRecord]] = []
+    for slot in wanted.slots:
+        here = [node for node in kept if node.slot == slot.name]
+        stand_ins = [node for node in here if _is_stand_in(node, slot)]
+        if any(_has_settled(node, facts, tried) for node in here if node.market is Market.SPOT):
+            given_back += stand_ins
+        elif stand_ins and len(stand_ins) == len(here):
+            alone += [(slot, node) for node in stand_ins]
+    makes_room = any(node.is_leaving and node.market is Market.ON_DEMAND for node in live)
+    if given_back or makes_room or any(_is_starting_on_spot(node) for node in kept):
+        return given_back
+    for slot, stand_in in alone:
+        if _has_no_room_beside(slot, kept, tried, facts, wanted):
+            held = [node for node in facts.nodes if node.slot == slot.name]
+            if _needs_successor(slot, max(held, key=lambda node: node.generation), held, facts):
+                return [stand_in]
+    return []
+
+
+def _is_starting_on_spot(node: NodeRecord) -> bool:
+    return node.market is Market.SPOT and "ready" not in node.happened
+
+
+def _has_settled(node: NodeRecord, facts: Facts, tried: Tried) -> bool:
+    if "ready" not in node.happened or node.wanted is None or node.is_leaving:
+        return False
+    return facts.now_ms >= node.happened["up"] + GIVE_BACK_AFTER_MS or tried.has_stayed(node.wanted, facts.now_ms)
+
+
+def _has_no_room_beside(slot: Slot, kept: Sequence[NodeRecord], tried: Tried, facts: Facts, wanted: Wanted) -> bool:
+    """Return whether a spot node could be asked for now, if only the hourly limit bore it beside the stand-in."""
+    move = _where(slot, tried, kept, facts, wanted)
+    if not isinstance(move, Option):
+        return False
+    rate = move.placement.micro_usd_per_hour + _beside(move.placement, facts)
+    limits = ((wanted.limits.max_hourly, 0), (wanted.all_runs.max_hourly, facts.others.hourly))
+    return any(limit is not None and _hourly(kept) + others + rate > limit for limit, others in limits)
 
 
 def _beside(placement: Placement, facts: Facts) -> int:
@@ -643,14 +813,12 @@ def _hourly(nodes: Sequence[NodeRecord]) -> int:
 
 
 def _reserved(live: Sequence[NodeRecord], allowance_ms: int, now_ms: int) -> int:
-    """What stopping takes; and of launches under way the minimum, or all the time since, if their cloud is late."""
+    """Return the money held for stopping what runs, and for launches under way: since their request, or a minute."""
     return brakes.reserved(
         _hourly(live),
         allowance_ms,
         [
             max(node.reserved_micro_usd, brakes.worst_case(_hourly([node]), now_ms - node.requested_ms))
-            if node.wanted is not None
-            else node.reserved_micro_usd
             for node in live
             if "up" not in node.happened
         ],
@@ -687,8 +855,12 @@ def bound_micro_usd(wanted: Wanted, sites: Sequence[SiteOptions] = ()) -> int | 
     return wanted.limits.max_total + brakes.overdraft(_most_hourly(wanted, sites), wanted.allowance_ms)
 
 
-def bound_of_plan(plan: Plan) -> int | None:
-    """The same for a plan on real clouds that nobody has started yet: what `launch` prints."""
+def bound_of_plan(plan: Plan, deadline_ms: int | None = None) -> int | None:
+    """Return the most that a plan on real clouds can cost, in micro-dollars: what `launch` prints. None: no limit.
+
+    `deadline_ms`: how long the run may take. Disks, addresses, stand-ins on demand and the time that stopping takes
+    are counted; traffic and storage are not, because no cloud says their price before the bill.
+    """
     wanted = Wanted(
         run="",
         slots=plan.slots,
@@ -697,22 +869,42 @@ def bound_of_plan(plan: Plan) -> int | None:
         allowance_ms=brakes.RELEASE_ALLOWANCE_MS,
         settle_ms=0,
     )
-    return bound_micro_usd(wanted, plan.sites)
+    bounds = [bound_micro_usd(wanted, plan.sites)]
+    if deadline_ms is not None:
+        bounds.append(brakes.worst_case(_most_hourly(wanted, plan.sites), deadline_ms + wanted.allowance_ms))
+    return min((bound for bound in bounds if bound is not None), default=None)
 
 
 def _most_hourly(wanted: Wanted, sites: Sequence[SiteOptions]) -> int:
-    """`max_hourly` where there is one; else the plan, at the price of its dearest site."""
-    plan = sum(slot.placement.micro_usd_per_hour for slot in wanted.slots)
+    """The most that can run at once, at on-demand prices: a spot price may rise so far before a node is let go.
+
+    What `max_hourly` bears when it is bought; without one, `NODES_A_SLOT` nodes in each slot, at the dearest site.
+    """
     if not sites:
-        return plan
-    if wanted.limits.max_hourly is not None:
-        return wanted.limits.max_hourly
-    dearest = max(
-        option.on_demand_micro_usd_per_hour + side_micro_usd_per_hour(site.cloud, Market.ON_DEMAND)
-        for site in sites
-        for option in (*site.trainer, *site.rollout)
+        return sum(slot.placement.micro_usd_per_hour for slot in wanted.slots)
+
+    def dearest(role: str) -> int:
+        options = [option for site in sites for option in (site.trainer if role == "trainer" else site.rollout)]
+        return max(map(_at_most, options), default=0)
+
+    slots = [slot.role for slot in wanted.slots]
+    once = sum(dearest(role) for role in slots)
+    if wanted.limits.max_hourly is None:
+        return NODES_A_SLOT * once
+    least = min(
+        (
+            option.placement.micro_usd_per_hour / _at_most(option)
+            for site in sites
+            for option in (*site.trainer, *site.rollout)
+        ),
+        default=1.0,
     )
-    return max(plan, dearest * 2 * len(wanted.slots))
+    return min(NODES_A_SLOT * once, ceil(wanted.limits.max_hourly / least))
+
+
+def _at_most(option: Option) -> int:
+    """A node's price on demand, with disk and address."""
+    return option.on_demand_micro_usd_per_hour + side_micro_usd_per_hour(option.placement.cloud, Market.ON_DEMAND)
 
 
 def describe_brakes(wanted: Wanted, sites: Sequence[SiteOptions] = ()) -> str:

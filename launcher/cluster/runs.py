@@ -31,9 +31,10 @@ from launcher.cluster.reconcile import OVER, NodeRecord, Stage
 from launcher.exit_codes import Failure
 from launcher.job import CheckedJob
 from launcher.ledger.billing import LOCAL
-from launcher.ledger.models import ControllerLease, Node, NodeEvent, ProgressRow, Run, RunStatus
+from launcher.ledger.models import ControllerLease, Node, NodeEvent, ProgressRow, Removal, Run, RunStatus
 from launcher.ledger.store import (
     append_status,
+    check_kept,
     current_status,
     find_run,
     node_events,
@@ -51,7 +52,7 @@ DEFAULT_METRIC = "exact_match"
 PORTS = range(20_000, 32_000)
 """Below the ports that systems hand out by themselves: a trainer's successor finds its predecessor's port free."""
 
-CONTROLLER = (sys.executable, "-m", "launcher.cli.main", "controller")
+CONTROLLER = (sys.executable, "-P", "-m", "launcher.cli.main", "controller")
 """What a controller's process runs; the run's name comes behind it."""
 
 RELEASE_SECONDS, CLOUD_RELEASE_SECONDS = 60.0, 600.0
@@ -87,6 +88,11 @@ class NodeView:
     groups: tuple[tuple[str, ...], ...] = ()
     """Workers that share pictures now, each group's in rank order; empty when the node ended or never had groups."""
 
+    @property
+    def is_live(self) -> bool:
+        """True if it has no end on record: it is paid for."""
+        return self.status in ("asked", "starting", "ready", "draining", "stopping")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunView:
@@ -115,6 +121,13 @@ class RunView:
     clock_factor: float
     controlled: bool
     """Whether a controller looks after it now."""
+    is_removed: bool = False
+    """Whether `spotrl rm` deleted its files."""
+
+    @property
+    def lacks_controller(self) -> bool:
+        """Return whether a run that is not over, or may still have nodes, has no controller."""
+        return not self.controlled and (self.status not in OVER or any(node.is_live for node in self.nodes))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,7 +164,7 @@ def create_run(sessions: sessionmaker[Session], checked: CheckedJob, plan: Plan,
             infra=job.infra,
             money_basis=plan.money_basis,
             clock_origin_ms=now_ms,
-            clock_factor=1.0 if job.clouds else job.clock_factor,
+            clock_factor=job.factor,
             max_total_micro_usd=plan.max_total_micro_usd,
             max_hourly_micro_usd=plan.max_hourly_micro_usd,
             target_metric=job.target.metric if job.target is not None else None,
@@ -269,6 +282,7 @@ def resume_run(sessions: sessionmaker[Session], run_name: str) -> int:
     """
     with writing(sessions) as session:
         run = find_run(session, run_name)
+        check_kept(session, run)
         lease = session.get(ControllerLease, run.id)
         if lease is not None and is_held(lease):
             raise NothingToResume(
@@ -335,12 +349,18 @@ def last_ids(session: Session, run: Run) -> tuple[int, int, int]:
     return status or 0, event or 0, progress or 0
 
 
+def short_name(run_name: str, node_name: str) -> str:
+    """Return a node's name without its run's: `spot-0-g2` says slot and generation, and 80 columns have room for it."""
+    return node_name.removeprefix(f"{run_name}-")
+
+
 def node_logs(sessions: sessionmaker[Session], run_name: str, node: str | None = None) -> list[Path]:
     """Log files of a run: the controller's and every node's, lost ones too; or those of one node or slot."""
     with sessions() as session:
         run = find_run(session, run_name)
+        check_kept(session, run)
         nodes = nodes_of(session, run)
-    wanted = [row for row in nodes if node in (None, row.name, row.slot)]
+    wanted = [row for row in nodes if node in (None, row.name, row.slot, short_name(run_name, row.name))]
     if node is not None and not wanted:
         known = ", ".join(row.name for row in nodes) or "none yet"
         raise LookupError(f"{run_name} has no node called {node}; it has had: {known}")
@@ -398,6 +418,7 @@ def _view(session: Session, run: Run) -> RunView:
         wall_seconds=(until_ms - run.created_ms) / 1000 / run.clock_factor,
         clock_factor=run.clock_factor,
         controlled=is_held(session.get(ControllerLease, run.id)),
+        is_removed=session.get(Removal, run.id) is not None,
     )
 
 

@@ -39,6 +39,7 @@ def ask_set_up(login: Login) -> SetUp:
         "GlobalKnownHostsFile": "/dev/null",
         "ConnectTimeout": str(CONNECT_SECONDS),
         "LogLevel": "ERROR",
+        **({"ProxyCommand": login.proxy} if login.proxy else {}),
     }
     words = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
     command = ["ssh", "-F", "none", "-T", "-i", str(login.key), "-p", str(login.port), *words]

@@ -27,6 +27,8 @@ from urllib.parse import urlsplit
 
 from engine.events import Market
 from launcher.cluster.clouds.base import NODE_LABEL, OWNER_LABEL, RUN_LABEL, Place
+from launcher.cluster.clouds.refusals import REFUSAL_WORDS, advice_on
+from launcher.cluster.provisioner import QUOTA_WORDS
 from launcher.exit_codes import Failure
 from launcher.ledger.billing import DISK_GIB
 from launcher.placement.placement import Placement
@@ -43,8 +45,9 @@ SERVER_ENVIRONMENT: Mapping[str, str] = {
 
 PLUGINS = "SKYPILOT_SERVER_PLUGINS_CONFIG"
 
-IDENTITY_LABEL = "spotrl-identity"
-"""On Google Cloud: the service account that a machine is to run as, for `OurNodes`."""
+IDENTITY_LABEL, IDENTITY_PROJECT_LABEL = "spotrl-identity", "spotrl-identity-project"
+"""On Google Cloud: the service account that a machine is to run as, and its project, for `OurNodes`. Two labels,
+because a label takes neither the @ nor the dots of an e-mail."""
 
 LOG_CHARACTERS = 4000
 """So much of the end of a failed launch's log is kept as evidence: it names what failed."""
@@ -283,7 +286,8 @@ def task_of(launch: Launch) -> dict[str, Any]:
         "autostop": {"idle_minutes": launch.autostop_minutes, "down": True, "wait_for": "none"},
     }
     if want.cloud == "gcp":
-        labels[IDENTITY_LABEL] = launch.place.identity.partition("@")[0]
+        account, _, domain = launch.place.identity.partition("@")
+        labels |= {IDENTITY_LABEL: account, IDENTITY_PROJECT_LABEL: domain.partition(".")[0]}
         if want.gpus:
             resources["accelerators"] = {want.accelerator: want.gpus}  # on AWS the type says it
     if launch.image:
@@ -310,7 +314,22 @@ def config_of(place: Place) -> dict[str, Any]:
         config["aws"] = {"remote_identity": place.identity, "security_group_name": place.group}
     else:
         config["gcp"] = {"remote_identity": "NO_UPLOAD", "vpc_name": place.network}
+    if place.named.network:
+        config[place.cloud] |= network_config(place)
     return config
+
+
+def network_config(place: Place) -> dict[str, Any]:
+    """Return what SkyPilot is told of a network that the job names: every key, so that none is the user's own."""
+    named = place.named
+    told: dict[str, Any] = {
+        "vpc_name": place.network,
+        "subnet_names": list(place.subnets) or None,
+        "use_internal_ips": not named.public_addresses,
+        "ssh_proxy_command": named.ssh_proxy or None,
+    }
+    # Without a proxy SkyPilot would go to private addresses on AWS through its Session Manager, unless told not to.
+    return told | {"vpc_names": None, "use_ssm": False} if place.cloud == "aws" else told
 
 
 # --- what became of it --------------------------------------------------------------------------------
@@ -330,11 +349,8 @@ NO_CAPACITY_WORDS = (
 )
 
 DENIED_WORDS = (
-    "MaxSpotInstanceCountExceeded",
-    "VcpuLimitExceeded",
-    "InstanceLimitExceeded",
-    "QUOTA_EXCEEDED",
-    "quotaExceeded",
+    *QUOTA_WORDS,
+    *REFUSAL_WORDS,
     "Found no quota",
     "UnauthorizedOperation",
     "AccessDenied",
@@ -345,11 +361,6 @@ DENIED_WORDS = (
     "PERMISSION_DENIED",
     "Required '",
     "is not found or access is unauthorized",
-    "VPC_NOT_FOUND",
-    "InvalidCloudCredentials",
-    "invalid cloud credentials",
-    "No cloud access",
-    "NoCloudAccessError",
     "InvalidParameterValue",
     "UnsupportedOperation",
 )
@@ -401,12 +412,20 @@ def _sentence(text: str, words: Sequence[str]) -> str:
 
 
 def _where_to_ask(reason: str) -> str:
+    """The reason, and what a person can do about it."""
     if any(word in reason for word in ("QUOTA", "quota", "LimitExceeded", "CountExceeded")):
         return (
             f"{reason}\nThe account's quota does not allow it. Ask for more: AWS, Service Quotas, Amazon EC2; "
             "Google Cloud, IAM & Admin, Quotas (CPUS, PREEMPTIBLE_NVIDIA_..._GPUS, GPUS_ALL_REGIONS)"
         )
+    if advice := advice_on(reason):
+        return f"{reason}\n{advice}"
     return f"{reason}\n`spotrl check --print-policy aws` (or gcp) prints the permissions that are needed"
+
+
+def email_of(labels: Mapping[str, str], project: str) -> str:
+    """Return the service account that labels name. `project`: of the machine, where they do not say the account's."""
+    return f"{labels[IDENTITY_LABEL]}@{labels.get(IDENTITY_PROJECT_LABEL, project)}.iam.gserviceaccount.com"
 
 
 def _is_over(status: str) -> bool:
@@ -488,15 +507,13 @@ def __getattr__(name: str) -> Any:
         @staticmethod
         def bootstrap_instances(region: str, cluster_name_on_cloud: str, config: Any) -> Any:
             labels = config.node_config.get("labels", {})
-            account = labels.get(IDENTITY_LABEL)
-            if account is None:
+            if IDENTITY_LABEL not in labels:
                 return gcp.bootstrap_instances(region, cluster_name_on_cloud, config)
             crm, _, compute, _ = gcp.construct_clients_from_provider_config(config.provider_config)
             gcp._configure_project(config.provider_config, crm)
-            project = config.provider_config["project_id"]
             config.node_config["serviceAccounts"] = [
                 {
-                    "email": f"{account}@{project}.iam.gserviceaccount.com",
+                    "email": email_of(labels, config.provider_config["project_id"]),
                     "scopes": ["https://www.googleapis.com/auth/cloud-platform"],
                 }
             ]

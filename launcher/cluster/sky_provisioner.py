@@ -12,7 +12,8 @@ one step further; whatever may block is done by a pool, one thing at a time for 
 A node is gone when the cloud says so, or when it is silent and a fresh look at the cloud is no comfort. An API that
 does not answer proves nothing. A name that was released is never launched. `ended.json` says that no machine and no
 disk of the name is left; `cleared.json` that SkyPilot has forgotten it too. What carries our label and was not asked
-for is reported, and what lives on after its end is ended again.
+for is reported, and what lives on after its end is ended again. A file that a power cut damaged is asked for again
+from the cloud or from SkyPilot; a node whose spec is lost is ended.
 """
 
 import json
@@ -29,6 +30,7 @@ from typing import Any
 
 from engine.clock import Clock
 from engine.config import NodeSpec
+from engine.durable import sync_folder
 from launcher.cluster.bundle import REMOTE_BUNDLE, Bundle
 from launcher.cluster.chores import Chores, NotYet
 from launcher.cluster.cloud_node import CloudNode, Link
@@ -48,6 +50,7 @@ from launcher.cluster.node_link import Login
 from launcher.cluster.provisioner import NodeFact, NodeStatus
 from launcher.cluster.set_up import MachineUnreachable, SetUp, ask_set_up
 from launcher.cluster.sky import Failed, Launch, Outcome, Sky
+from launcher.company import NOTHING_NAMED, Named
 from launcher.exit_codes import Failure
 from launcher.placement.placement import Placement
 
@@ -132,6 +135,8 @@ class Purchases:
     regions: Sequence[tuple[str, str]]
     weights: Mapping[str, str] = field(default_factory=dict)
     images: Mapping[str, str] = field(default_factory=dict)
+    named: Callable[[str, str], Named] = lambda cloud, region: NOTHING_NAMED
+    """Identity and network that the job names, by cloud and region."""
 
 
 @dataclass(slots=True)
@@ -158,7 +163,10 @@ class SkyProvisioner:
         pool: Executor,
         ask_set_up: Callable[[Login], SetUp] = ask_set_up,
         monotonic: Callable[[], float] = time.monotonic,
+        check_lease: Callable[[], None] = lambda: None,
     ) -> None:
+        """`check_lease` raises LeaseLost when another controller has taken over; it is called before each purchase."""
+        self._check_lease = check_lease
         self._all, self._sky, self._clouds, self._clock = purchases, sky, clouds, clock
         self._make_link, self._monotonic = link, monotonic
         self._ask_set_up = ask_set_up
@@ -208,12 +216,9 @@ class SkyProvisioner:
         """Write it down; the next `observe` acts on it. A name that was never asked for is ended by its label."""
         for name in names:
             node = self._node(name)
-            if not node.has("release") and not node.has("ended"):
+            if not node.is_begun("release") and not node.has("ended"):
                 node.write("release", {"at_ms": self._clock.now_ms()})
-            if not node.has("want") and not node.has("machine"):
-                known = next((machine for machine in self._machines() if machine.name == name), None)
-                if known is not None:
-                    node.write_machine(known)
+            self._find_machine(node)
 
     def rearm(self, name: str, money_deadline_ms: int) -> None:
         """Tell the node, and let SkyPilot's own timer on the machine follow."""
@@ -238,6 +243,12 @@ class SkyProvisioner:
         for cloud, region in places - self._tidied:
             self._chores.do(f"tidy {cloud}/{region}", partial(self._tidy, cloud, region))
         return places <= self._tidied
+
+    def close(self) -> None:
+        """Drop chores that wait for a thread of the pool, and close the lines to nodes."""
+        self._chores.close()
+        for node in self._nodes.values():
+            self._close(node)
 
     def troubles(self) -> Sequence[str]:
         """What did not work when it was last tried, in words: clouds that do not answer, what cannot be removed."""
@@ -310,14 +321,17 @@ class SkyProvisioner:
             self._close(node)
             self._chores.do(node.name, partial(self._clear, node))
             return
-        if node.has("release") or node.has("ending"):
+        if node.is_ending:
             self._close(node)
             self._chores.do(node.name, partial(self._end, node))
             return
-        if not node.has("spec"):
+        if not node.has("spec") and not self._is_damaged(node):
             return  # an intent that was cut short: asking again completes it
         machine = self._cloud_says(node)
-        if node.has("ending") or self._chores.is_busy(node.name):
+        if node.is_ending or self._chores.is_busy(node.name):
+            return
+        self._mend(node)
+        if node.is_ending:
             return
         launch = node.read("launch")
         if launch is None:
@@ -327,8 +341,33 @@ class SkyProvisioner:
         else:
             self._keep(node, machine, passed)
 
+    def _is_damaged(self, node: CloudNode) -> bool:
+        """Return whether the node's spec was written, and cannot be read any more."""
+        return not node.has("spec") and (node.is_begun("spec") or node.is_begun("launch"))
+
+    def _mend(self, node: CloudNode) -> None:
+        """Ask again for what a damaged file said; end the node if nobody else knows it."""
+        if self._is_damaged(node):
+            self._ending(node, NodeStatus.GONE, "its spec.json cannot be read: a power cut of the launcher's machine?")
+        elif not node.has("want") and not node.has("launch"):
+            self._ending(node, NodeStatus.GONE, "its want.json cannot be read: a power cut of the launcher's machine?")
+        elif node.is_begun("login") and not node.can_log_in:
+            log.warning("%s: its login cannot be read any more; SkyPilot is asked again", node.name)
+            self._close(node)
+            node.login = None
+            node.forget("login")
+            node.forget("launch")  # a launch of long ago would count as late; its cluster is adopted instead
+
+    def _find_machine(self, node: CloudNode) -> None:
+        """Write down which machine a node has, by its label, where no file says where the node is."""
+        if node.region is None:
+            known = _newest([*self._machines()], node.name)
+            if known is not None:
+                node.write_machine(known)
+
     def _cloud_says(self, node: CloudNode) -> Machine | None:
         """What the cloud says of its machine now; begins the node's end when that is what it says."""
+        self._find_machine(node)
         place = node.region
         seen = self._seen.get(place) if place is not None else None
         if seen is None or seen.at is None or node.missing_look == seen.looks:
@@ -410,7 +449,7 @@ class SkyProvisioner:
             if node.login is not None:
                 self._chores.every(SET_UP_SECONDS, f"set-up {node.name}", partial(self._ask_sky_set_up, node))
         elif outcome.failed is Failed.NO_CAPACITY:
-            self._ending(node, NodeStatus.NO_CAPACITY, outcome.text, tried=[_tried(node.want)])
+            self._ending(node, NodeStatus.NO_CAPACITY, outcome.text, tried=_tried(node.want))
         elif outcome.failed is Failed.DENIED:
             self._ending(node, NodeStatus.DENIED, outcome.text)
         elif outcome.failed is Failed.UNKNOWN and (tries := int(launch.get("tries", 1))) < LAUNCH_TRIES:
@@ -423,7 +462,13 @@ class SkyProvisioner:
         """A machine that is set up: a line to it, an agent on it, and an eye on both."""
         login = node.read("login") or {}
         if node.link is None:
-            line = Login(host=login["host"], user=login["user"], key=Path(login["key"]), port=login["port"])
+            line = Login(
+                host=login["host"],
+                user=login["user"],
+                key=Path(login["key"]),
+                port=login["port"],
+                proxy=login.get("proxy", ""),
+            )
             node.link = self._make_link(line, node.folder)
             if (stopping := node.read("stopping")) is not None:
                 node.link.notice(int(stopping["deadline_ms"]))
@@ -436,9 +481,14 @@ class SkyProvisioner:
 
     def _tell(self, node: CloudNode, login: Mapping[str, Any]) -> None:
         """Let the agent run, with the address of the trainer that there is now."""
-        spec = NodeSpec.model_validate(node.read("spec"))
+        spec, place = NodeSpec.model_validate(node.read("spec")), node.region
         host = login["address"] if spec.role == "trainer" else self._trainer
-        if host is None or node.link is None or (node.told is not None and node.told.coordinator_host == host):
+        if (
+            place is None
+            or host is None
+            or node.link is None
+            or (node.told is not None and node.told.coordinator_host == host)
+        ):
             return
         deadline_ms = node.deadline_ms or spec.money_deadline_ms
         home = f"{login['home']}/spotrl"
@@ -446,11 +496,11 @@ class SkyProvisioner:
             spec.model_copy(
                 update={
                     "coordinator_host": host,
-                    "cloud": node.want.cloud,
+                    "cloud": place[0],
                     "folder": f"{home}/node",
                     "workdir": f"{home}/work" if spec.workdir else None,
                     "digest": self._all.bundle.digest,
-                    "weights": self._all.weights.get(node.want.cloud, ""),
+                    "weights": self._all.weights.get(place[0], ""),
                     "money_deadline_ms": None,
                     "money_left_ms": None if deadline_ms is None else max(0, deadline_ms - self._clock.now_ms()),
                 }
@@ -463,7 +513,7 @@ class SkyProvisioner:
         """Of the newest trainer that has not ended."""
         trainers = []
         for node in self._nodes.values():
-            if node.is_cleared() or node.has("ended") or node.has("ending") or node.has("release"):
+            if node.is_ending:
                 continue
             spec, login = node.read("spec"), node.read("login")
             if spec is not None and spec["role"] == "trainer" and login is not None:
@@ -492,10 +542,10 @@ class SkyProvisioner:
 
     def _is_late(self, node: CloudNode) -> bool:
         """Nobody is ready there. A missing rule of the firewall is the usual reason, and can be looked up."""
-        waited = self._monotonic() - node.told_at
-        if node.told is None or node.has("ready") or waited < RULES_SECONDS:
+        waited, place = self._monotonic() - node.told_at, node.region
+        if node.told is None or place is None or node.has("ready") or waited < RULES_SECONDS:
             return False
-        cloud, region = node.want.cloud, node.want.region
+        cloud, region = place
         self._chores.every(RULES_SECONDS, f"rules {cloud}/{region}", partial(self._ask_rules, cloud, region))
         if waited < READY_SECONDS:
             return False
@@ -530,8 +580,11 @@ class SkyProvisioner:
 
     def _launch(self, node: CloudNode, tries: int = 1) -> None:
         """Hand the launch to SkyPilot, unless somebody did before a crash."""
-        want = node.want
         if not node.fresh and tries == 1 and self._adopt(node):
+            return
+        want = node.want
+        if want is None:
+            self._ending(node, NodeStatus.GONE, "its want.json cannot be read, and SkyPilot does not know its launch")
             return
         try:
             place = self._prepare(want.cloud, want.region)
@@ -550,8 +603,9 @@ class SkyProvisioner:
             autostop_minutes=self._minutes_left(spec.money_deadline_ms),
             image=self._all.images.get(f"{want.cloud}/{want.region}", self._all.images.get(want.cloud)),
         )
+        self._check_lease()
         request = self._sky.start(launch)
-        (node.folder / "machine.json").unlink(missing_ok=True)  # of an attempt before
+        node.forget("machine")  # of an attempt before
         node.missing = 0
         node.write("launch", {"request_id": request, "at_ms": now_ms, "tries": tries})
 
@@ -593,6 +647,7 @@ class SkyProvisioner:
             "user": node.login.user,
             "port": node.login.port,
             "key": str(node.login.key),
+            "proxy": node.login.proxy,
             "address": node.private_address,
             "home": found.home,
         }
@@ -606,7 +661,8 @@ class SkyProvisioner:
             raise NotYet(f"SkyPilot has no address of {node.name} yet")
         key = node.write_key(login.private_key)
         node.private_address = login.address
-        node.login = Login(host=login.host, user=login.user, key=key)
+        proxy = self._all.named(*node.region).ssh_proxy if node.region is not None else ""
+        node.login = Login(host=login.host, user=login.user, key=key, proxy=proxy)
 
     def _ask_sky_set_up(self, node: CloudNode) -> None:
         node.set_up = self._sky.set_up(node.name)
@@ -628,14 +684,15 @@ class SkyProvisioner:
 
     def _end(self, node: CloudNode) -> None:
         """No machine, no disk: asked of the cloud itself, whatever SkyPilot believes."""
-        ending = node.read("ending") or {"status": NodeStatus.GONE, "evidence": self._released_text(node)}
+        self._check_lease()
+        ending = node.read("ending") or {"status": NodeStatus.GONE, "evidence": self._end_text(node)}
         if not node.has("ending"):
             node.write("ending", ending)
         try:
             self._cancel(node)
         except Failure as failure:  # the machine is ended all the same; `_clear` insists
             log.warning("%s: its launch could not be cancelled: %s", node.name, failure)
-        place = node.region
+        place = node.region or self._search(node)
         if place is None:
             self._ended(node, ending)
             return
@@ -653,7 +710,17 @@ class SkyProvisioner:
             raise NotYet(f"disk {', '.join(one.id for one in left)} cannot go yet")
         self._ended(node, ending)
 
+    def _search(self, node: CloudNode) -> tuple[str, str] | None:
+        """Look in every region of the run for the machine of a node that was asked for; no file says where it is."""
+        if any(node.is_begun(what) for what in ("want", "spec", "launch", "machine")):
+            found = [one for place in self._all.regions for one in self._machines_in(*place)]
+            newest = _newest(found, node.name)
+            if newest is not None:
+                node.write_machine(newest)
+        return node.region
+
     def _end_again(self, machine: Machine) -> None:
+        self._check_lease()
         log.warning("%s lives on after its end (%s): ended again", machine.name, machine.id)
         self._clouds[machine.cloud].end([machine])
         self._look_at(machine.cloud, machine.region)
@@ -682,14 +749,17 @@ class SkyProvisioner:
 
     def _clear(self, node: CloudNode) -> None:
         """Let SkyPilot forget it too."""
-        if node.has("launch"):
+        if node.is_begun("launch"):
             self._cancel(node)
             self._sky.down(node.name)
         node.write("cleared", {"at_ms": self._clock.now_ms()})
 
     def _cancel(self, node: CloudNode) -> None:
         """Its launch, if that is under way."""
-        request = (node.read("launch") or {}).get("request_id")
+        launch = node.read("launch")
+        request = launch.get("request_id") if launch is not None else None
+        if launch is None and node.is_begun("launch"):
+            request = self._sky.pending(node.name).get(node.name)
         if request and self._outcomes.get(request) is None:
             self._sky.cancel(request)
             self._outcomes[request] = Outcome(failed=Failed.CANCELLED)
@@ -698,6 +768,7 @@ class SkyProvisioner:
         self._sky.rearm(node.name, self._minutes_left(node.deadline_ms))
 
     def _tidy(self, cloud: str, region: str) -> None:
+        self._check_lease()
         api = self._clouds[cloud]
         alive = [one for one in self._machines_in(cloud, region) if one.state is not MachineState.GONE]
         if alive:
@@ -722,6 +793,7 @@ class SkyProvisioner:
                     ssh_from=self._all.ssh_from,
                     buckets=self._all.buckets,
                     models=[*self._all.weights.values()],
+                    named=self._all.named(cloud, region),
                 )
             return self._places[cloud, region]
 
@@ -752,8 +824,10 @@ class SkyProvisioner:
             },
         )
 
-    def _released_text(self, node: CloudNode) -> str:
-        return "released" if node.has("launch") or node.has("machine") else "released before it was started"
+    def _end_text(self, node: CloudNode) -> str:
+        if node.is_begun("ended") or node.is_begun("ending"):
+            return "it was ended; the file that says why cannot be read any more"
+        return "released" if node.is_begun("launch") or node.has("machine") else "released before it was started"
 
     def _close(self, node: CloudNode) -> None:
         if node.link is not None:
@@ -768,10 +842,10 @@ class SkyProvisioner:
             node.over, node.over_since = NodeFact(name=node.name, **known), self._monotonic()
         if node.over is not None:
             return node.over
-        if not node.has("spec") and not node.has("release"):
+        if not node.has("spec") and not node.is_ending and not self._is_damaged(node):
             return None
         machine = node.machine
-        is_up = node.is_ready and not node.has("ending")
+        is_up = node.is_ready and not node.is_begun("ending")
         status, evidence = NodeStatus.UP if is_up else NodeStatus.PENDING, ""
         if not self._is_heard(node):
             place = node.region
@@ -802,6 +876,7 @@ class SkyProvisioner:
         if name not in self._nodes:
             folder = node_folder(self._all.folder, name)
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            sync_folder(folder.parent)
             self._nodes[name] = CloudNode(folder=folder)
         return self._nodes[name]
 
@@ -834,5 +909,5 @@ def _newest(machines: Sequence[Machine], name: str) -> Machine | None:
     return max(ours, key=lambda one: (order.index(one.state), one.launched_ms or 0), default=None)
 
 
-def _tried(want: Placement) -> str:
-    return f"{want.cloud}/{want.region}/{want.zone}"
+def _tried(want: Placement | None) -> list[str]:
+    return [] if want is None else [f"{want.cloud}/{want.region}/{want.zone}"]

@@ -1,10 +1,12 @@
-"""One controller per run, over machines: a lease in the run's bucket, beside the one in the ledger.
+"""A lease in the run's bucket: one controller per run, whichever machine it is on.
 
-The ledger's lease (lease.py) knows the controllers of this machine. A run launched under the same name and bucket
-from another machine has another ledger; what both see is the bucket. Whoever holds the object there goes on, the
-other refuses to start, or stops when it finds that the lease has gone to somebody else.
+The lease in the ledger (lease.py) counts for the controllers of one machine. Another machine may launch a run under
+the same name and into the same bucket, with a ledger of its own. Both controllers see the bucket. The holder of the
+object there goes on. The other one refuses to start, or stops once it finds that it lost the lease.
 
-A bucket that does not answer takes nobody's lease away: nodes are paid for, and somebody must look after them.
+A bucket that does not answer takes the lease from no controller: its nodes are paid for and need one.
+`check` is called before every pass and in every transaction; once it has raised LeaseLost the controller may neither
+buy nor end a node.
 """
 
 import json
@@ -21,7 +23,8 @@ import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
 from obstore.store import ObjectStore
 
-from launcher.cluster.lease import LeaseHeld
+from engine.clock import boot_ms
+from launcher.cluster.lease import LeaseHeld, LeaseLost
 from launcher.cluster.stores import StoreError
 
 log = logging.getLogger(__name__)
@@ -32,6 +35,9 @@ LEASE_SECONDS = 90.0
 """A holder that has not renewed for so long is gone (wall clocks of two machines may differ by a few seconds)."""
 
 RENEW_SECONDS = 20.0
+
+DOUBT_SECONDS = 60.0
+"""A holder that has not renewed for so long may have been frozen while another took over: it asks before it acts."""
 
 TROUBLE = (BaseError, OSError, StoreError)
 """A bucket that does not answer, or cannot be opened."""
@@ -59,12 +65,16 @@ class StoreLease:
         run: str,
         token: str,
         wall_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000,
+        boot_ms: Callable[[], int] = boot_ms,
     ) -> None:
-        self._open, self._run, self._wall_ms = open_bucket, run, wall_ms
+        self._open, self._run, self._wall_ms, self._boot_ms = open_bucket, run, wall_ms, boot_ms
+        self._asked_ms = boot_ms()
+        """Time of the last request to the bucket, answered or not (milliseconds since this machine was started)."""
         self._opened: ObjectStore | None = None
         self._holder = blake2b(token.encode(), digest_size=8).hexdigest()
         self._version: Any = None
         self._ended = threading.Event()
+        self._renewing = threading.Lock()
         self.lost: str | None = None
         """Who has it now, once it went to somebody else; the controller must not act any more."""
 
@@ -94,11 +104,29 @@ class StoreLease:
         """Renew from now on, beside whatever this process does."""
         threading.Thread(target=self._renew_for_ever, name="store lease", daemon=True).start()
 
+    def check(self) -> None:
+        """Raise LeaseLost if another machine controls the run now.
+
+        A process that was frozen or asleep renews first: its thread may not have run yet.
+        """
+        if self.lost is None and self._boot_ms() - self._asked_ms >= DOUBT_SECONDS * 1000:
+            self.renew()
+        if self.lost is not None:
+            raise LeaseLost(
+                f"{self._run} is controlled from another machine now ({self.lost}); this controller neither buys nor "
+                "ends anything any more"
+            )
+
     def renew(self) -> None:
         """One renewal; `lost` says so when somebody else has the lease."""
+        with self._renewing:
+            self._renew()
+            self._asked_ms = self._boot_ms()
+
+    def _renew(self) -> None:
         try:
             there = self._read()
-            if there is not None and there.holder != self._holder:
+            if there is not None and there.holder not in ("", self._holder):
                 self.lost = there.host
                 return
             self._write(there)
@@ -132,11 +160,17 @@ class StoreLease:
             answer = obstore.get(self._store, LEASE_OBJECT)
         except FileNotFoundError:
             return None
-        meta, raw = answer.meta, json.loads(bytes(answer.bytes()))
+        meta = answer.meta
         version = {name: meta[name] for name in ("e_tag", "version") if meta.get(name)}
+        try:
+            raw = json.loads(bytes(answer.bytes()))
+            holder, host, until_ms = str(raw["holder"]), str(raw["host"]), int(raw["until_ms"])
+        except (ValueError, KeyError, TypeError):
+            log.warning("%s of %s is not a lease: it is written anew", LEASE_OBJECT, self._run)
+            return Claim(holder="", host="nobody", until_ms=0, version=version)
         # The bucket's own time bounds what was written by a clock that was hours ahead.
-        until_ms = min(raw["until_ms"], round((meta["last_modified"].timestamp() + LEASE_SECONDS) * 1000))
-        return Claim(holder=raw["holder"], host=raw["host"], until_ms=until_ms, version=version)
+        until_ms = min(until_ms, round((meta["last_modified"].timestamp() + LEASE_SECONDS) * 1000))
+        return Claim(holder=holder, host=host, until_ms=until_ms, version=version)
 
     def _write(self, over: Claim | None) -> None:
         """Only if the object is still what was read: of two who write at once, one fails."""

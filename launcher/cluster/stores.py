@@ -9,8 +9,10 @@ The launcher's own credentials come from where boto3 and Google's libraries find
 
 import json
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import obstore
@@ -58,6 +60,43 @@ def open_store(url: str) -> ObjectStore:
         ) from None
 
 
+def run_stores(infra: str, store: Mapping[str, str], run: str, folder: Path) -> list[ObjectStore]:
+    """Open every store that a run may have written to: one bucket for each cloud, or the run's folder on this machine.
+
+    Raises StoreError. A folder that is not there yet is no store.
+    """
+    clouds = [cloud for cloud in infra.split(",") if cloud in store]
+    if clouds:
+        return [open_store(run_store(store, cloud, run)) for cloud in clouds]
+    here = folder / "store"
+    return [open_store(here.as_uri())] if here.is_dir() else []
+
+
+def read_object(stores: Sequence[ObjectStore], path: str) -> bytes | None:
+    """Return an object of the first store that has it; None when none has. Raises StoreError."""
+    with bucket_errors(path):
+        for store in stores:
+            try:
+                return bytes(obstore.get(store, path).bytes())
+            except (FileNotFoundError, ValueError):  # ValueError: no path inside a store
+                continue
+    return None
+
+
+@contextmanager
+def bucket_errors(what: str) -> Iterator[None]:
+    """Turn what a bucket says against reading `what` into a StoreError."""
+    try:
+        yield
+    except (PermissionDeniedError, UnauthenticatedError) as error:
+        raise StoreDenied(
+            f"{what} may not be read with these credentials ({_first_line(error)}); "
+            "`spotrl check --print-policy aws` (or gcp) prints what they need"
+        ) from None
+    except BaseError as error:
+        raise StoreError(f"{what} cannot be read ({_first_line(error)}); try again when the bucket answers") from None
+
+
 def check_writable(url: str) -> None:
     """Write, read and delete a small object. Raises StoreError, which names the bucket and what to do."""
     store = open_store(url)
@@ -103,12 +142,12 @@ def carry_over(source: ObjectStore, target: ObjectStore) -> str | None:
     May be repeated, and cut short anywhere: what counts is the manifest, which is copied last. Bytes pass through this
     machine, because no cloud copies from the other's buckets.
     """
-    for path in _paths(source, "lineages/"):
+    for path in paths_in(source, "lineages/"):
         obstore.put(target, path, b"claimed")
     name = newest_checkpoint(source)
     if name is None or (name in _whole(target) and _is_manifest(target, name)):
         return name
-    for path in sorted(_paths(source, f"checkpoints/{name}/"), key=lambda path: path.endswith("/manifest.json")):
+    for path in sorted(paths_in(source, f"checkpoints/{name}/"), key=lambda path: path.endswith("/manifest.json")):
         with obstore.open_writer(target, path) as writer:  # piece by piece: a checkpoint need not fit in memory
             for piece in obstore.get(source, path).stream():
                 writer.write(piece)
@@ -119,15 +158,16 @@ def _s3(url: str, bucket: str) -> ObjectStore:
     import boto3  # only where a run uses AWS
     from obstore.auth.boto3 import Boto3CredentialProvider
 
-    session = boto3.Session(region_name=bucket_region(url))
+    region = bucket_region(url)
+    session = boto3.Session(region_name=region)
     if session.get_credentials() is None:
         raise StoreDenied(f"there are no AWS credentials for {bucket}; `aws configure`, or AWS_PROFILE, then try again")
     credentials = Boto3CredentialProvider(session)
-    return S3Store.from_url(url, credential_provider=credentials, retry_config=RETRIES)
+    return S3Store.from_url(url, region=region, credential_provider=credentials, retry_config=RETRIES)
 
 
 def _whole(store: ObjectStore) -> set[str]:
-    return {path.split("/")[1] for path in _paths(store, "checkpoints/") if path.endswith("/manifest.json")}
+    return {path.split("/")[1] for path in paths_in(store, "checkpoints/") if path.endswith("/manifest.json")}
 
 
 def _is_manifest(store: ObjectStore, name: str) -> bool:
@@ -139,7 +179,8 @@ def _is_manifest(store: ObjectStore, name: str) -> bool:
     return True
 
 
-def _paths(store: ObjectStore, prefix: str) -> list[str]:
+def paths_in(store: ObjectStore, prefix: str) -> list[str]:
+    """Return every object below `prefix`."""
     return [item["path"] for page in obstore.list(store, prefix=prefix) for item in page]
 
 

@@ -328,12 +328,24 @@ def charges_of_run(session: Session, run: Run, now_ms: int) -> dict[int, tuple[C
     }
 
 
+def spent_micro_usd(session: Session, run: Run, now_ms: int) -> int:
+    """Return what the run has cost until now: its machines, disks and addresses, as far as they have a price."""
+    charges = charges_of_run(session, run, now_ms)
+    machines = sum(charge.micro_usd for of_node in charges.values() for charge in of_node)
+    return machines + sum(cost.micro_usd or 0 for cost in _side_costs(session, run, charges))
+
+
 def side_costs_of_run(session: Session, run: Run, now_ms: int) -> list[SideCost]:
     """What was paid for beside machines by `now_ms`: as written when it ended, and what goes on up to now."""
+    return _side_costs(session, run, charges_of_run(session, run, now_ms))
+
+
+def _side_costs(session: Session, run: Run, charges: Mapping[int, tuple[Charge, ...]]) -> list[SideCost]:
+    """Return what `side_costs_of_run` does. `charges`: of each node of the run, by its id."""
     if run.infra == LOCAL:
         return []
     written = list(session.scalars(select(SideCost).where(SideCost.run_id == run.id).order_by(SideCost.id)))
-    told, charges = {cost.node_id for cost in written}, charges_of_run(session, run, now_ms)
+    told = {cost.node_id for cost in written}
     nodes = session.scalars(select(Node).where(Node.run_id == run.id).order_by(Node.id))
     return written + [
         cost

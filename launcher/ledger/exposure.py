@@ -13,7 +13,7 @@ from sqlalchemy.orm import Session
 
 from engine.events import Market
 from launcher.ledger.models import Node, NodeEvent, Preemption, ProgressRow, Run
-from launcher.market.hazard import Life, Pool, PoolHistory
+from launcher.market.hazard import Life, Pool, PoolHistory, bursts
 
 LOCAL = "local"
 
@@ -68,7 +68,7 @@ def _history(
     return PoolHistory(
         pool=pool,
         lives=tuple(lives),
-        launches=len(launches),
+        launches=bursts((at, at) for at in launches),
         last_launch_ms=max(launches, default=None),
         stock_outs_ms=tuple(sorted(stock_outs)),
         cold_starts_ms=tuple(cold_starts),

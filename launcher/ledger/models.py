@@ -62,6 +62,14 @@ class RunStatus(Base):
     reason: Mapped[str] = mapped_column(default="")
 
 
+class Removal(Base):
+    """The run's files were deleted from this machine (`spotrl rm`). Its other rows stay: the money was spent."""
+
+    __tablename__ = "removal"
+    run_id: Mapped[int] = mapped_column(ForeignKey("run.id"), primary_key=True)
+    at_wall_ms: Mapped[int]
+
+
 class ControllerLease(Base):
     """Who may control a run. One row a run, taken over only when it has expired (wall time) or its holder is dead."""
 

@@ -1,4 +1,4 @@
-"""Machines that we know how to price and to fill: one row a machine, V100 to B200 on both clouds.
+"""Machines that we know how to price, and which of them nodes can use: one row a machine, V100 to B200 on both clouds.
 
 A row says what the machine is, never what it costs. Prices are asked for by these names, and a GCP price is
 assembled by these counts (cores, memory, GPUs, local SSD).
@@ -9,7 +9,7 @@ it lacks, from the EC2 user guide (general knowledge, not re-checked). GCP: "Acc
 G2 and N1 from the same guide's neighbours (general knowledge, not re-checked).
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from engine.events import Market
@@ -134,12 +134,42 @@ MACHINES: tuple[Machine, ...] = (
     _gcp("a4-highgpu-8g", "B200", 8, 224, 3968, 180, 12000, SPOT_ONLY),
 )
 
+COMPUTE_CAPABILITY: Mapping[str, tuple[int, int]] = {
+    "K80": (3, 7),
+    "M60": (5, 2),
+    "P100": (6, 0),
+    "P4": (6, 1),
+    "V100": (7, 0),
+    "V100-32GB": (7, 0),
+    "T4": (7, 5),
+    "A100": (8, 0),
+    "A100-80GB": (8, 0),
+    "A10": (8, 6),
+    "A10G": (8, 6),
+    "L4": (8, 9),
+    "L40S": (8, 9),
+    "H100": (9, 0),
+    "H200": (9, 0),
+    "B200": (10, 0),
+}
+"""By accelerator, as NVIDIA's table has it (developer.nvidia.com/cuda-gpus; general knowledge, not re-checked)."""
+
+LEAST_CAPABILITY = (7, 5)
+"""The torch of engine/node.lock (2.13, built for CUDA 13) has no code for less. CUDA 13 needs driver 580 as well, and
+SkyPilot 0.14.1 starts older GPUs from an image with driver 535 (sky/clouds/utils/gpu_utils.py)."""
+
 _BY_NAME = {(machine.cloud, machine.instance_type): machine for machine in MACHINES}
 
 
 def machine_of(cloud: str, instance_type: str) -> Machine | None:
     """The machine of that name; None if we do not know it."""
     return _BY_NAME.get((cloud, instance_type))
+
+
+def is_too_old(accelerator: str) -> bool:
+    """Return whether nodes could not use the GPU. Names compare without case; an unknown GPU is not too old."""
+    known = next((found for name, found in COMPUTE_CAPABILITY.items() if name.lower() == accelerator.lower()), None)
+    return known is not None and known < LEAST_CAPABILITY
 
 
 def machines(clouds: Collection[str] = (), accelerators: Collection[str] = ()) -> tuple[Machine, ...]:

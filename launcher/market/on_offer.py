@@ -1,6 +1,6 @@
 """What is on offer now: the price tables, and over them what clouds have said since. Pure; the time is passed in.
 
-tables + latest prices of the ledger -> one offer for each thing, the price seen last -> without what is too old
+tables + latest prices of the ledger -> one offer for each thing, the price seen last -> without old prices and old GPUs
 
 An AWS zone goes by the name that our account has for it, where a price told us: machines that we bought are recorded
 by that name, so what we learnt of a zone meets its prices. A zone without a known name goes by its id.
@@ -9,6 +9,7 @@ by that name, so what we learnt of a zone meets its prices. A zone without a kno
 from collections.abc import Iterable
 from dataclasses import replace
 
+from launcher.market.machines import is_too_old
 from launcher.market.offers import Offer, buyable, key, without_expired
 from launcher.market.prices import PricePoint, time_ms
 from launcher.market.refresh_catalog import merged, offers_from
@@ -23,7 +24,7 @@ def on_offer(tables: Iterable[Offer], said: Iterable[PricePoint], now_ms: int) -
         offer for offer in offers_from(said).offers if (time_ms(offer.observed_at) or 0) >= seen.get(key(offer), 0)
     ]
     names = {(point.region, point.zone_id): point.zone for point in said if point.zone_id and point.zone}
+    offers = [offer for offer in merged(listed, newer) if not is_too_old(offer.accelerator)]
     return without_expired(
-        (replace(offer, zone=names.get((offer.region, offer.zone_id), offer.zone)) for offer in merged(listed, newer)),
-        now_ms,
+        (replace(offer, zone=names.get((offer.region, offer.zone_id), offer.zone)) for offer in offers), now_ms
     )

@@ -125,8 +125,17 @@ class CapacityAdvice:
 
     @property
     def is_credible(self) -> bool:
-        """Chances and rates are 0 to 1, an uptime is above 0; a NaN is neither."""
-        return self.value > 0 if self.kind is AdviceKind.UPTIME_HOURS else 0 <= self.value <= 1
+        """A chance is 0 to 1, an uptime above 0, a rate above 0 and at most 1; a NaN is neither.
+
+        A rate of 0 is also that of a day on which nothing stopped, and of a field that was never set.
+        """
+        match self.kind:
+            case AdviceKind.UPTIME_HOURS:
+                return self.value > 0
+            case AdviceKind.PREEMPTION_RATE:
+                return 0 < self.value <= 1
+            case AdviceKind.OBTAINABILITY:
+                return 0 <= self.value <= 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

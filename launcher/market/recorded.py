@@ -1,12 +1,9 @@
 """Recorded traces that ship with spotrl, as lives for a hazard prior. The only reader of `catalogs/traces` here."""
 
-from collections.abc import Iterable
 from functools import cache
 from importlib.resources import files
 
-from engine.events import Market
-from launcher.market.hazard import POOLED, Exposure, HazardPrior, Life, Pool, lives_of_trace, prior_after
-from launcher.market.offers import Offer
+from launcher.market.hazard import POOLED, Exposure, HazardPrior, Life, lives_of_trace, prior_after
 
 BAMBOO = "p3-trace.csv"
 
@@ -20,13 +17,3 @@ def recorded_lives(file_name: str = BAMBOO) -> tuple[Life, ...]:
 def bamboo_prior() -> HazardPrior:
     """The pooled prior, moved by one AWS p3 pool of 2020 that was resized often: harsher than the pooled one."""
     return prior_after(POOLED, Exposure.of(recorded_lives()), "Bamboo p3 trace, AWS V100, 2020, 11 h")
-
-
-def recorded_priors(offers: Iterable[Offer]) -> dict[Pool, HazardPrior]:
-    """For pools of what the trace is of, AWS's V100 machines; the others keep the pooled prior."""
-    prior = bamboo_prior()
-    return {
-        Pool(cloud=offer.cloud, region=offer.region, zone=offer.zone, instance_type=offer.instance_type): prior
-        for offer in offers
-        if (offer.cloud, offer.accelerator, offer.market) == ("aws", "V100", Market.SPOT)
-    }

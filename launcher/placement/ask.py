@@ -13,6 +13,7 @@ from launcher.market.estimate import Estimate
 from launcher.market.hazard import (
     ON_DEMAND,
     POOLED,
+    SHARE_AT_WORK,
     STEADY,
     Exposure,
     HazardPrior,
@@ -27,7 +28,7 @@ from launcher.market.offers import Offer
 from launcher.market.quality import USABLE
 from launcher.money import HOUR_MS, hourly
 from launcher.placement.iteration_time import Recipe
-from launcher.placement.value import NodeTerms, SlotValue, cools_until_ms, is_first_hour_free, value_of
+from launcher.placement.value import NodeTerms, SlotValue, cools_until_ms, is_first_hour_free, outage_hours, value_of
 
 HORIZON_MS = 24 * HOUR_MS
 """A node is judged over its first day: half of what the hazards of the research notes were watched for."""
@@ -75,7 +76,7 @@ class CloudAsk:
 
     recipe: Recipe
     trainer: NodeAsk
-    """One node with at least so many GPUs, on demand."""
+    """One node with at least so many GPUs, on demand; the fewer, the better."""
     rollout: NodeAsk
     """Nodes with just so many GPUs."""
     max_rollout_nodes: int
@@ -91,6 +92,8 @@ class CloudAsk:
     horizon_ms: int = HORIZON_MS
     lost_work_ms: int = LOST_WORK_MS
     policy: str = "ours"
+    trainer_gpus_named: int = 0
+    """GPUs of the trainer in the job file. A plan looks for as many as the engine uses."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -223,6 +226,7 @@ def priced(ask: CloudAsk, market: MarketView, offer: Offer, on_demand_micro_usd_
         horizon_hours=ask.horizon_ms / HOUR_MS,
         lost_work_hours=ask.lost_work_ms / HOUR_MS,
         first_hour_free=is_first_hour_free(offer.cloud, offer.market),
+        outage_hours=outage_hours(SHARE_AT_WORK.mean) if is_spot else 0.0,
     )
     value = value_of(terms)
     return PricedPool(

@@ -17,7 +17,7 @@ from launcher.exit_codes import BudgetError
 from launcher.market.estimate import Basis, Estimate
 from launcher.money import HOUR_MS, dollars, duration, hourly
 from launcher.placement.ask import CloudAsk, LeftOut, MarketView, PricedPool, Site, Spot, sites_of
-from launcher.placement.forecast import Caps, Choice, Outlook, at_the_end, on_demand_outlook, outlook
+from launcher.placement.forecast import Caps, Choice, Outlook, at_the_end, on_demand_outlook, outlook, share_at_work
 from launcher.placement.iteration_time import WhenSpotPays, iterations_share
 from launcher.placement.moves import Option, SiteOptions
 from launcher.placement.plan import PlacementError, Plan, Slot, placement_of, slot_of, zone_text
@@ -77,7 +77,8 @@ class PoolShare:
     nodes: int
     micro_usd_per_hour: int
     micro_usd_per_useful_hour: int
-    useful_share: float
+    useful_share: Estimate
+    """Share of the time that a slot has a node at work."""
     reclaimed_in_first_hour: Estimate | None
     """None: nobody takes it back."""
     launch_odds: Estimate
@@ -117,6 +118,8 @@ class CloudPlan:
     time: Span
     iterations: Span
     seconds_per_iteration: float
+    seconds_per_iteration_alone: float
+    """With the trainer alone: as slow as a run may be while no rollout node can be had."""
     basis: str
     """What the intervals rest on."""
     exploration: ExplorationShare
@@ -132,20 +135,6 @@ class CloudPlan:
     sites: tuple[SiteOptions, ...] = ()
     """Where the run may be, and move to: its own region, then those of its cloud, then the others; cheapest first."""
 
-    @property
-    def largest_micro_usd(self) -> int | None:
-        """The largest sum that could be spent: by `max_total`, or by everything on demand until the deadline.
-
-        None: nothing limits it. What ending a run takes is in the budget's brakes (launcher/cluster/brakes.py).
-        """
-        limits = [] if self.max_total_micro_usd is None else [self.max_total_micro_usd]
-        if self.deadline_ms is not None:
-            rate = self.maximum_micro_usd_per_hour
-            if self.max_hourly_micro_usd is not None:
-                rate = min(rate, self.max_hourly_micro_usd)
-            limits.append(-(-rate * self.deadline_ms // HOUR_MS))
-        return min(limits, default=None)
-
     def as_plan(self) -> Plan:
         """The plan as a run's controller keeps it."""
         return Plan(
@@ -155,6 +144,7 @@ class CloudPlan:
             max_hourly_micro_usd=self.max_hourly_micro_usd,
             money_basis="metered",
             sites=self.sites,
+            iteration_ms=round(self.seconds_per_iteration_alone * 1000),
         )
 
 
@@ -162,7 +152,6 @@ def cloud_plan_json(plan: CloudPlan) -> dict[str, Any]:
     """Everything a script may want; money in micro-dollars, times in milliseconds."""
     pays = plan.spot_pays
     return asdict(plan) | {
-        "largest_micro_usd": plan.largest_micro_usd,
         "factors": [asdict(factors) | {"micro_usd": factors.micro_usd} for factors in plan.factors],
         "spot_pays": None
         if pays is None
@@ -203,6 +192,7 @@ def plan_cloud(ask: CloudAsk, market: MarketView) -> CloudPlan:
         time=_span(expected.ms, good[1], bad[1]),
         iterations=_iterations(ask, expected),
         seconds_per_iteration=expected.seconds_per_iteration,
+        seconds_per_iteration_alone=outlook(ask, _alone(choice)).seconds_per_iteration,
         basis=_basis(ask, choice),
         exploration=_exploration(ask, choice, expected),
         spot_pays=pays,
@@ -318,7 +308,7 @@ def _pool_share(pool: PricedPool, nodes: int) -> PoolShare:
         nodes=nodes,
         micro_usd_per_hour=pool.offer.micro_usd_per_hour,
         micro_usd_per_useful_hour=round(pool.value.micro_usd_per_useful_hour),
-        useful_share=pool.value.useful_share,
+        useful_share=share_at_work(pool),
         reclaimed_in_first_hour=None if pool.survival is None else pool.survival.taken_within(1.0),
         launch_odds=pool.odds,
         cold_start_ms=pool.cold_start,
@@ -400,15 +390,24 @@ def _notes(ask: CloudAsk, choice: Choice) -> tuple[str, ...]:
     """What a reader must know, and has never been run."""
     recipe, trainer = ask.recipe, choice.site.trainer
     notes = list(recipe.never_run)
-    if trainer.gpus != recipe.cost.reserved_gpus:
+    used = recipe.on(trainer.gpus).cost.reserved_gpus
+    if used != recipe.cost.reserved_gpus:
         notes.append(
-            f"the trainer has {trainer.gpus} GPUs, and its seconds are known of {recipe.measured_on}: they are taken "
-            "to divide evenly"
+            f"the trainer uses {used} GPU, and its seconds are known of {recipe.measured_on}: the work is taken to be "
+            "as many GPU-seconds"
         )
-    if trainer.gpus > ask.trainer.gpus:
-        notes.append(f"{ask.trainer} were asked for the trainer, and the smallest node that fits has {trainer.gpus}")
+    if ask.trainer_gpus_named > used:
+        notes.append(
+            f"the job names {ask.trainer_gpus_named} x {ask.trainer.accelerator} for the trainer; the engine trains on "
+            f"{used}, so the plan counts {used} and looks for a node with {used}"
+        )
+    if trainer.gpus > used:
+        idle = trainer.gpus - used
+        notes.append(f"the smallest trainer node that is sold there has {trainer.gpus} GPUs: {idle} are paid for idle")
     if sum(choice.spot) > 1 and len(choice.site.zones) == 1:
         notes.append("the region has one zone with such spot nodes: what takes one back may take all of them")
+    if ask.spot is Spot.AUTO and sum(choice.spot) > 0:
+        notes.append("not counted: nodes bought on demand while an outage of spot lasts, which work, and cost more")
     notes.append("not counted: the trainer's own start, evaluations, disks, taxes")
     return tuple(notes)
 

@@ -12,6 +12,8 @@ from math import ceil
 from typing import Literal
 
 from engine.events import Market
+from launcher.market.estimate import Estimate
+from launcher.market.hazard import SHARE_AT_WORK
 from launcher.money import HOUR_MS
 from launcher.placement.ask import CloudAsk, PricedPool, Site
 from launcher.placement.iteration_time import (
@@ -21,7 +23,7 @@ from launcher.placement.iteration_time import (
     iteration_seconds,
     iterations_share,
 )
-from launcher.placement.value import copies_micro_usd, gpu_variance, value_of
+from launcher.placement.value import copies_micro_usd, gpu_variance, outage_hours, useful_share, value_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -176,16 +178,28 @@ def at_the_end(ask: CloudAsk, choice: Choice, end: End) -> tuple[int, int]:
 
 def _moved(pool: PricedPool, end: End) -> PricedPool:
     is_good, survival = end == "good", pool.survival
+    is_spot, share = pool.offer.market is Market.SPOT, SHARE_AT_WORK
     hazards = pool.terms.hazards if survival is None else survival.low if is_good else survival.high
     terms = replace(
         pool.terms,
         hazards=hazards,
         launch_odds=pool.odds.high if is_good else pool.odds.low,
         cold_start_hours=(pool.cold_start.low if is_good else pool.cold_start.high) / HOUR_MS,
+        outage_hours=outage_hours(share.high if is_good else share.low) if is_spot else 0.0,
     )
     value = value_of(terms)
-    is_spot = pool.offer.market is Market.SPOT
     return replace(pool, terms=terms, value=value, gpu_spread=pool.offer.gpus * value.spread if is_spot else 0.0)
+
+
+def share_at_work(pool: PricedPool) -> Estimate:
+    """Return the share of the time that a slot of this pool has a node at work; its ends are those of outages."""
+    if pool.offer.market is not Market.SPOT:
+        return replace(pool.odds, mean=pool.value.useful_share, low=pool.value.useful_share, high=1.0)
+    low, high = (
+        useful_share(replace(pool.terms, outage_hours=outage_hours(share)))
+        for share in (SHARE_AT_WORK.low, SHARE_AT_WORK.high)
+    )
+    return replace(SHARE_AT_WORK, mean=pool.value.useful_share, low=low, high=high)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,7 +5,7 @@ from dataclasses import replace
 from engine.config import CandidateBudget
 from launcher.job import Job, NodeResources
 from launcher.placement.ask import CloudAsk, NodeAsk, Spot
-from launcher.placement.iteration_time import Recipe
+from launcher.placement.iteration_time import TRAINED_ON_GPUS, Recipe
 from launcher.placement.recipes import qwen_image_512, untimed
 
 
@@ -17,7 +17,8 @@ def cloud_ask(job: Job, policy: str = "ours") -> CloudAsk:
         min_nodes = 0 if is_timed(job) else resources.rollout.num_nodes
     return CloudAsk(
         recipe=recipe_of(job),
-        trainer=_node(resources.trainer),
+        trainer=replace(_node(resources.trainer), gpus=min(resources.trainer.gpus, TRAINED_ON_GPUS)),
+        trainer_gpus_named=resources.trainer.gpus,
         rollout=_node(resources.rollout),
         max_rollout_nodes=resources.rollout.num_nodes,
         min_rollout_nodes=min_nodes,

@@ -16,6 +16,9 @@ from math import floor
 from engine.exploration.value import IterationCost, selection_gain, variance_gain
 from launcher.market.estimate import Estimate
 
+TRAINED_ON_GPUS = 1
+"""The engine trains on one GPU of its node (engine/runtime/agent.py); the others idle, and are counted as idle."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
@@ -36,13 +39,18 @@ class Recipe:
     measured_on: str
     """The machine of the figures."""
     source: str
+    trained_on_gpus: int = TRAINED_ON_GPUS
     never_run: tuple[str, ...] = ()
     """What of this nobody has ever run, a sentence each."""
 
     def on(self, trainer_gpus: int) -> "Recipe":
-        """The same with another number of trainer GPUs, over which training is assumed to divide evenly."""
-        seconds = self.cost.train_seconds * self.cost.reserved_gpus / trainer_gpus
-        return replace(self, cost=replace(self.cost, reserved_gpus=trainer_gpus, train_seconds=seconds))
+        """Return the recipe on a node with so many GPUs, of which `trained_on_gpus` are used at most.
+
+        Training is assumed to take as many GPU-seconds on any number of GPUs.
+        """
+        used = min(trainer_gpus, self.trained_on_gpus)
+        seconds = self.cost.train_seconds * self.cost.reserved_gpus / used
+        return replace(self, cost=replace(self.cost, reserved_gpus=used, train_seconds=seconds))
 
 
 def iteration_seconds(cost: IterationCost, spot_gpus: float, variance: float = 0.0) -> float:

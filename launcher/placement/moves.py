@@ -5,12 +5,16 @@ what was tried + what the sites offer -> buy this option | wait until then | not
 The rules, so that a run neither hangs on a place without capacity nor scatters over the world:
 
 - A run is where its newest trainer is. Its rollout nodes are bought in that region, or not at all.
-- A place that refused cools down, longer each time; one that took a node back is left alone for a while if there is
-  another. Of the places that may be asked, the cheapest comes first, whether it was ever asked or not.
+- A place that refused cools down, longer each time, half an hour at most; refusals of one burst count as one. A place
+  that took a node back is left alone for a while if there is another. Of the places that may be asked, the cheapest
+  comes first, whether it was ever asked or not.
+- A stand-in (on demand, in a spot slot) works until a spot node has replaced it. One node at a time asks whether a
+  place has spot capacity again; the others follow when its node has stayed for ten minutes.
 - The trainer is asked for at home until its region was out for `trainer_wait_ms`; then everywhere, the least refused
   place first, so that every option is tried in the end. It never gives up by itself: money and deadline end a run.
 - Rollout nodes of a region that was given up, or moved away from, are let go: nothing is paid for without a trainer.
 - A denial (a quota, a permission) removes the option for the run. A run fails when no option for its trainer is left.
+  A quota that nodes of ours use up is no denial: one of them ends soon, and the place is asked again.
 
 Pure: no clock, no I/O. The same attempts in any order give the same answer.
 """
@@ -22,21 +26,23 @@ from enum import StrEnum
 from hashlib import blake2b
 
 from engine.events import Market
+from launcher.market.hazard import BURST_MS, bursts
 from launcher.market.prices import time_ms
 from launcher.placement.placement import Placement
-from launcher.placement.value import most_in_one_zone
-
-COOL_DOWN_MS = 600_000
-"""With its jitter 10 to 15 minutes (research notes cost 4.2)."""
+from launcher.placement.value import COOL_MOST_MS, COOL_MS, most_in_one_zone
 
 AGAIN_MS = 10_000
-"""A trainer that was refused at home is asked for again after 10 s, 20 s, 40 s, ...: its spot nodes are paid for."""
+"""A trainer that was refused at home is asked for again after 10 s, 20 s, 40 s, ...: its spot nodes are paid for. So is
+a node for which our own nodes leave no quota: it is free as soon as one of them has ended."""
 
-LONGEST_COOL_DOWN_MS = 7_200_000
-"""Two hours: stock-outs of recorded traces rarely last longer, and one launch in that time costs next to nothing."""
+GIVE_BACK_AFTER_MS = 600_000
+"""Spot capacity that came back ten minutes ago is taken to stay."""
 
-LONGEST_TRAINER_GAP_MS = 1_800_000
-"""Of a trainer half an hour: without it nothing happens at all."""
+GIVE_BACK_GAP_MS = 1_800_000
+"""A slot gives a stand-in back at most once in half an hour, so that it does not go back and forth."""
+
+QUOTA_LAG_MS = 300_000
+"""For so long after its end a node may still count against a quota."""
 
 
 # --- what can be bought -------------------------------------------------------------------------------
@@ -82,6 +88,8 @@ class Outcome(StrEnum):
     """There was no capacity."""
     DENIED = "denied"
     """The cloud will say no again: a quota, a permission."""
+    FULL = "full"
+    """Nodes of ours used up the quota; when one of them has ended, the cloud may say yes."""
     RECLAIMED = "reclaimed"
     ENDED = "ended"
     """In any other way."""
@@ -89,7 +97,7 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Attempt:
-    """A node that was asked for. `was_up`: the cloud had it for us, however it ended."""
+    """A node that was asked for. `up_ms`: when the cloud had it for us, however it ended; None: never."""
 
     name: str
     role: str
@@ -97,8 +105,16 @@ class Attempt:
     requested_ms: int
     outcome: Outcome
     ended_ms: int | None = None
-    was_up: bool = False
+    up_ms: int | None = None
     evidence: str = ""
+    is_quota_used_up: bool = False
+    """Of a denial: the cloud's words name a quota that is used up, not one that is 0."""
+    holds_in_its_zone_alone: bool = False
+    """True of a denial if the zone lacks something, such as a subnet, that other zones of its region may have."""
+
+    @property
+    def was_up(self) -> bool:
+        return self.up_ms is not None
 
     @property
     def place(self) -> tuple[str, ...]:
@@ -121,7 +137,7 @@ class MoveRules:
     @property
     def cool_down_ms(self) -> int:
         """A place that refused is left alone for so long, then twice as long, ... Who waits less also asks sooner."""
-        return min(COOL_DOWN_MS, self.trainer_wait_ms)
+        return min(COOL_MS, self.trainer_wait_ms)
 
     @property
     def on_demand_after_ms(self) -> int:
@@ -165,11 +181,16 @@ class Tried:
         """That no place had for us since the last one that came up."""
         self._since_ms = since_ms
         self._refused: defaultdict[tuple[str, ...], list[Attempt]] = defaultdict(list)
+        self._full: defaultdict[tuple[str, ...], list[Attempt]] = defaultdict(list)
+        self._live: defaultdict[tuple[str, ...], list[Attempt]] = defaultdict(list)
+        self._lacked_ms: dict[tuple[str, ...], int] = {}
         self._taken: dict[tuple[str, ...], Attempt] = {}
         self._denied: dict[tuple[str, ...], Attempt] = {}
         self._live_in: Counter[str] = Counter()
-        for attempt in sorted(attempts, key=lambda attempt: (attempt.requested_ms, attempt.name)):
-            self.add(attempt)
+        known = sorted(attempts, key=lambda attempt: (attempt.requested_ms, attempt.name))
+        for attempt in known:
+            waits = attempt.outcome is Outcome.DENIED and _is_full(attempt, known)
+            self.add(replace(attempt, outcome=Outcome.FULL) if waits else attempt)
 
     def add(self, attempt: Attempt) -> None:
         """One that was asked for after all the others."""
@@ -181,20 +202,31 @@ class Tried:
                 self.trainers_refused.clear()
         if attempt.was_up:
             self._refused.pop(attempt.place, None)
+            self._full.pop(_quota(attempt.option), None)
         if attempt.ended_ms is not None and attempt.ended_ms < self._since_ms:
             return
         match attempt.outcome:
             case Outcome.LIVE:
                 self._live_in[attempt.option.placement.zone] += attempt.role == "rollout"
-            case Outcome.REFUSED:
-                self._refused[attempt.place].append(attempt)
+                self._live[attempt.place].append(attempt)
+            case Outcome.REFUSED | Outcome.FULL:
+                if attempt.outcome is Outcome.REFUSED:
+                    self._refused[attempt.place].append(attempt)
+                    self._lacked(attempt)
+                else:
+                    self._full[_quota(attempt.option)].append(attempt)
                 if attempt.role == "trainer":
                     self.trainers_refused.append(attempt)
             case Outcome.RECLAIMED:
+                self._lacked(attempt)
                 last = self._taken.get(attempt.place, attempt)
                 self._taken[attempt.place] = max(last, attempt, key=_end)
             case Outcome.DENIED:
-                self._denied.setdefault(_quota(attempt.option), attempt)
+                held = attempt.place if attempt.holds_in_its_zone_alone else _quota(attempt.option)
+                self._denied.setdefault(held, attempt)
+
+    def _lacked(self, attempt: Attempt) -> None:
+        self._lacked_ms[attempt.place] = max(_end(attempt)[0], self._lacked_ms.get(attempt.place, 0))
 
     @property
     def out_since_ms(self) -> int | None:
@@ -202,17 +234,44 @@ class Tried:
         return min((attempt.requested_ms for attempt in self.trainers_refused), default=None)
 
     def refused(self, option: Option) -> list[Attempt]:
-        """Refusals at a place since it last had a node for us."""
-        return self._refused.get(option.place, [])
+        """Refusals at a place since it last had a node for us, for want of capacity or of quota."""
+        return [*self._refused.get(option.place, []), *self.full(option)]
+
+    def full(self, option: Option) -> list[Attempt]:
+        """Refusals for want of quota alone."""
+        return self._full.get(_quota(option), [])
+
+    def cools_until_ms(self, option: Option, cool_down_ms: int) -> int:
+        """Until when a place is not asked: it refused, or nodes of ours use up its quota."""
+        lacking = _cools_until_ms(self._refused.get(option.place, []), cool_down_ms)
+        return max(lacking, _cools_until_ms(self.full(option), AGAIN_MS))
+
+    def there_since_ms(self, option: Option) -> int | None:
+        """Since when a place has had capacity, by the nodes that came up since it last lacked any. None: not known."""
+        lacked_ms = self._lacked_ms.get(option.place, -1)
+        ups = [attempt.up_ms for attempt in self._live[option.place] if attempt.up_ms is not None]
+        return min((up_ms for up_ms in ups if up_ms > lacked_ms), default=None)
+
+    def has_stayed(self, option: Option, now_ms: int) -> bool:
+        """Return whether a place has had capacity for `GIVE_BACK_AFTER_MS`."""
+        since_ms = self.there_since_ms(option)
+        return since_ms is not None and now_ms >= since_ms + GIVE_BACK_AFTER_MS
+
+    def is_on_trial(self, option: Option, now_ms: int) -> bool:
+        """Return whether a node of ours is finding out if a place has capacity again."""
+        if self.has_stayed(option, now_ms):
+            return False
+        is_asked = any(not attempt.was_up for attempt in self._live[option.place])
+        return is_asked or self.there_since_ms(option) is not None
 
     def taken_until_ms(self, option: Option, cool_down_ms: int) -> int:
         """Until when a place that took a node back is left alone, if there is another."""
         last = self._taken.get(option.place)
-        return 0 if last is None else _end(last)[0] + gap_ms(1, cool_down_ms, LONGEST_COOL_DOWN_MS, last.name)
+        return 0 if last is None else _end(last)[0] + gap_ms(1, cool_down_ms, last.name)
 
     def is_denied(self, option: Option) -> bool:
-        """A quota holds for a type in the whole region, whatever the zone."""
-        return _quota(option) in self._denied
+        """Return whether a denial holds there: of a type in the whole region, as quotas do, or of the zone alone."""
+        return _quota(option) in self._denied or option.place in self._denied
 
     def denials(self, role: str) -> str:
         """Each quota and permission, by the clouds' words."""
@@ -243,11 +302,11 @@ def next_trainer(tried: Tried, sites: Sequence[SiteOptions], rules: MoveRules, n
     if at_home and not is_home_given_up(tried, rules, now_ms):
         out_since_ms = tried.out_since_ms
         gives_up_ms = None if out_since_ms is None else out_since_ms + rules.trainer_wait_ms
-        return _least_refused(at_home, tried, AGAIN_MS, rules.cool_down_ms, now_ms, gives_up_ms)
+        return _least_refused(at_home, tried, AGAIN_MS, now_ms, gives_up_ms, rules.cool_down_ms)
     everywhere = [option for site in sites for option in site.trainer if not tried.is_denied(option)]
     if not everywhere:
         return NothingLeft(why=tried.denials("trainer"))
-    return _least_refused(everywhere, tried, rules.cool_down_ms, LONGEST_TRAINER_GAP_MS, now_ms)
+    return _least_refused(everywhere, tried, rules.cool_down_ms, now_ms)
 
 
 def is_home_given_up(tried: Tried, rules: MoveRules, now_ms: int) -> bool:
@@ -278,13 +337,34 @@ def next_rollout(
     return instead if isinstance(instead, Option) else found
 
 
+def back_to_spot(
+    preferred: Option, nodes: int, tried: Tried, sites: Sequence[SiteOptions], rules: MoveRules, now_ms: int
+) -> Move:
+    """Return where to ask for the spot node that replaces a stand-in, which works until that node does.
+
+    A place that lacked capacity is asked by one node at a time, until that node has stayed for `GIVE_BACK_AFTER_MS`.
+    """
+    here = next((site for site in sites if tried.trainer is not None and site.place == tried.trainer.site), None)
+    options = [
+        option
+        for option in (here.rollout if here is not None else ())
+        if option.placement.market is Market.SPOT
+        and not tried.is_denied(option)
+        and now_ms >= tried.taken_until_ms(option, rules.cool_down_ms)
+        and not tried.is_on_trial(option, now_ms)
+    ]
+    if not options:
+        return Wait(until_ms=None, why="spot capacity is not known to be back")
+    return _cheapest_ready(preferred, nodes, options, tried, rules, now_ms)
+
+
 def jitter(name: str) -> float:
     """In [0, 1), and the same for the same name, so that runs that lost together do not come back together."""
     return int.from_bytes(blake2b(name.encode(), digest_size=4).digest()) / 2**32
 
 
-def gap_ms(refusals: int, first_ms: int, longest_ms: int, name: str) -> int:
-    """first (1 + jitter / 2) 2^(k - 1) after k refusals in a row. 10 minutes: 10 to 15, 20 to 30, ..."""
+def gap_ms(refusals: int, first_ms: int, name: str, longest_ms: int = COOL_MOST_MS) -> int:
+    """first (1 + jitter / 2) 2^(k - 1) after k refusals in a row. 10 minutes: 10 to 15, 20 to 30, 30, 30, ..."""
     return min(longest_ms, round(first_ms * (1 + jitter(name) / 2)) << min(refusals - 1, 20)) if refusals else 0
 
 
@@ -319,20 +399,40 @@ def _quota(option: Option) -> tuple[str, ...]:
     return cloud, region, instance_type, market
 
 
-def _cools_until_ms(refused: Sequence[Attempt], first_ms: int, longest_ms: int) -> int:
+def _is_full(denied: Attempt, known: Iterable[Attempt]) -> bool:
+    """Return whether nodes of ours used up the quota that a denial names, or may have.
+
+    Types of a family share a quota, so any node of the same region and market counts, until `QUOTA_LAG_MS` after its
+    end. Over a quota of 0 there is no such node, and the denial is for good.
+    """
+    if not denied.is_quota_used_up:
+        return False
+    return any(
+        held.site == denied.site
+        and held.option.placement.market is denied.option.placement.market
+        and held.requested_ms <= _end(denied)[0]
+        and (held.ended_ms is None or held.ended_ms + QUOTA_LAG_MS > denied.requested_ms)
+        for held in known
+        if held.was_up
+    )
+
+
+def _cools_until_ms(refused: Sequence[Attempt], first_ms: int, longest_ms: int = COOL_MOST_MS) -> int:
+    """The end of the newest refusal and a gap that grows with each burst of them."""
     if not refused:
         return 0
     at_ms, name = max(map(_end, refused))
-    return at_ms + gap_ms(len(refused), first_ms, longest_ms, name)
+    in_a_row = bursts(((attempt.requested_ms, _end(attempt)[0]) for attempt in refused), min(BURST_MS, first_ms))
+    return at_ms + gap_ms(in_a_row, first_ms, name, longest_ms)
 
 
 def _least_refused(
     options: Sequence[Option],
     tried: Tried,
     first_ms: int,
-    longest_ms: int,
     now_ms: int,
     gives_up_ms: int | None = None,
+    longest_ms: int = COOL_MOST_MS,
 ) -> Move:
     """The option that was refused least often, then the first; one that was refused just now waits its turn."""
     refused = [[attempt for attempt in tried.trainers_refused if attempt.place == option.place] for option in options]
@@ -351,13 +451,12 @@ def _cheapest_ready(
     if not options:
         return NothingLeft(why=tried.denials("rollout"))
     most = most_in_one_zone(nodes, len({option.placement.zone for option in options}))
-    refused_until = [
-        _cools_until_ms(tried.refused(option), rules.cool_down_ms, LONGEST_COOL_DOWN_MS) for option in options
-    ]
+    refused_until = [tried.cools_until_ms(option, rules.cool_down_ms) for option in options]
     ready = [number for number, until_ms in enumerate(refused_until) if until_ms <= now_ms]
     if not ready:
         market = options[0].placement.market.value.replace("_", " ")
-        return Wait(until_ms=min(refused_until), why=f"no {market} capacity in {_regions(options)}")
+        lacks = "quota" if all(map(tried.full, options)) else "capacity"
+        return Wait(until_ms=min(refused_until), why=f"no {market} {lacks} in {_regions(options)}")
 
     def order(number: int) -> tuple[object, ...]:
         option = options[number]

@@ -53,6 +53,8 @@ class Plan:
     money_basis: str = "assumed"
     sites: tuple[SiteOptions, ...] = ()
     """Everywhere the run may be, in order of preference. Empty on the local infra, which has one place."""
+    iteration_ms: int | None = None
+    """Predicted, with the trainer alone. None on the local infra, which costs nothing."""
 
     @property
     def expected_micro_usd_per_hour(self) -> int:

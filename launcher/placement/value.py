@@ -8,10 +8,11 @@ life L, at most a horizon H, and begins again. Times are in hours here, money in
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from math import ceil, inf, sqrt
 
 from engine.events import Market
-from launcher.market.hazard import SAME_REGION, SAME_ZONE, HazardCurve
+from launcher.market.hazard import COLD_START_MS, POOLED, SAME_REGION, SAME_ZONE, TRACE_UPTIME, HazardCurve, bursts
 from launcher.money import HOUR_MS
 
 RETRY_HOURS = 12.5 / 60
@@ -20,7 +21,8 @@ RETRY_HOURS = 12.5 / 60
 COOL_MS = 10 * 60_000
 """A zone without capacity is left alone for 10 to 15 minutes, and twice as long after each further refusal."""
 
-COOL_MOST_MS = 2 * HOUR_MS
+COOL_MOST_MS = HOUR_MS // 2
+"""GPU pools of recorded traces come back for 20 minutes at times: two hours would miss most of that."""
 
 FREE_FIRST_HOUR = 1.0
 """AWS does not bill a Linux spot instance that EC2 takes back in its first hour (cost 0.5)."""
@@ -43,6 +45,8 @@ class NodeTerms:
     lost_work_hours: float
     """Node-hours that a reclaim makes worthless: steps that were not committed, groups to be formed anew."""
     first_hour_free: bool
+    outage_hours: float = 0.0
+    """Hours that a slot waits for capacity after a preemption, beside attempts that fail by chance (`outage_hours`)."""
 
 
 def is_first_hour_free(cloud: str, market: Market) -> bool:
@@ -79,19 +83,44 @@ def micro_usd_per_life(terms: NodeTerms) -> float:
 
 
 def micro_usd_per_useful_hour(terms: NodeTerms) -> float:
-    """P^ = B / (q U): the index that pools are ranked by.
+    """P^ = p (E[min(L, H)] + w P(L < H)) / U: what an hour of work costs, and the index that types are ranked by.
 
-    A launch that fails costs no money but the time of everybody who waits; q charges it as if it had been paid.
-    $3 an hour, no reclaims, H = 2 h, c = 1/2 h, q = 3/4: 6 / (.75 x 1.5) = $5.33.
+    A free first hour is not credited: a zone that takes every node back at once would look cheap. Launch odds do not
+    count either: a launch that fails costs no money, and the share of time at work has its wait.
+    $3 an hour, no reclaims, H = 2 h, c = 1/2 h: 6 / 1.5 = $4.
     """
-    useful = useful_hours(terms)
-    return micro_usd_per_life(terms) / (terms.launch_odds * useful) if useful > 0 else inf
+    useful, horizon = useful_hours(terms), terms.horizon_hours
+    paid = terms.hazards.mean_life(horizon) + terms.lost_work_hours * terms.hazards.taken_within(horizon)
+    return terms.micro_usd_per_hour * paid / useful if useful > 0 else inf
 
 
 def cycle_hours(terms: NodeTerms) -> float:
-    """From one node's `up` to its successor's: E[min(L, H)] + (1 - q) / q attempts that fail, each `RETRY_HOURS`."""
-    odds = terms.launch_odds
-    return terms.hazards.mean_life(terms.horizon_hours) + RETRY_HOURS * (1 - odds) / odds
+    """From one node's `up` to its successor's: E[min(L, H)] + (1 - q) / q `RETRY_HOURS` + P(L < H) `outage_hours`.
+
+    Attempts fail by chance, and after a preemption they fail together, for as long as capacity is gone.
+    """
+    odds, hazards = terms.launch_odds, terms.hazards
+    waits = RETRY_HOURS * (1 - odds) / odds + terms.outage_hours * hazards.taken_within(terms.horizon_hours)
+    return hazards.mean_life(terms.horizon_hours) + waits
+
+
+@cache
+def outage_hours(share_at_work: float) -> float:
+    """Return how long a slot waits after a preemption if it is at work for this share of the time.
+
+    For the nodes that the prior was made of, over a day. A share of .53: 2.1 h; .91: 0.
+    """
+    terms = NodeTerms(
+        micro_usd_per_hour=0,
+        hazards=POOLED.curve,
+        launch_odds=TRACE_UPTIME,
+        cold_start_hours=COLD_START_MS / HOUR_MS,
+        horizon_hours=24.0,
+        lost_work_hours=0.0,
+        first_hour_free=False,
+    )
+    waits = useful_hours(terms) / share_at_work - cycle_hours(terms)
+    return max(0.0, waits / terms.hazards.taken_within(terms.horizon_hours))
 
 
 def useful_share(terms: NodeTerms) -> float:
@@ -208,13 +237,13 @@ def gpu_variance(
 def cools_until_ms(stock_outs_ms: Sequence[int], since_ms: int | None = None, jitter: float = 0.0) -> int | None:
     """Until when a pool is left alone; None if it had capacity the last time, or was never asked.
 
-    t + min(2 h, 10 min (1 + jitter / 2) 2^(k - 1)), k refusals in a row after `since_ms`, the last launch that came,
-    and `jitter` in [0, 1), so that several controllers do not come back together. Third refusal at noon: 12:40.
+    t + min(30 min, 10 min (1 + jitter / 2) 2^(k - 1)), k bursts of refusals in a row after `since_ms`, the last launch
+    that came, and `jitter` in [0, 1), so that controllers do not come back together. Second burst at noon: 12:20.
     """
     refusals = [at for at in stock_outs_ms if since_ms is None or at > since_ms]
     if not refusals:
         return None
-    doublings = min(len(refusals) - 1, 10)
+    doublings = min(bursts((at, at) for at in refusals) - 1, 10)
     wait_ms = round(COOL_MS * (1 + jitter / 2) * float(2**doublings))
     return max(refusals) + min(COOL_MOST_MS, wait_ms)
 

@@ -4,10 +4,9 @@ Everything that comes from a run (names, zones, evidence) is escaped; the page f
 """
 
 import base64
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.resources import files
-from pathlib import Path
 
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
@@ -31,8 +30,8 @@ class Share:
     percent: float
 
 
-def render_html(report: Report, store: Path) -> str:
-    """The page. `store` is the run's checkpoint store, where the pictures of evaluations lie."""
+def render_html(report: Report, read: Callable[[str], bytes | None]) -> str:
+    """Return the page. `read` returns an object of the run's stores, where the pictures of evaluations lie, or None."""
     page = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     page.filters.update(dollars=dollars, duration=duration, hourly=hourly, score=score, age=age, moment=moment)
     page.filters.update(phase=phase_name, short=lambda node: short_node(node, report.run.name))
@@ -57,7 +56,7 @@ def render_html(report: Report, store: Path) -> str:
         pictures=[
             (word, sheet, picture)
             for word, sheet in (("Before", report.pictures_before), ("After", report.pictures_after))
-            if sheet is not None and (picture := _picture(sheet, store))
+            if sheet is not None and (picture := _picture(sheet, read))
         ],
     )
 
@@ -93,10 +92,9 @@ def _shares(split: Mapping[str, int], total: int) -> list[Share]:
     ]
 
 
-def _picture(sheet: Pictures, store: Path) -> str | None:
-    """The sheet as a data URI; None when it is not a PNG inside the store."""
-    path = (store / sheet.path).resolve()
-    if not path.is_relative_to(store.resolve()) or not path.is_file():
+def _picture(sheet: Pictures, read: Callable[[str], bytes | None]) -> str | None:
+    """Return the sheet as a data URI; None when no store has it or it is not a PNG."""
+    data = read(sheet.path)
+    if data is None or not data.startswith(PNG):
         return None
-    data = path.read_bytes()
-    return "data:image/png;base64," + base64.b64encode(data).decode() if data.startswith(PNG) else None
+    return "data:image/png;base64," + base64.b64encode(data).decode()

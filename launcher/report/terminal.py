@@ -12,12 +12,12 @@ from launcher.report.exploration import exploration_words
 from launcher.report.sharing import sharing_words
 from launcher.report.words import age, headline, moment, phase_name, score, seconds, short_node
 
-PIPED_WIDTH = 140
+PIPED_WIDTH = 80
 
 
 def a_console() -> Console:
     """Names come from users and clouds, so nothing in them is markup."""
-    console = Console(markup=False, emoji=False, highlight=False, soft_wrap=True)
+    console = Console(markup=False, emoji=False, highlight=False)
     if not console.is_terminal:
         console.width = PIPED_WIDTH
     return console
@@ -115,21 +115,21 @@ def _preemptions(report: Report, console: Console) -> None:
         return
     lines = report.preemptions
     title = f"{len(lines)} preemptions cost {dollars(sum(line.micro_usd for line in lines))}"
-    table = _table(
-        title, "node", "zone", "how", "hour", "steps lost", "replaced after", "cold start", "lost work", words=3
-    )
+    where = _table(title, "node", "zone", "how", "hour", words=3)
+    lost = _table("What each cost", "node", "steps lost", "replaced after", "cold start", "lost work")
     for line in lines:
-        table.add_row(
-            short_node(line.node, report.run.name),
-            line.zone,
-            f"{line.signal or 'reclaim'}, {'notice' if line.notice else 'no notice'}",
-            f"{line.hours:.2f}",
+        node = short_node(line.node, report.run.name)
+        how = f"{line.signal or 'reclaim'}, {'notice' if line.notice else 'no notice'}"
+        where.add_row(node, line.zone, how, f"{line.hours:.2f}")
+        lost.add_row(
+            node,
             str(line.lost_steps),
             seconds(line.replaced_after_s) + _wall(report, line.replaced_after_wall_s),
             dollars(line.cold_start_micro_usd),
             dollars(line.lost_work_micro_usd),
         )
-    console.print(table)
+    console.print(where)
+    console.print(lost)
 
 
 def _wall(report: Report, wall_seconds: float | None) -> str:

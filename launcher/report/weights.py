@@ -1,19 +1,28 @@
-"""Trained weights: find a run's newest complete checkpoint, check it against its manifest, copy it out.
+"""Trained weights and metrics of a run: find its newest complete checkpoint, check it, copy it out.
 
-A checkpoint counts when its manifest is there, because that is written last (engine/training/checkpoint.py). Its
-name, `l0002-i000012`, sorts by lineage and then by iteration. What is copied is byte for byte what the manifest
-names, and a file appears in the target folder whole or not at all.
+They lie in the run's stores: a folder on the local infra, a bucket on each cloud that the run was on. A checkpoint
+counts when its manifest is there, because that is written last (engine/training/checkpoint.py). Its name,
+`l0002-i000012`, sorts by lineage and then by iteration. What is copied is byte for byte what the manifest names, and a
+file appears in the target folder whole or not at all.
 """
 
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import obstore
+from obstore.store import ObjectStore
+
+from launcher.cluster.stores import bucket_errors, newest_checkpoint, paths_in
 from launcher.exit_codes import Failure
 
 WANTED = ("weights.safetensors", "ema.safetensors")
+
+METRICS = "metrics/"
+"""In a store: `metrics/NODE/metrics.jsonl` and TensorBoard's event files (engine/runtime/ship.py)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,27 +38,54 @@ class Pulled:
     files: tuple[PulledFile, ...]
 
 
-def pull_weights(run_name: str, store: Path, to: Path) -> Pulled:
-    """Copy weights and EMA weights of the newest complete checkpoint in `store` to the folder `to`."""
-    complete = sorted(path.parent for path in (store / "checkpoints").glob("*/manifest.json"))
-    if not complete:
-        raise Failure(f"{run_name} has no complete checkpoint yet; `spotrl status {run_name}` shows how far it is")
-    newest = complete[-1]
-    manifest = json.loads((newest / "manifest.json").read_text("utf-8"))
-    to.mkdir(parents=True, exist_ok=True)
-    files = tuple(_copy(newest / name, to / name, manifest["files"][name]) for name in WANTED)
-    return Pulled(checkpoint=newest.name, iteration=int(manifest["iteration"]), files=files)
+def pull_weights(run_name: str, stores: Sequence[ObjectStore], to: Path) -> Pulled:
+    """Copy weights and EMA weights of the newest complete checkpoint in any of `stores` to the folder `to`.
 
-
-def _copy(source: Path, target: Path, digest: str) -> PulledFile:
-    data = source.read_bytes()
-    found = hashlib.sha256(data).hexdigest()
-    if found != digest:
-        raise Failure(
-            f"{source} is damaged: its sha256 is {found}, its manifest names {digest}; "
-            f"move {source.parent} away to pull the checkpoint before it"
+    Raises Failure when there is none or it is damaged, StoreError when a store cannot be read.
+    """
+    with bucket_errors(f"the checkpoints of {run_name}"):
+        found = [(name, store) for store in stores if (name := newest_checkpoint(store)) is not None]
+        if not found:
+            raise Failure(f"{run_name} has no complete checkpoint yet; `spotrl status {run_name}` shows how far it is")
+        newest, store = max(found, key=lambda one: one[0])
+        manifest = json.loads(bytes(obstore.get(store, f"checkpoints/{newest}/manifest.json").bytes()))
+        to.mkdir(parents=True, exist_ok=True)
+        files = tuple(
+            PulledFile(
+                path=to / name,
+                sha256=_copy(store, f"checkpoints/{newest}/{name}", to / name, manifest["files"][name]),
+            )
+            for name in WANTED
         )
-    unfinished = target.with_name(f"{target.name}.part")
-    unfinished.write_bytes(data)
-    os.replace(unfinished, target)
-    return PulledFile(path=target, sha256=found)
+    return Pulled(checkpoint=newest, iteration=int(manifest["iteration"]), files=files)
+
+
+def pull_metrics(run_name: str, stores: Sequence[ObjectStore], to: Path) -> tuple[Path, ...]:
+    """Copy metrics.jsonl and TensorBoard's files of every trainer node to `to`/metrics/NODE. Raises StoreError."""
+    copied = []
+    with bucket_errors(f"the metrics of {run_name}"):
+        for store in stores:
+            for path in paths_in(store, METRICS):
+                (to / path).parent.mkdir(parents=True, exist_ok=True)
+                _copy(store, path, to / path)
+                copied.append(to / path)
+    return tuple(copied)
+
+
+def _copy(store: ObjectStore, source: str, target: Path, digest: str | None = None) -> str:
+    """Copy an object piece by piece and return its sha256. Raises Failure when it is not `digest`."""
+    unfinished, found = target.with_name(f"{target.name}.part"), hashlib.sha256()
+    try:
+        with unfinished.open("wb") as file:
+            for piece in obstore.get(store, source).stream():
+                found.update(piece)
+                file.write(piece)
+        if digest is not None and found.hexdigest() != digest:
+            raise Failure(
+                f"{source} is damaged: its sha256 is {found.hexdigest()}, its manifest names {digest}; "
+                f"move {source.rpartition('/')[0]} away in its store to pull the checkpoint before it"
+            )
+        os.replace(unfinished, target)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    return found.hexdigest()

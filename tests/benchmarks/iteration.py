@@ -26,7 +26,6 @@ from engine.rollout.request import Stream, seed_of
 from engine.rollout.sampler import advance, initial, log_prob, policy, rollout_plan
 from engine.training.advantages import group_advantages
 from engine.training.loss import grpo_loss
-from engine.training.transaction import ADAM_BETAS
 from tests.benchmarks.page import load_now, publish, spread
 from tests.engine.fleet import Fleet
 
@@ -75,8 +74,13 @@ class Plain:
         self.parameters = list(trainable(self.adapter).values())
         self.reward = load_reward(self.config.reward, None)
         self.prompts = prompt_source(self.config, None)
+        algorithm = self.config.algorithm
         self.optimizer = torch.optim.AdamW(
-            self.parameters, lr=self.config.algorithm.learning_rate, betas=ADAM_BETAS, weight_decay=0.0, fused=True
+            self.parameters,
+            lr=algorithm.learning_rate,
+            betas=algorithm.adam_betas,
+            weight_decay=algorithm.weight_decay,
+            fused=True,
         )
 
     def iterate(self, batch: int) -> tuple[float, dict[str, float]]:

@@ -51,7 +51,7 @@ LIMITS = {
 def config(runtime: Literal["local", "ray"], heartbeat_seconds: float) -> EngineConfig:
     return EngineConfig(
         sampler=SamplerConfig(steps=STEPS),
-        reward=RewardConfig(name="tests.conformance.reward:brightness"),
+        reward=RewardConfig(name="brightness:brightness"),
         runtime=RuntimeConfig(
             name=runtime,
             shape=SHAPE,

@@ -27,7 +27,7 @@ import httpx
 import torch
 
 from engine.clock import ScaledClock
-from engine.config import EngineConfig, RuntimeConfig
+from engine.config import EngineConfig, RuntimeConfig, role_token
 from engine.models.load import load_adapter, trainable
 from engine.rewards.load import load_reward
 from engine.rollout.pace import Rules
@@ -36,12 +36,13 @@ from engine.rollout.request import Finished, Kind, RequestId, Score, WeightsKey,
 from engine.rollout.sampler import plan_to_dict, rollout_plan
 from engine.rollout.wire import pack, task_to_dict, weights_to_list
 from engine.runtime.coordinator import open_coordinator
+from engine.runtime.rights import Rights
 from engine.runtime.server import CoordinatorServer, Front, bind
 from engine.runtime.transport import HttpTransport
 from engine.runtime.weight_book import digest_of
 from engine.runtime.worker import Worker, get_weights
 from tests.benchmarks.page import load_now, publish, spread
-from tests.engine.fleet import AUTHORIZED, TOKEN, free_port
+from tests.engine.fleet import ALLOWED, TOKEN, free_port
 
 OPEN = 10_000
 WORKERS = 256
@@ -147,7 +148,7 @@ def serve(folder: str, port: int, runtime: str) -> None:
     """What `run_coordinator` does, without a node around it."""
     clock = ScaledClock(origin_ms=ORIGIN_MS)
     coordinator = open_coordinator(Path(folder), clock=clock, runtime=RuntimeConfig.model_validate_json(runtime))
-    asyncio.run(CoordinatorServer(Front(coordinator), TOKEN).serve(bind("127.0.0.1", port)))
+    asyncio.run(CoordinatorServer(Front(coordinator), Rights(TOKEN)).serve(bind("127.0.0.1", port)))
 
 
 class Served:
@@ -167,7 +168,7 @@ class Served:
         self.process.start()
         call = pack({"call": "peek"})
         url = f"http://127.0.0.1:{self.port}/call"
-        with httpx.Client(trust_env=False, headers=AUTHORIZED) as client:
+        with httpx.Client(trust_env=False, headers=ALLOWED["trainer"]) as client:
             while True:
                 with contextlib.suppress(httpx.TransportError):
                     assert client.post(url, content=call).status_code == 200
@@ -180,7 +181,7 @@ class Served:
         self.process.join()
 
     def transport(self) -> HttpTransport:
-        return HttpTransport("127.0.0.1", self.port, TOKEN, patience_seconds=20.0)
+        return HttpTransport("127.0.0.1", self.port, role_token(TOKEN, "trainer"), patience_seconds=20.0)
 
 
 @contextmanager

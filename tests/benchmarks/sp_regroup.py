@@ -39,7 +39,6 @@ from engine.rollout.queue import Task
 from engine.rollout.request import Kind, Regroup, RequestId, WeightsKey
 from engine.rollout.sampler import advance, initial, plan_to_dict, rollout_plan
 from engine.rollout.wire import task_to_dict, weights_to_list
-from engine.runtime.child import CALM_SECONDS
 from engine.runtime.worker import get_weights
 from tests.benchmarks.page import load_now, publish
 from tests.benchmarks.sp_parity import GROUPS, Member, Ranks, switch_ms
@@ -61,6 +60,9 @@ LIMITS = {"switch_median_ms": 5.0, "regroup_median_ms": 20.0, "regroup_p90_ms": 
 
 Runtime = Literal["local", "ray"]
 How = Literal["kill", "freeze"]
+WORK_SECONDS = 21.0
+"""A successor works at least so long before it is taken away too."""
+
 SIGNALS = {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP}
 
 
@@ -219,8 +221,8 @@ class Node:
     def lose(self, place: int, how: How) -> Loss:
         """Take one member away, and wait until its successor has joined."""
         is_first = place not in self._born
-        if not is_first:  # a place that loses worker after worker would be given pauses
-            time.sleep(max(0.0, self._born[place] + CALM_SECONDS + 1.0 - time.monotonic()))
+        if not is_first:  # the node must finish pictures in between, or it gives the place pauses, then itself up
+            time.sleep(max(0.0, self._born[place] + WORK_SECONDS - time.monotonic()))
         self._keep_busy()
         self._wait_until_whole(0)
         pid = self.fleet.pid_of(NODE, f"worker-{place}")
@@ -572,7 +574,7 @@ def main() -> None:
         text=f"""
 Measured: one node of {WORKERS} workers, one thread each, at `sp_degree: {DEGREE}`, {SHAPE} pictures of digits-ocr a
 step, its own reward, gloo on the loopback; real agents, coordinator and leases, a seat in the trainer's place. Members
-are taken in turn, and each place has its successor at work for {CALM_SECONDS:g} s before it loses that one too. All
+are taken in turn, and each place has its successor at work for {WORK_SECONDS:g} s before it loses that one too. All
 times but the signal are from the workers' traces, one clock. An order counts from when its first member hears it; it
 ends with the first member's next finished step, so with everything that lies between: making the communicator, pulling
 work, fetching where it stood, handing it out, the step. With the successor, the survivors first end the step that they

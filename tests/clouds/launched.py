@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from sqlalchemy import select
 from sqlalchemy.orm import Session, sessionmaker
@@ -22,6 +23,59 @@ from tests.fakes.clouds.world import World
 
 SPOTRL = (sys.executable, "-m", "launcher.cli.main")
 OVER = ("finished", "failed", "stopped")
+BUCKETS = {"aws": "s3://spotrl-far/faults", "gcp": "gs://spotrl-runs/faults"}
+BACK_SECONDS = 800.0
+"""For a successor to be at work: a machine, its set-up, its engine; on two cores that all hosts share."""
+
+JOB = """\
+name: {name}
+infra: {infra}
+store: {{{store}}}
+ssh_from: 192.0.2.1/32
+iterations: {iterations}
+evaluation: {{prompts: 16, every: 1000}}
+algorithm: {{prompts_per_batch: 8, images_per_prompt: 4}}
+exploration: {{mode: stale, budget: {{candidates: 64}}}}
+model: {{name: digits-ocr{model}}}
+runtime: {{device: cpu, name: local, shape: 8, step_seconds: {step}}}
+recovery: {{launches_per_minute: 60{recovery}}}
+resources:
+  trainer: {{accelerators: L4:1{place}}}
+  rollout: {{accelerators: L4:1, use_spot: true, num_nodes: 1}}
+budget: {{max_total: ${total}, max_hourly: $90{deadline}}}
+secrets: [{secrets}]
+"""
+
+
+def job(name: str, infra: str, *, iterations: int = 1000, total: float = 40, step: float = 0.3, **more: str) -> str:
+    """Return the text of a job with a trainer and one spot node.
+
+    `more`: `deadline`, `recovery`, `secrets` and the `model`'s path as a job has them; the trainer's `region`.
+    """
+    return JOB.format(
+        name=name,
+        infra=infra,
+        store=", ".join(f"{cloud}: {BUCKETS[cloud]}" for cloud in infra.split(",")),
+        iterations=iterations,
+        place=f", infra: {infra}{more['region']}" if "region" in more else "",
+        total=total,
+        step=step,
+        deadline=f", deadline: {more['deadline']}" if "deadline" in more else "",
+        secrets=more.get("secrets", ""),
+        model=f", path: {more['model']}" if "model" in more else "",
+        recovery=f", {more['recovery']}" if "recovery" in more else "",
+    )
+
+
+def node_of(machine: Mapping[str, Any]) -> str:
+    return str(machine["labels"]["spotrl-node"])
+
+
+def wait_for(holds: Callable[[], object], seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < until, f"not within {seconds:.0f} s"
+        time.sleep(0.5)
 
 
 class Ended(Exception):
@@ -30,11 +84,15 @@ class Ended(Exception):
 
 @dataclass(kw_only=True)
 class Launched:
-    """A run of one world. `home`: the ledger's folder; as many runs may share it as like."""
+    """A run of one world.
+
+    `home`: the ledger's folder; as many runs may share it as like. `env`: environment variables of its user.
+    """
 
     world: World
     name: str
     home: Path
+    env: Mapping[str, str] = field(default_factory=dict)
     sessions: sessionmaker[Session] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -45,17 +103,17 @@ class Launched:
 
     @property
     def environment(self) -> dict[str, str]:
-        return {"SPOTRL_HOME": str(self.home), "NO_COLOR": "1", "COLUMNS": "140"}
+        return {"SPOTRL_HOME": str(self.home), "NO_COLOR": "1", "COLUMNS": "140", **self.env}
 
     def spotrl(self, *words: str | Path, check: bool = True, **env: str) -> subprocess.CompletedProcess[str]:
         return self.world.run([*SPOTRL, *words], env=self.environment | env, check=check)
 
-    def launch(self, job: str, **env: str) -> None:
-        """Launch it, and come back once its controller runs. `env`: what its user has set beside."""
+    def launch(self, job: str) -> None:
+        """Launch it, and come back once its controller runs."""
         path = self.world.folder / "jobs" / f"{self.name}.yaml"
         path.parent.mkdir(exist_ok=True)
         path.write_text(job)
-        self.spotrl("launch", path, "-y", "--detach", **env)
+        self.spotrl("launch", path, "-y", "--detach")
 
     def down(self) -> None:
         """Raises when something is left."""
@@ -98,10 +156,24 @@ class Launched:
             algorithm = session.scalars(select(Run).where(Run.name == self.name)).one().job["algorithm"]
         return int(algorithm["prompts_per_batch"]) * int(algorithm["images_per_prompt"])
 
-    def machines(self) -> list[dict[str, object]]:
+    def every_batch_is_whole(self) -> bool:
+        """Return whether no batch lacks a rollout or has one twice, and whether there is a batch."""
+        batches = list(self.made_by())
+        return bool(batches) and all(sum(nodes.values()) == self.batch_size() for nodes in batches)
+
+    def trained(self) -> int:
+        """Count iterations in the trainer's own log: the controller that would write them down may be frozen."""
+        (trainer,) = self.ready("trainer")
+        said = self.world.on(trainer.name, ["cat", "/home/ubuntu/spotrl/node/progress/trainer.jsonl"])
+        return sum('"iteration_done"' in line for line in said.splitlines())
+
+    def machines(self) -> list[dict[str, Any]]:
         """What the clouds have of it now, whatever its ledger says."""
         hosts = self.world.hosts()
         return [one for one in self.world.machines() if self._is_ours(one) and one["id"] in hosts]
+
+    def machines_by_node(self) -> dict[str, str]:
+        return {node_of(machine): str(machine["id"]) for machine in self.machines()}
 
     def _is_ours(self, machine: Mapping[str, object]) -> bool:
         labels = machine.get("labels") or {}

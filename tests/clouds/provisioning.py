@@ -18,20 +18,26 @@ from engine.config import ClockConfig, EngineConfig, NodeSpec
 from engine.events import Market
 from launcher.cluster import sky_provisioner
 from launcher.cluster.bundle import Bundle, make_bundle
+from launcher.cluster.clouds.aws import WHO_MAY_BE_A_NODE
 from launcher.cluster.clouds.base import Place
 from launcher.cluster.clouds.build import build_cloud_api
+from launcher.cluster.clouds.gce import GceApi
+from launcher.cluster.clouds.gce_services import COMPUTE, IAM
 from launcher.cluster.node_link import NodeLink
 from launcher.cluster.provisioner import NodeFact, NodeStatus
 from launcher.cluster.sky import Sky
 from launcher.cluster.sky_provisioner import Purchases, SkyProvisioner
+from launcher.company import NOTHING_NAMED, Named
 from launcher.placement.placement import Placement
-from tests.fakes.clouds.addresses import CLIENT
+from tests.fakes.clouds.addresses import CLIENT, PROJECT
 from tests.fakes.clouds.world import World
 
 PLACES = {
     "aws": ("us-east-1", "us-east-1a", "m6i.large", "s3://spotrl-runs"),
     "gcp": ("us-central1", "us-central1-a", "n2-standard-2", "gs://spotrl-runs"),
 }
+SPOT_QUOTAS = {"aws": ("aws", "L-34B43A08"), "gcp": ("gcp/us-central1", "PREEMPTIBLE_CPUS")}
+"""Of the types in `PLACES`, which have two vCPUs."""
 PASS_SECONDS = 0.25
 PATIENCE = sky_provisioner.LAUNCH_SECONDS
 
@@ -54,7 +60,9 @@ class Dies(Sky):
 class Drive:
     """One process that looks after the nodes of a run."""
 
-    def __init__(self, cloud: str, run: str, folder: Path, sky: Sky | None = None) -> None:
+    def __init__(
+        self, cloud: str, run: str, folder: Path, sky: Sky | None = None, named: Named = NOTHING_NAMED
+    ) -> None:
         self.cloud, self.run, self.folder = cloud, run, folder
         self.region, self.zone, self.type, self.bucket = PLACES[cloud]
         folder.mkdir(parents=True, exist_ok=True)
@@ -75,6 +83,7 @@ class Drive:
                 buckets=[f"{self.bucket}/{run}"],
                 bundle=bundle_of(folder / "bundles"),
                 regions=[(cloud, self.region)],
+                named=lambda cloud, region: named,
             ),
             sky=sky or Sky(),
             clouds=apis,
@@ -208,9 +217,10 @@ def life(world: World, folder: Path, cloud: str) -> dict:
     world.fault("capacity", f"{cloud}/{drive.region}/{drive.zone}")
     answer["refused"] = told(drive.ended(drive.ask("rollout-0")))
     world.clear()
-    world.fault("capacity", cloud, code="VcpuLimitExceeded" if cloud == "aws" else "QUOTA_EXCEEDED")
+    quota, enough = SPOT_QUOTAS[cloud], 256
+    world.quota(*quota, 1)
     answer["denied"] = told(drive.ended(drive.ask("rollout-2")))
-    world.clear()
+    world.quota(*quota, enough)
     answer |= never_comes_up(drive, world)
     late = drive.ask("rollout-1")
     drive.until(lambda facts: facts[late].started_ms is not None, 120)
@@ -219,6 +229,63 @@ def life(world: World, folder: Path, cloud: str) -> dict:
     answer["left"] = drive.tidy()
     answer["seen"], answer["slowest_pass_s"] = drive.seen, drive.slowest_pass
     return answer
+
+
+ACCOUNT = f"company-nodes@{PROJECT}.iam.gserviceaccount.com"
+COMPANY = {
+    "aws": Named(identity="company-profile", network="company", group="company-nodes", subnets=("company-a",)),
+    "gcp": Named(identity=ACCOUNT, network="company", subnets=("company-central",)),
+}
+COMPANY_RANGE = "10.200.0.0/20"
+
+
+def administrator(world: World, folder: Path, cloud: str) -> dict:
+    """What a company's administrator makes once: on AWS in the default VPC, because that one has a way out."""
+    region, zone, *_ = PLACES[cloud]
+    if cloud == "gcp":
+        make_on_google(region)
+        return {}
+    ec2, iam = boto3.client("ec2", region_name=region), boto3.client("iam")
+    (vpc,) = ec2.describe_vpcs(Filters=[{"Name": "is-default", "Values": ["true"]}])["Vpcs"]
+    filters = [{"Name": "vpc-id", "Values": [vpc["VpcId"]]}, {"Name": "availability-zone", "Values": [zone]}]
+    (subnet,) = ec2.describe_subnets(Filters=filters)["Subnets"]
+    for thing, name in ((vpc["VpcId"], "company"), (subnet["SubnetId"], "company-a")):
+        ec2.create_tags(Resources=[thing], Tags=[{"Key": "Name", "Value": name}])
+    made = ec2.create_security_group(GroupName="company-nodes", Description="nodes", VpcId=vpc["VpcId"])
+    inside = {"IpProtocol": "-1", "UserIdGroupPairs": [{"GroupId": made["GroupId"]}]}
+    ssh = {"IpProtocol": "tcp", "FromPort": 22, "ToPort": 22, "IpRanges": [{"CidrIp": "192.0.2.0/24"}]}
+    ec2.authorize_security_group_ingress(GroupId=made["GroupId"], IpPermissions=[inside, ssh])
+    iam.create_role(RoleName="company-role", AssumeRolePolicyDocument=WHO_MAY_BE_A_NODE)
+    iam.create_instance_profile(InstanceProfileName="company-profile")
+    iam.add_role_to_instance_profile(InstanceProfileName="company-profile", RoleName="company-role")
+    return {}
+
+
+def make_on_google(region: str) -> None:
+    api = GceApi()
+    network = f"projects/{PROJECT}/global/networks/company"
+    subnet = {"name": "company-central", "network": network, "ipCidrRange": COMPANY_RANGE}
+    inside = {"sourceRanges": [COMPANY_RANGE], "allowed": [{"IPProtocol": "tcp", "ports": ["0-65535"]}]}
+    ssh = {"sourceRanges": ["192.0.2.0/24"], "allowed": [{"IPProtocol": "tcp", "ports": ["22"]}]}
+    for path, body in (
+        ("/global/networks", {"name": "company", "autoCreateSubnetworks": False}),
+        (f"/regions/{region}/subnetworks", subnet),
+        ("/global/firewalls", {"name": "company-inside", "network": network, **inside}),
+        ("/global/firewalls", {"name": "company-ssh", "network": network, **ssh}),
+    ):
+        api._done(api._ask("POST", COMPUTE, path, body))
+    api._ask("POST", IAM, "/serviceAccounts", {"accountId": "company-nodes", "serviceAccount": {}})
+
+
+def named(world: World, folder: Path, cloud: str) -> dict:
+    """A machine in what the administrator made, and its end. It need not be set up: the other story does that."""
+    drive = Drive(cloud, f"n{cloud}", folder, named=COMPANY[cloud])
+    node = drive.ask("trainer", Market.SPOT)
+    drive.until(lambda facts: facts[node].started_ms is not None, 600)
+    (machine,) = build_cloud_api(cloud).machines(drive.region, run=drive.run)
+    drive.provisioner.release([node])
+    drive.ended(node)
+    return {"identity": machine.identity, "address": machine.address, "left": drive.tidy()}
 
 
 def never_comes_up(drive: Drive, world: World) -> dict:

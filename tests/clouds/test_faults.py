@@ -1,7 +1,8 @@
 """What goes wrong with runs that are under way, on both fake clouds: three runs of `spotrl launch`, told in order.
 
 `steady` trains on Google Cloud and must go on whatever happens to it; `priced` meets prices that rise on AWS;
-`abandoned` loses its controller for good. They share a ledger, on a small disk that is made full.
+`abandoned` loses its controller for good. They share a ledger, on a small disk that is made full. The bucket of AWS is
+in a region of its own, as a user's may be. Preemptions are in test_run.py.
 """
 
 import json
@@ -15,67 +16,36 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from engine.config import role_token
 from engine.models.digits import BASE
 from launcher.cluster.brakes import RELEASE_ALLOWANCE_MS
 from launcher.cluster.processes import is_alive
+from launcher.cluster.reconcile import NodeRecord
 from launcher.cluster.stores import newest_checkpoint, open_store
-from tests.clouds.launched import Launched
+from launcher.ledger.store import find_run
+from tests.clouds.launched import BACK_SECONDS, BUCKETS, Launched, job, node_of, wait_for
 from tests.clouds.planted import below, on_host, plant, planted_in
 from tests.clouds.story import left_in_the_clouds
 from tests.fakes.clouds.world import World
 
-pytestmark = [pytest.mark.clouds, pytest.mark.timeout(1200)]
-
-JOB = """\
-name: {name}
-infra: {infra}
-store: {{{store}}}
-ssh_from: 192.0.2.1/32
-iterations: {iterations}
-evaluation: {{prompts: 16, every: 1000}}
-algorithm: {{prompts_per_batch: 8, images_per_prompt: 4}}
-exploration: {{mode: stale, budget: {{candidates: 64}}}}
-model: {{name: digits-ocr{model}}}
-runtime: {{device: cpu, name: local, shape: 8, step_seconds: {step}}}
-recovery: {{launches_per_minute: 60{recovery}}}
-resources:
-  trainer: {{accelerators: L4:1{place}}}
-  rollout: {{accelerators: L4:1, use_spot: true, num_nodes: {spot}}}
-budget: {{max_total: ${total}, max_hourly: $90{deadline}}}
-secrets: [{secrets}]
-"""
+pytestmark = [pytest.mark.clouds, pytest.mark.timeout(1500)]
 
 OUTAGE_SECONDS = 300.0
-DEADLINE_MINUTES = 8
-BUDGET = 0.42
-"""Dollars of `priced`: about 18 minutes of its nodes."""
-UP_SECONDS = 700.0
-BACK_SECONDS = 420.0
-"""For a successor to be at work: a machine, its set-up, its engine; on two cores that all hosts share."""
-
-
-def job(
-    name: str, infra: str, *, iterations: int = 1000, spot: int = 1, total: float = 40, step: float = 0.3, **more: str
-) -> str:
-    """`more`: `deadline`, `recovery`, `secrets` and the `model`'s path as a job has them; the trainer's `region`."""
-    buckets = {"aws": "aws: s3://spotrl-runs/faults", "gcp": "gcp: gs://spotrl-runs/faults"}
-    return JOB.format(
-        name=name,
-        infra=infra,
-        store=", ".join(buckets[cloud] for cloud in infra.split(",")),
-        iterations=iterations,
-        spot=spot,
-        place=f", infra: {infra}{more['region']}" if "region" in more else "",
-        total=total,
-        step=step,
-        deadline=f", deadline: {more['deadline']}" if "deadline" in more else "",
-        secrets=more.get("secrets", ""),
-        model=f", path: {more['model']}" if "model" in more else "",
-        recovery=f", {more['recovery']}" if "recovery" in more else "",
-    )
+ALONE_SECONDS = 30.0
+"""For so long a machine of `steady` or `abandoned` without an agent waits for a controller; without this for 600 s."""
+ALONE = {"SPOTRL_ALONE_SECONDS": f"{ALONE_SECONDS:.0f}"}
+DEADLINE_MINUTES = 15
+ABANDONED_ROLLOUT = "abandoned-spot-0-g0"
+"""Its agent is killed once it has no controller any more."""
+BUDGET = 0.60
+"""Dollars of `priced`: about 26 minutes of its nodes, or 13 at the double price."""
+SPOT_QUOTA = "PREEMPTIBLE_NVIDIA_L4_GPUS"
+UP_SECONDS = 1000.0
+"""For the nodes of all three to be at work."""
 
 
 @dataclass
@@ -99,24 +69,29 @@ def _no_fault_outlives_its_test() -> None:
 
 @pytest.fixture(scope="module")
 def runs(world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
-    """All three, once their nodes are at work; `abandoned` has lost its controller by then."""
+    """All three, once their nodes work; `abandoned` has lost its controller and its spot node's agent by then."""
     before = {json.dumps(one, sort_keys=True) for one in world.inventory()}
     home, ended = world.folder / "home" / "faults", tmp_path_factory.mktemp("ended")
     home.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1300m", "tmpfs", home], check=True)
     world.quota("aws", "L-DB2E81BA", 256)
-    names = ("steady", "priced", "abandoned")
-    runs = Runs(*(Launched(world=world, name=name, home=home) for name in names), plant(world), time.time())
+    planted = plant(world)
+    token = {"HF_TOKEN": planted["hugging face token"]}
+    env = {"steady": ALONE, "priced": {}, "abandoned": ALONE | token}
+    launched = (Launched(world=world, name=name, home=home, env=more) for name, more in env.items())
+    runs = Runs(*launched, planted, time.time())
     try:
         runs.steady.spotrl("catalog", "refresh")
-        alone = job("abandoned", "aws", iterations=2, spot=0, deadline=f"{DEADLINE_MINUTES}m", secrets="HF_TOKEN")
-        runs.abandoned.launch(alone, HF_TOKEN=runs.planted["hugging face token"])
-        runs.steady.launch(job("steady", "gcp", deadline="14h"))
+        secrets = ", ".join(env["abandoned"])
+        alone = job("abandoned", "aws", iterations=14, step=6.0, deadline=f"{DEADLINE_MINUTES}m", secrets=secrets)
+        runs.abandoned.launch(alone)
+        runs.steady.launch(job("steady", "gcp", deadline="14h", secrets=", ".join(ALONE)))
         (world.folder / "jobs" / "base").mkdir()
         shutil.copy(BASE, world.folder / "jobs" / "base")
         runs.priced.launch(job("priced", "aws", iterations=8, total=BUDGET, step=6.0, model="base"))
-        runs.abandoned.until("its trainer works", runs.abandoned.ready, UP_SECONDS)
+        runs.abandoned.until("both its nodes work", lambda: len(runs.abandoned.ready()) == 2, UP_SECONDS)
         runs.abandoned.signal(signal.SIGKILL)
+        world.on(ABANDONED_ROLLOUT, ["pkill", "-KILL", "-f", "engine.runtime.agent"])
         for run in (runs.steady, runs.priced):
             run.until("all its nodes work", lambda run=run: len(run.ready()) == 2, UP_SECONDS)
         runs.steady.trains_on()
@@ -144,7 +119,7 @@ def test_no_secret_is_on_a_host_unless_the_job_names_it(world, runs):
 
 def test_weights_that_are_not_ours_come_from_the_bucket_to_every_node(world, runs):
     """As large models do: what is beside the job file is sent once, and read by each node with its own identity."""
-    sent = [path for path in bucket_of(world, "s3://spotrl-runs/faults") if path.startswith("_weights/")]
+    sent = [path for path in bucket_of(world, BUCKETS["aws"]) if path.startswith("_weights/")]
     digest = sent[0].split("/")[1]
     assert sorted(sent) == [f"_weights/{digest}/{name}" for name in (".manifest.json", BASE.name)]
     for node in runs.priced.ready():
@@ -152,23 +127,6 @@ def test_weights_that_are_not_ours_come_from_the_bucket_to_every_node(world, run
         assert world.on(node.name, ["sha256sum", path]).split()[0] == sha256(BASE.read_bytes()).hexdigest()
     (bundled,) = (runs.priced.home / "runs" / "priced" / "bundles").iterdir()
     assert not list(bundled.rglob(BASE.name))
-
-
-def test_a_second_controller_is_refused_also_from_another_machine(world, runs, tmp_path):
-    steady = runs.steady
-    here = steady.spotrl("controller", "steady", check=False)
-    assert (here.returncode, "has a controller already" in here.stderr + here.stdout) == (1, True)
-    # Another machine has a ledger of its own, in which the run's token is another one.
-    elsewhere = Launched(world=world, name="steady", home=world.folder / "home" / "elsewhere")
-    elsewhere.spotrl("catalog", "refresh")
-    machines = len(steady.machines())
-    with pytest.raises(RuntimeError, match="machines of a run called steady are in gcp us-central1 already"):
-        elsewhere.launch(job("steady", "gcp"))
-    # Where none of them is, the lease in the bucket tells.
-    with pytest.raises(RuntimeError, match="is controlled from another machine"):
-        elsewhere.launch(job("steady", "gcp", region="/us-east4"))
-    assert len(steady.machines()) == machines
-    assert steady.spotrl("status", "steady").returncode == 0
 
 
 def test_a_locked_database_is_waited_for(runs):
@@ -205,6 +163,21 @@ def test_a_price_that_doubles_is_what_is_paid(world, runs):
     runs.used_up = ThreadPoolExecutor(1).submit(use_up, world, priced)
 
 
+def test_logs_of_every_node_are_in_a_bucket_outside_the_nodes_region(world, runs):
+    priced = runs.priced
+    for node in priced.ready():
+        path = f"priced/logs/{node.name}/agent.log"
+        priced.until(f"{path} is in the bucket", lambda path=path: path in bucket_of(world, BUCKETS["aws"]), 120)
+
+
+def test_a_node_that_broke_without_a_controller_sends_its_logs_and_ends_itself(world, runs):
+    """Its trainer goes on without it, for as long as the deadline allows."""
+    wait_for(lambda: ABANDONED_ROLLOUT not in nodes_there(runs.abandoned), ALONE_SECONDS + 120)
+    said = object_of(world, BUCKETS["aws"], f"abandoned/logs/{ABANDONED_ROLLOUT}/agent.log")
+    assert "the agent has ended, and no controller was heard" in said
+    assert nodes_there(runs.abandoned) == ["abandoned-trainer-g0"]
+
+
 def test_the_run_went_on_through_the_outage(world, runs):
     steady = runs.steady
     began, nodes = runs.outage
@@ -215,28 +188,10 @@ def test_the_run_went_on_through_the_outage(world, runs):
     assert "compute" in steady.log()  # it said who did not answer
 
 
-def test_a_frozen_controller_misses_nothing(world, runs):
-    """Longer than its lease; meanwhile the run goes on with what it has."""
-    steady = runs.steady
-    (lost,) = steady.ready("rollout")
-    steady.signal(signal.SIGSTOP)
-    try:
-        time.sleep(2)
-        world.reclaim(lost.name)
-        reached, began = trained(steady), time.monotonic()
-        wait_for(lambda: trained(steady) >= reached + 2, 180)
-        time.sleep(max(0.0, began + 20 - time.monotonic()))  # 15 s is how long its lease lasts
-        assert not steady.records()[lost.name].reclaimed
-    finally:
-        steady.signal(signal.SIGCONT)
-    steady.until("it is missed", lambda: steady.records()[lost.name].reclaimed, 60)
-    steady.until("it is replaced", lambda: steady.ready("rollout"), BACK_SECONDS)
-    assert every_batch_is_whole(steady)
-
-
-def test_a_clock_that_is_set_moves_neither_money_nor_deadline(runs, tmp_path):
+def test_a_clock_that_is_set_moves_neither_money_nor_deadline(runs):
     """Fifteen hours on, past the run's deadline, and fifteen back: of the machine that the controller runs on."""
-    steady, jump = runs.steady, tmp_path / "jump"
+    steady = runs.steady
+    jump = steady.home / "jump"  # the controller reads it for as long as it lives, so not in a folder of this test
     nodes, spent, jumping = (
         set(steady.records()),
         steady.view().spent_micro_usd,
@@ -255,30 +210,49 @@ def test_a_clock_that_is_set_moves_neither_money_nor_deadline(runs, tmp_path):
     jump.write_text("0")
 
 
-def test_a_notice_shorter_than_the_drain_loses_no_rollout(world, runs):
+def test_a_spot_quota_that_the_lost_node_still_counts_against_is_waited_for(world, runs):
+    """The quota bears one node. Google counts a node for a while after its end: its successor is refused at first."""
     steady = runs.steady
     (lost,) = steady.ready("rollout")
-    world.reclaim(lost.name, seconds=1, notice=True)
-    steady.until("it is gone", lambda: steady.records()[lost.name].reclaimed, 60)
-    steady.trains_on(3)
-    assert every_batch_is_whole(steady)
+    world.quota("gcp/us-central1", SPOT_QUOTA, 1)
+    world.quota_lag(3600)
+    world.reclaim(lost.name)
+    steady.until("the quota refuses a spot node", lambda: over_quota(steady), 120)
+    for refused in over_quota(steady):
+        assert "QUOTA_EXCEEDED" in refused.evidence
+        assert f"Quota '{SPOT_QUOTA}' exceeded.  Limit: 1.0 in region us-central1" in refused.evidence
+    world.quota_lag(0)
+    steady.until("a spot node is bought again", lambda: spot_machines(steady), 120)
+    assert len(spot_machines(steady)) == 1
+    assert "denied" not in steady.records()[node_of(spot_machines(steady)[0])].happened
+    world.quota("gcp/us-central1", SPOT_QUOTA, 16)
 
 
-def test_a_half_written_checkpoint_does_not_count(world, runs):
-    """The newest manifest is cut short, and the trainer is gone."""
+def test_files_of_nodes_that_a_crash_emptied_lose_no_node_and_double_none(world, runs):
+    """A node that works, one that is being set up and one that ended. The second one's spec is lost: it is replaced."""
     steady = runs.steady
-    name = world.call(cut_the_newest_manifest_short)
-    (trainer,) = steady.ready("trainer")
-    world.reclaim(trainer.name)
-    steady.until(
-        "another trainer works",
-        lambda: {node.name for node in steady.ready("trainer")} - {trainer.name},
-        BACK_SECONDS,
-    )
+    (trainer,), (starting,) = steady.ready("trainer"), spot_machines(steady)
+    new, over = node_of(starting), "steady-spot-0-g0"
+    before, spent = steady.machines_by_node()[trainer.name], steady.view().spent_micro_usd
+    ended_ms = steady.records()[over].ended_ms
+    steady.signal(signal.SIGKILL)
+    for node, files in {
+        trainer.name: ("want", "login", "machine"),
+        new: ("spec", "want", "login", "machine"),
+        over: ("spec", "want", "login", "machine", "ended"),
+    }.items():
+        for file in files:
+            path = steady.home / "runs" / "steady" / "nodes" / node / f"{file}.json"
+            if path.exists():
+                path.write_bytes(b"")
+    steady.spotrl("resume", "steady")
+    steady.until("the node whose spec is lost has ended", lambda: not steady.records()[new].is_live, 120)
+    steady.until("it has a successor", lambda: {node_of(one) for one in spot_machines(steady)} - {new}, 120)
     steady.trains_on()
-    logs = "\n".join(path.read_text() for path in (steady.home / "runs").glob("steady/nodes/*/logs/*.log"))
-    assert f"checkpoint {name} does not count" in logs
-    assert every_batch_is_whole(steady)
+    assert steady.machines_by_node()[trainer.name] == before
+    assert len(steady.machines()) == 2, "the trainer and one spot node"
+    assert steady.records()[over].ended_ms == ended_ms
+    assert steady.view().spent_micro_usd < spent + 200_000  # minutes, at less than two dollars an hour
 
 
 def test_a_budget_that_is_used_up_in_the_midst_of_a_launch_ends_the_run(runs):
@@ -313,7 +287,7 @@ def test_no_capacity_anywhere_is_said_and_waited_for(world, runs):
     nowhere = Launched(world=world, name="nowhere", home=runs.steady.home)
     try:
         nowhere.launch(job("nowhere", "aws,gcp", recovery="trainer_wait: 1s"))
-        nowhere.until("every region has refused", lambda: len(refusals(nowhere)) == 4, 300)
+        nowhere.until("every region has refused", lambda: len(refusals(nowhere)) == 4, 600)
         assert nowhere.view().status == "running"
         assert nowhere.view().spent_micro_usd == 0
         assert "no_capacity" in nowhere.words("nowhere-trainer-g0")
@@ -328,8 +302,27 @@ def test_nothing_lives_past_its_deadline_without_a_controller(runs):
     late_ms = 2 * 60_000
     deadline = runs.launched_at + DEADLINE_MINUTES * 60 + 300 + late_ms / 1000
     wait_for(lambda: not abandoned.machines(), max(5.0, deadline - time.time()))
-    assert [node.name for node in abandoned.ready()] == ["abandoned-trainer-g0"], "nobody has written that down yet"
+    assert len(abandoned.ready()) == 2, "nobody has written that down yet"
     abandoned.down()
+
+
+def test_a_run_that_finished_without_a_controller_ends_its_nodes(world, runs):
+    """Told to stop, as it is at its end; its last checkpoint and the words of both nodes are in the bucket then."""
+    steady = runs.steady
+    steady.until("its nodes work", lambda: len(steady.ready()) == 2, BACK_SECONDS)
+    (trainer,), (rollout,) = steady.ready("trainer"), steady.ready("rollout")
+    steady.signal(signal.SIGKILL)
+    tell_to_stop(steady, trainer.name)
+    wait_for(lambda: not steady.machines(), ALONE_SECONDS + 180)
+    told = object_of(world, BUCKETS["gcp"], f"steady/logs/{trainer.name}/trainer.jsonl")
+    last = [json.loads(line) for line in told.splitlines()][-1]
+    assert last["kind"] == "engine_finished"
+    newest = world.call(lambda: newest_checkpoint(open_store(f"{BUCKETS['gcp']}/steady")))
+    assert newest is not None
+    assert newest.endswith(f"-i{last['event']['iteration']:06d}")
+    for node in (trainer.name, rollout.name):
+        said = object_of(world, BUCKETS["gcp"], f"steady/logs/{node}/agent.log")
+        assert "the agent has ended, and no controller was heard" in said
 
 
 def test_no_secret_is_in_what_runs_leave_here(world, runs):
@@ -376,18 +369,42 @@ def use_up(world: World, priced: Launched) -> tuple[int, str]:
 # --- looking ------------------------------------------------------------------------------------------
 
 
-def wait_for(holds, seconds: float) -> None:
-    until = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < until, f"not within {seconds:.0f} s"
-        time.sleep(0.5)
-
-
 def bucket_of(world: World, url: str) -> list[str]:
     """Names of all objects."""
     import obstore
 
     return world.call(lambda: [str(one["path"]) for page in obstore.list(open_store(url)) for one in page])
+
+
+def object_of(world: World, url: str, path: str) -> str:
+    import obstore
+
+    return world.call(lambda: bytes(obstore.get(open_store(url), path).bytes()).decode())
+
+
+def nodes_there(run: Launched) -> list[str]:
+    """Of each machine that the clouds have, its node."""
+    return sorted(node_of(machine) for machine in run.machines())
+
+
+def spot_machines(run: Launched) -> list[dict[str, Any]]:
+    return [machine for machine in run.machines() if machine["market"] == "spot"]
+
+
+def over_quota(run: Launched) -> list[NodeRecord]:
+    return [record for record in run.records().values() if "denied" in record.happened]
+
+
+def tell_to_stop(run: Launched, trainer: str) -> None:
+    """Give the order of a controller at a run's end, from the trainer's own machine."""
+    with run.sessions() as session:
+        row = find_run(session, run.name)
+        token, port = role_token(row.token, "controller"), row.coordinator_port
+    (address,) = (str(one["private"]) for one in run.machines() if node_of(one) == trainer)
+    headers = ["-H", f"Authorization: Bearer {token}", "-H", "Content-Type: application/json"]
+    run.world.on(
+        trainer, ["curl", "-sf", "-X", "POST", *headers, "-d", '{"reason": "drill"}', f"http://{address}:{port}/stop"]
+    )
 
 
 def refusals(run: Launched) -> set[str]:
@@ -397,26 +414,3 @@ def refusals(run: Launched) -> set[str]:
         for record in run.records().values()
         if "no_capacity" in record.happened and record.wanted is not None
     }
-
-
-def trained(run: Launched) -> int:
-    """Iterations, as the trainer's own log has them: the controller that would write them down may be frozen."""
-    (trainer,) = run.ready("trainer")
-    said = run.world.on(trainer.name, ["cat", "/home/ubuntu/spotrl/node/progress/trainer.jsonl"])
-    return sum('"iteration_done"' in line for line in said.splitlines())
-
-
-def every_batch_is_whole(run: Launched) -> bool:
-    batches = list(run.made_by())
-    return bool(batches) and all(sum(nodes.values()) == run.batch_size() for nodes in batches)
-
-
-def cut_the_newest_manifest_short() -> str:
-    import obstore
-
-    store = open_store("gs://spotrl-runs/faults/steady")
-    name = newest_checkpoint(store)
-    assert name is not None
-    path = f"checkpoints/{name}/manifest.json"
-    obstore.put(store, path, bytes(obstore.get(store, path).bytes())[:100])
-    return name

@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
+from launcher.exit_codes import ExitCode
 from tests.fakes.clouds.world import World
 
 pytestmark = pytest.mark.clouds
@@ -73,12 +74,33 @@ Sky().start(
 )
 """
 
+SKYPILOT_CHECKS = """
+from sky.clouds import GCP
+from sky.clouds.cloud import CloudCapability
+
+print(GCP.check_credentials(CloudCapability.COMPUTE))
+"""
+
+JOB = """
+name: nobody
+infra: gcp
+store: {gcp: gs://spotrl-runs/nobody}
+ssh_from: 192.0.2.1/32
+iterations: 2
+model: digits-ocr
+runtime: {device: cpu}
+resources:
+  trainer: {accelerators: L4:1}
+  rollout: {accelerators: L4:1, use_spot: true, num_nodes: 0}
+budget: {max_total: $4, max_hourly: $9, deadline: 1h}
+"""
+
 UNDER_WAY = "import json; from launcher.cluster.sky import Sky; print(json.dumps(Sky().pending('forgotten-')))"
 
 
-def spotrl(world: World, *words: str, home: Path) -> tuple[int, Any, subprocess.CompletedProcess[str]]:
+def spotrl(world: World, *words: str, home: Path, **env: str) -> tuple[int, Any, subprocess.CompletedProcess[str]]:
     """Exit code and what `--json` said."""
-    done = world.run([*SPOTRL, *words, "--json"], env={"SPOTRL_HOME": str(home)}, check=False, timeout=180)
+    done = world.run([*SPOTRL, *words, "--json"], env={"SPOTRL_HOME": str(home)} | env, check=False, timeout=180)
     return done.returncode, json.loads(done.stdout.splitlines()[-1]) if done.stdout else None, done
 
 
@@ -97,7 +119,27 @@ def test_credentials_clocks_and_permissions_are_found(world, tmp_path):
     assert code == 0, done.stderr
     assert {
         check["what"]: check["verdict"] for check in said["checks"] if check["what"].startswith(("aws", "gcp"))
-    } == {f"{cloud} {what}": "OK" for cloud in ("aws", "gcp") for what in ("credentials", "clock", "permissions")}
+    } == {"gcp gcloud": "OK"} | {
+        f"{cloud} {what}": "OK" for cloud in ("aws", "gcp") for what in ("credentials", "clock", "permissions")
+    }
+
+
+def test_check_and_launch_say_that_gcloud_has_no_account_before_anything_is_bought(world, tmp_path):
+    """SkyPilot would refuse every launch on Google Cloud; application-default credentials do not help."""
+    nobody, before = {"GCLOUD_ACCOUNT": ""}, world.inventory()
+    refused = world.run([sys.executable, "-c", SKYPILOT_CHECKS], env=nobody, timeout=120).stdout
+    assert "No GCP account is activated" in refused
+    code, said, _ = spotrl(world, "check", "--infra", "gcp", home=tmp_path, **nobody)
+    (line,) = (check for check in said["checks"] if check["what"] == "gcp gcloud")
+    assert (code, line["verdict"] != "OK") == (ExitCode.CREDENTIALS, True)
+    assert "no active account" in line["found"]
+    (tmp_path / "job.yaml").write_text(JOB)
+    home = {"SPOTRL_HOME": str(tmp_path)}
+    world.run([*SPOTRL, "catalog", "refresh"], env=home, timeout=180)
+    launch = [*SPOTRL, "launch", tmp_path / "job.yaml", "-y", "--detach"]
+    done = world.run(launch, env=home | nobody, check=False, timeout=180)
+    assert (done.returncode, "no active account" in done.stderr) == (ExitCode.CREDENTIALS, True), done.stderr
+    assert world.inventory() == before
 
 
 def test_reap_names_a_region_that_cannot_be_asked_and_leaves_nothing_when_all_can(world, tmp_path):

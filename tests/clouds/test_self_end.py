@@ -15,7 +15,9 @@ from tests.fakes.clouds.world import World, why_not
 
 pytestmark = [pytest.mark.clouds, pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]
 
-ENGINE = Path(__file__).parents[2] / "engine/runtime"
+ENGINE = Path(__file__).parents[2] / "engine"
+MODULES = ("durable", "mark", "runtime/alone", "runtime/money", "runtime/self_end", "runtime/metadata")
+"""Modules that the guard needs; they need nothing but the standard library beside."""
 
 BOOT = """
 import boto3
@@ -59,12 +61,12 @@ def world():
         world.run([sys.executable, "-c", BOOT], timeout=120, check=True)
         wait_for(lambda: len(world.hosts()) == 2)
         for cloud in ("aws", "gcp"):
-            for module in ("money", "self_end", "metadata"):
+            for module in MODULES:
                 text = base64.b64encode((ENGINE / f"{module}.py").read_bytes()).decode()
                 on(
                     world,
                     cloud,
-                    f"mkdir -p engine/runtime spotrl/logs; echo {text} | base64 -d > engine/runtime/{module}.py",
+                    f"mkdir -p engine/runtime spotrl/logs; echo {text} | base64 -d > engine/{module}.py",
                 )
         yield world
 

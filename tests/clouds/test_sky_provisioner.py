@@ -2,10 +2,13 @@
 
 import json
 import sys
+from ipaddress import ip_address, ip_network
 from pathlib import Path
 
 import pytest
 
+from launcher.cluster.provisioner import is_quota_used_up
+from tests.clouds.provisioning import COMPANY, COMPANY_RANGE
 from tests.fakes.clouds.world import World
 
 pytestmark = pytest.mark.clouds
@@ -60,6 +63,7 @@ def test_a_nodes_life_on_a_cloud(world, tmp_path, cloud):
     assert len(seen["refused"]["tried"]) == 1
     assert seen["denied"]["status"] == "denied"
     assert "quota" in seen["denied"]["evidence"]
+    assert is_quota_used_up(seen["denied"]["evidence"]), "by words that came through SkyPilot"
     assert seen["unbooted"]["status"] == seen["shut"]["status"] == "gone"
     assert "did not come up within 45 s" in seen["unbooted"]["evidence"]
     assert "lacks the" in seen["shut"]["evidence"]
@@ -68,3 +72,15 @@ def test_a_nodes_life_on_a_cloud(world, tmp_path, cloud):
     assert seen["left"] == []
     assert left(world) - before == set()
     assert not (world.folder / "home/.sky/config.yaml").exists()  # configuration went with the requests
+
+
+@pytest.mark.timeout(TIME_OUT)
+@pytest.mark.parametrize("cloud", ["aws", "gcp"])
+def test_a_machine_is_bought_in_what_the_job_names_and_nothing_else_is_made(world, tmp_path, cloud):
+    inside(world, "administrator", tmp_path, cloud)
+    before = left(world)
+    seen = inside(world, "named", tmp_path, cloud)
+    assert seen["identity"] == COMPANY[cloud].identity
+    assert ip_address(seen["address"]) in ip_network("172.31.0.0/16" if cloud == "aws" else COMPANY_RANGE)
+    assert seen["left"] == []
+    assert left(world) == before

@@ -361,6 +361,23 @@ def test_a_bucket_is_shared_by_the_client_and_the_hosts(
         assert site.ssh(on_gcp, read).stdout == "hello"
 
 
+def test_s3_refuses_what_is_signed_for_another_region_than_the_buckets(site: Site) -> None:
+    def put(bucket: str, region: str) -> str:
+        made = S3Store(
+            bucket,
+            region=region,
+            credential_provider=Boto3CredentialProvider(),
+            client_options={"allow_http": True},
+        )
+        obstore.put(made, "from/there", b"x")
+        return str(boto3.client("s3").get_bucket_location(Bucket=bucket)["LocationConstraint"])
+
+    assert site.world.call(lambda: put("spotrl-far", "eu-central-1")) == "eu-central-1"
+    for bucket, region in (("spotrl-far", "us-east-1"), ("spotrl-runs", "eu-central-1")):
+        with pytest.raises(RuntimeError, match=f"AuthorizationHeaderMalformed.*region '{region}' is wrong"):
+            site.world.call(lambda bucket=bucket, region=region: put(bucket, region))  # type: ignore[misc]
+
+
 @pytest.mark.parametrize(("kind", "cloud"), [("s3", "aws"), ("gs", "gcp")])
 def test_a_bucket_can_be_unreachable_for_a_time(site: Site, kind: str, cloud: str) -> None:
     def put() -> str:
@@ -468,13 +485,17 @@ def test_a_connection_that_is_tried_before_the_machine_is_there_finds_it(site: S
     probe = site.gcp("test-probe")
     site.end(probe)
     coming = str(IPv4Address(probe.public) + 1)
-    login: list[str | Path] = ["ssh", "-i", site.key, *SSH[:4], "-q", "-o", "ConnectTimeout=15"]
+    # As a real machine, a host answers before its sshd listens: whoever knocks in between is refused, and tries again.
+    patience = ("-o", "ConnectTimeout=60", "-o", "ConnectionAttempts=20")
+    login: list[str | Path] = ["ssh", "-i", site.key, *SSH[:4], "-q", *patience]
     early = site.world.start([*login, f"gcpuser@{coming}", "echo in"], stdout=subprocess.PIPE)
     time.sleep(0.5)
     machine = site.gcp("test-early")
-    assert machine.public == coming
-    assert early.communicate(timeout=20)[0] == "in\n"
-    site.end(machine)
+    try:
+        assert machine.public == coming
+        assert early.communicate(timeout=90)[0] == "in\n"
+    finally:
+        site.end(machine)
 
 
 def test_whoever_asks_is_told_the_address_that_others_see(site: Site, on_aws: Machine) -> None:
@@ -520,19 +541,39 @@ def test_compute_engine_tells_of_the_refusal_in_the_operation(site: Site, code: 
     assert not [one for one in site.world.inventory() if one["id"] == "test-refused"]
 
 
-def test_a_quota_of_nothing_refuses_every_machine_of_its_kind(site: Site, group: str) -> None:
-    site.world.quota("aws", "L-3819A6DF", 0)
-    site.world.quota("gcp/us-east4", "PREEMPTIBLE_CPUS", 0)
+@pytest.mark.parametrize("quota", [0, 1])
+def test_a_quota_refuses_what_it_does_not_bear_and_says_how_much_it_is(site: Site, group: str, quota: int) -> None:
+    """EC2 does not say how many spot instances it allows."""
+    site.world.quota("aws", "L-3819A6DF", quota)
+    site.world.quota("gcp/us-east4", "PREEMPTIBLE_CPUS", quota)
     try:
         spot = {"MarketType": "spot"}
         with pytest.raises(RuntimeError, match="MaxSpotInstanceCountExceeded"):
             site.aws(groups=[group], InstanceType="g6.xlarge", InstanceMarketOptions=spot)
         site.end(site.aws(groups=[group], InstanceType="g6.xlarge"))
+        site.world.quota("aws", "L-DB2E81BA", quota)
+        with pytest.raises(RuntimeError, match=f"VcpuLimitExceeded.*current vCPU limit of {quota} allows"):
+            site.aws(groups=[group], InstanceType="g6.xlarge")
         scheduling = {"provisioning_model": "SPOT"}
-        with pytest.raises(RuntimeError, match="Quota 'PREEMPTIBLE_CPUS' exceeded"):
+        with pytest.raises(RuntimeError, match=f"Quota 'PREEMPTIBLE_CPUS' exceeded.  Limit: {quota}.0 in region us-e"):
             site.gcp("test-quota", zone="us-east4-a", scheduling=scheduling)
     finally:
-        site.world.quota("aws", "L-3819A6DF", 256)
+        for code in ("L-3819A6DF", "L-DB2E81BA"):
+            site.world.quota("aws", code, 256)
+        site.world.quota("gcp/us-east4", "PREEMPTIBLE_CPUS", 256)
+
+
+def test_a_spot_machine_under_notice_still_counts_against_its_quota(site: Site) -> None:
+    site.world.quota("gcp/us-east4", "PREEMPTIBLE_CPUS", 3)
+    scheduling = {"provisioning_model": "SPOT", "instance_termination_action": "DELETE"}
+    first = site.gcp("test-leaving", zone="us-east4-a", scheduling=scheduling)
+    try:
+        site.world.reclaim(first.id, seconds=3, notice=True)
+        with pytest.raises(RuntimeError, match=r"Limit: 3\.0"):
+            site.gcp("test-next", zone="us-east4-a", scheduling=scheduling)
+        wait_for(lambda: first.id not in site.world.hosts())
+        site.end(site.gcp("test-next", zone="us-east4-a", scheduling=scheduling))
+    finally:
         site.world.quota("gcp/us-east4", "PREEMPTIBLE_CPUS", 256)
 
 
@@ -650,6 +691,23 @@ def test_a_world_that_goes_down_leaves_nothing_and_disturbs_no_other(site: Site)
     assert not folder.exists()
     assert not any(_space(pid, "net") == spaces["net"] for pid in _pids())
     assert set(site.world.hosts()) == before
+
+
+def test_a_process_that_began_after_a_host_ended_is_not_taken_for_one_of_it(site: Site) -> None:
+    """The kernel gives a namespace's number out again as soon as it is free."""
+    site.end(site.gcp("ended"))
+    (pid,) = {json.loads(line)["pid"] for line in (site.world.folder / "namespaces").read_text().splitlines()[-1:]}
+    before = site.world.leftovers()
+    making = ["unshare", "--net", "--mount", "--pid", "--fork", "--kill-child", "sleep", "60"]
+    others = [subprocess.Popen(making) for _ in range(20)]
+    try:
+        wait_for(lambda: all(Path(f"/proc/{other.pid}/task/{other.pid}/children").read_text() for other in others))
+        assert not any(_space(int(child), "pid") == pid for child in _pids())
+        assert site.world.leftovers() == before
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
 
 
 def test_a_world_whose_owner_is_killed_is_gone_with_it(site: Site, tmp_path: Path) -> None:

@@ -7,16 +7,16 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, role_token
 from engine.events import Capacity
 from engine.runtime.transport import HttpTransport, Transport
 from tests.conformance.cutting_proxy import CuttingProxy
 from tests.conformance.full_disk import SmallDisk
-from tests.conformance.nursery import NurseryFleet
 from tests.conformance.on_demand import SeatLine
-from tests.conformance.stage import ROOT, BadLine, Step
+from tests.conformance.stage import WORKDIR, BadLine, Step
 from tests.conformance.unreliable import Unreliable
 from tests.engine.fleet import TOKEN
+from tests.engine.nursery import NurseryFleet
 
 ON_DEMAND = "trainer"
 
@@ -27,7 +27,7 @@ class ClusterStage:
     def __init__(self, folder: Path, config: EngineConfig) -> None:
         self.config = config
         self.given_up_seconds = 4.0 if config.runtime.name == "ray" else 2 * config.runtime.lease_seconds
-        self.fleet = NurseryFleet(folder, self.config, workdir=ROOT)
+        self.fleet = NurseryFleet(folder, self.config, workdir=WORKDIR)
         self._disk = SmallDisk(self.journal(), lambda: self._pid("coordinator"))
         self._traces: dict[Path, int] = {}
         self._steps: list[Step] = []
@@ -48,7 +48,7 @@ class ClusterStage:
             yield BadLine(line, lambda: line.faults)
             return
         with CuttingProxy(self.fleet.port, seed=0) as proxy:
-            transport = HttpTransport("127.0.0.1", proxy.port, TOKEN, patience_seconds=60.0)
+            transport = HttpTransport("127.0.0.1", proxy.port, role_token(TOKEN, "trainer"), patience_seconds=60.0)
             yield BadLine(Unreliable(transport, seed=0), lambda: proxy.cuts)
 
     # --- nodes --------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from engine.rollout.wire import Blobs, pack, unpack
 from engine.runtime.coordinator import Coordinator, is_nothing, open_coordinator
 from engine.runtime.transport import Answer, InprocTransport, Transport
 from engine.runtime.worker import Worker
-from tests.conformance.stage import ROOT, BadLine, Step, engine_config
+from tests.conformance.stage import WORKDIR, BadLine, Step, engine_config
 from tests.conformance.unreliable import Unreliable
 
 LOOK_SECONDS = 0.01
@@ -335,7 +335,7 @@ class InprocStage:
             transport=_Line(self, life),
             adapter=adapter,
             parameters=trainable(adapter),
-            reward=load_reward(self.config.reward, str(ROOT)),
+            reward=load_reward(self.config.reward, str(WORKDIR)),
             clock=self.clock,
             heartbeat_seconds=self.config.runtime.heartbeat_seconds,
             step_seconds=self.config.runtime.step_seconds,

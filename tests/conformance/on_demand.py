@@ -24,9 +24,9 @@ from engine.runtime.transport import Answer, CallRefused
 class OnDemand(Agent):
     """An agent that keeps a seat where the trainer would be."""
 
-    def _child(self, name: str, *arguments: Any) -> Any:
-        ready = super()._child(name, *arguments)
-        if name == "run_trainer":
+    def _child(self, name: str, runs: str, *arguments: Any) -> Any:
+        ready = super()._child(name, runs, *arguments)
+        if runs == "run_trainer":
             child, spec_json = self.children[-1], self.spec.model_dump_json()
 
             def start() -> Any:

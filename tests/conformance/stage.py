@@ -17,7 +17,8 @@ from engine.config import EngineConfig, RewardConfig, RuntimeConfig, SamplerConf
 from engine.events import Capacity
 from engine.runtime.transport import Transport
 
-ROOT = Path(__file__).parents[2]
+WORKDIR = Path(__file__).parent
+"""Holds the reward, as a job's folder holds the user's own."""
 
 STEPS = 6
 SHAPE = 2
@@ -32,7 +33,7 @@ def engine_config(runtime: Literal["inproc", "local", "ray"]) -> EngineConfig:
     pace = 0.5 if runtime == "inproc" else 1.0
     return EngineConfig(
         sampler=SamplerConfig(steps=STEPS),
-        reward=RewardConfig(name="tests.conformance.reward:brightness"),
+        reward=RewardConfig(name="brightness:brightness"),
         runtime=RuntimeConfig(
             name=runtime,
             shape=SHAPE,

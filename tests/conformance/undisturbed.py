@@ -12,7 +12,7 @@ from engine.rollout.request import RequestId
 from engine.rollout.sampler import advance, initial, rollout_plan
 from engine.rollout.trajectory import Trajectory
 from engine.runtime.worker import get_weights, set_weights
-from tests.conformance.stage import ROOT
+from tests.conformance.stage import WORKDIR
 
 
 class Undisturbed:
@@ -23,7 +23,7 @@ class Undisturbed:
         self.config = config
         self.adapter = load_adapter(config.model)
         self.parameters = trainable(self.adapter)
-        self.reward = load_reward(config.reward, str(ROOT))
+        self.reward = load_reward(config.reward, str(WORKDIR))
         self.plan = rollout_plan(config.sampler, config.seed, 0)
         self._first = get_weights(self.parameters)
         self._weights: dict[int, bytes] = {}

@@ -72,11 +72,11 @@ class SharedBench(Bench):
         while not (
             trainer.exists() and EngineFinished.KIND in trainer.read_text()
         ):  # `spotrl status` would take time from what runs
-            assert time.monotonic() < until, self.status(name)
+            assert time.monotonic() < until, self.view(name)
             time.sleep(0.5)
         said = [Progress.from_json(line).event for line in trainer.read_text().splitlines()]
         assert [event.reason for event in said if isinstance(event, EngineFinished)] == ["target"]
-        self.wait_for(name, lambda status: status["status"] == "finished")
+        self.wait_for(name, lambda run: run.status == "finished")
         return {event.iteration: event.manifest_digest for event in said if isinstance(event, IterationDone)}
 
 
@@ -114,6 +114,6 @@ def test_a_launch_that_loses_and_gains_members_of_groups_reaches_its_target_with
     began_ns = time.time_ns()
     os.kill(json.loads((nodes / spot[0] / "agent.json").read_text())["pid"], signal.SIGKILL)
     sharing.wait({f"{name}-spot-0-g1": 0}, began_ns)
-    shown = bench.status(name)["nodes"]
+    shown = json.loads(bench.spotrl("status", name, "--json"))["nodes"]
     assert [len(group) for node in shown if node["name"] == spot[1] for group in node["groups"]] == [WORKERS]
     assert bench.until_finished(name) == undisturbed

@@ -19,13 +19,14 @@ from engine.config import (
 )
 from engine.training.checkpoint import CheckpointStore
 from tests.engine.fleet import Fleet
+from tests.engine.nursery import NurseryFleet
 
-ITERATIONS = 14
-CANDIDATES = 32
+ITERATIONS = 16
+CANDIDATES = 16
 
 CONFIG = EngineConfig(
     iterations=ITERATIONS,
-    algorithm=AlgorithmConfig(prompts_per_batch=4, images_per_prompt=4),
+    algorithm=AlgorithmConfig(prompts_per_batch=2, images_per_prompt=4),
     exploration=ExplorationConfig(budget=CandidateBudget(candidates=CANDIDATES), profiles=(ProfileConfig(shape=16),)),
     evaluation=EvaluationConfig(prompts=16, every=100),
     runtime=RuntimeConfig(shape=8, lease_seconds=1.5, heartbeat_seconds=0.3, trainer_threads=1),
@@ -36,7 +37,7 @@ Disturbance = Callable[[Fleet], None]
 
 def trained_by(folder: Path, disturbances: Sequence[Disturbance]) -> tuple[dict[int, str], str]:
     """Manifests by batch and the digest of the final weights, after a run that was disturbed at every other batch."""
-    fleet = Fleet(folder, CONFIG)
+    fleet = NurseryFleet(folder, CONFIG)
     try:
         for node in ("trainer", "spot-0", "spot-1"):
             fleet.start(node)
@@ -86,7 +87,12 @@ def whole_node(node: str, number: signal.Signals, *, noticed: bool) -> Disturban
     return disturb
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["SIGKILL", "SIGSTOP"])
+@pytest.mark.parametrize(
+    "number",
+    # tests/conformance kills every process one by one, on the same runtime
+    [pytest.param(signal.SIGKILL, marks=pytest.mark.slow), signal.SIGSTOP],
+    ids=["SIGKILL", "SIGSTOP"],
+)
 def test_every_process_lost_in_turn_and_still_the_same_batches_and_weights(
     tmp_path: Path, undisturbed: tuple[dict[int, str], str], number: signal.Signals
 ) -> None:
@@ -102,7 +108,9 @@ def test_every_process_lost_in_turn_and_still_the_same_batches_and_weights(
     assert trained_by(tmp_path, in_turn) == undisturbed
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["SIGKILL", "SIGSTOP"])
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)], ids=["SIGKILL", "SIGSTOP"]
+)
 def test_a_lost_trainer_machine_goes_on_from_its_checkpoint_under_a_new_lineage(
     tmp_path: Path, undisturbed: tuple[dict[int, str], str], number: signal.Signals
 ) -> None:
@@ -119,7 +127,7 @@ def test_a_lost_trainer_machine_goes_on_from_its_checkpoint_under_a_new_lineage(
 
 def test_a_run_without_any_spot_node_trains_its_batches_on_the_trainer_alone(tmp_path: Path) -> None:
     config = CONFIG.model_copy(update={"iterations": 2, "exploration": ExplorationConfig(mode="none")})
-    fleet = Fleet(tmp_path, config)
+    fleet = NurseryFleet(tmp_path, config)
     try:
         fleet.start("trainer")
         assert fleet.wait_until_finished().reason == "iterations"
@@ -141,7 +149,7 @@ def test_exploration_pauses_while_there_is_no_spot_node_and_resumes_with_the_nex
 ) -> None:
     """The trainer waits for nobody who is not there: it goes on at the plain pace, on its own."""
     exploration = ExplorationConfig(budget=budget, profiles=(ProfileConfig(shape=16),))
-    fleet = Fleet(tmp_path, CONFIG.model_copy(update={"iterations": 40, "exploration": exploration}))
+    fleet = NurseryFleet(tmp_path, CONFIG.model_copy(update={"iterations": 80, "exploration": exploration}))
 
     def explored() -> list[int]:
         return [event.explored for event in fleet.events("iteration_done")]

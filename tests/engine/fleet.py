@@ -18,11 +18,14 @@ from typing import Any
 import httpx
 import psutil
 
-from engine.config import ClockConfig, EngineConfig, NodeSpec
+from engine.config import ClockConfig, EngineConfig, NodeSpec, role_token
 from engine.events import Capacity, Market, NodeCapacity, NodeState, Progress
+from engine.runtime.rights import ROUTES
 
 TOKEN = "test-token"
-AUTHORIZED = {"Authorization": f"Bearer {TOKEN}"}
+"""Of the run. Nodes and callers have those of their roles."""
+ALLOWED = {role: {"Authorization": f"Bearer {role_token(TOKEN, role)}"} for role in ROUTES}
+"""Headers of each role's calls."""
 
 
 class Fleet:
@@ -51,7 +54,7 @@ class Fleet:
             folder=str(folder),
             store=f"file://{self.folder}/store",
             coordinator_port=self.port,
-            token=TOKEN,
+            token=TOKEN if trains else role_token(TOKEN, "rollout"),
             clock=self.clock,
             engine=self.engine,
             workdir=None if self.workdir is None else str(self.workdir),
@@ -60,12 +63,12 @@ class Fleet:
         everyone = os.sched_getaffinity(0)
         os.sched_setaffinity(0, cores or everyone)  # what a node starts keeps to its cores from the first moment on
         try:
-            self.agents[node] = self._spawn(module, folder / "node.json", folder / "logs" / "agent.log")
+            self.agents[node] = self._spawn(module, folder / "node.json")
         finally:
             os.sched_setaffinity(0, everyone)
 
-    def _spawn(self, module: str, node_file: Path, log: Path) -> Any:
-        with log.open("ab") as file:
+    def _spawn(self, module: str, node_file: Path) -> Any:
+        with (node_file.parent / "logs" / "agent.log").open("ab") as file:
             return subprocess.Popen(
                 [sys.executable, "-m", module, str(node_file)],
                 stdout=file,
@@ -106,10 +109,10 @@ class Fleet:
 
     def post(self, path: str, content: str) -> httpx.Response:
         """As the launcher: ask the coordinator."""
-        return httpx.post(self._url(path), content=content, headers=AUTHORIZED, trust_env=False)
+        return httpx.post(self._url(path), content=content, headers=ALLOWED["controller"], trust_env=False)
 
     def get(self, path: str) -> httpx.Response:
-        return httpx.get(self._url(path), headers=AUTHORIZED, trust_env=False)
+        return httpx.get(self._url(path), headers=ALLOWED["controller"], trust_env=False)
 
     def _url(self, path: str) -> str:
         return f"http://127.0.0.1:{self.port}{path}"

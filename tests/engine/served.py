@@ -6,8 +6,9 @@ import time
 import uvicorn
 
 from engine.clock import ScaledClock
-from engine.config import RuntimeConfig
+from engine.config import RuntimeConfig, role_token
 from engine.runtime.coordinator import open_coordinator
+from engine.runtime.rights import Rights
 from engine.runtime.server import CoordinatorServer, Front, bind
 from engine.runtime.transport import HttpTransport
 from tests.engine.fleet import TOKEN
@@ -29,13 +30,13 @@ class Served:
         self.coordinator.call = call
         self._listener = bind("127.0.0.1", port)
         self.port = self._listener.getsockname()[1]
-        app = CoordinatorServer(Front(self.coordinator), TOKEN).app
+        app = CoordinatorServer(Front(self.coordinator), Rights(TOKEN)).app
         self._server = uvicorn.Server(uvicorn.Config(app, log_level="warning", ws="none", timeout_graceful_shutdown=1))
         self._thread = threading.Thread(target=self._server.run, args=([self._listener],))
         self._thread.start()
 
     def transport(self):
-        return HttpTransport("127.0.0.1", self.port, TOKEN, patience_seconds=5.0)
+        return HttpTransport("127.0.0.1", self.port, role_token(TOKEN, "trainer"), patience_seconds=5.0)
 
     def of(self, name):
         return [(at, head) for at, head in self.calls if head["call"] == name]

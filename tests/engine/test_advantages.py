@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engine.training.advantages import RunningStd, batch_std, group_advantages, varies
+from engine.training.advantages import EPSILON, RunningStd, batch_std, group_advantages, varies
 from engine.training.loss import gaussian_kl, grpo_loss
 
 
@@ -73,6 +73,13 @@ def test_kl_is_0_for_the_reference_and_on_ode_steps():
     mean = torch.randn(3, 4, 5, generator=torch.Generator().manual_seed(0))
     assert not gaussian_kl(mean, mean, torch.tensor([0.1, 0.5, 0.0])).any()
     assert gaussian_kl(mean + 1, mean, torch.tensor([1.0, 1.0, 0.0]))[2] == 0
+
+
+def test_a_groups_std_is_corrected_when_asked_to():
+    rewards = torch.tensor([[0.0, 0.5, 1.0]])
+    assert group_advantages(rewards)[0, 2] == pytest.approx(0.5 / (rewards.std(correction=0).item() + EPSILON))
+    corrected = group_advantages(rewards, correction=1)
+    assert corrected[0, 2] == pytest.approx(0.5 / (rewards.std(correction=1).item() + EPSILON))
 
 
 def test_kl_is_that_of_two_gaussians():

@@ -4,6 +4,7 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+import obstore
 import pytest
 from obstore.exceptions import GenericError
 
@@ -104,6 +105,24 @@ def test_of_a_dropped_checkpoint_no_file_is_left(tmp_path, store):
         store.save(at(iteration), keep=1)
     left = [path.name for path in (tmp_path / "store" / "checkpoints").rglob("*") if path.is_file()]
     assert sorted(left) == ["ema.safetensors", "manifest.json", "optimizer.safetensors", "weights.safetensors"]
+
+
+@pytest.mark.parametrize("deletes", range(4))
+def test_a_drop_that_was_interrupted_leaves_only_checkpoints_that_can_be_loaded(store, monkeypatch, deletes):
+    store.save(at(1), keep=1)
+    delete, done = obstore.delete, []
+
+    def interrupted(bucket, path):
+        if len(done) == deletes:
+            raise KeyboardInterrupt
+        done.append(path)
+        delete(bucket, path)
+
+    monkeypatch.setattr(obstore, "delete", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        store.save(at(2), keep=1)
+    assert len(done) == deletes
+    assert [store.load(name).iteration for name in store.names()] == ([1, 2] if deletes == 0 else [2])
 
 
 def test_a_save_that_was_interrupted_before_its_manifest_does_not_count(store):

@@ -17,6 +17,7 @@ from engine.runtime.coordinator import open_coordinator
 from engine.runtime.progress import ProgressLog
 from engine.runtime.transport import InprocTransport
 from engine.runtime.weight_book import digest_of
+from tests.engine.power import Power
 
 V0, V1 = WeightsKey(version=0), WeightsKey(version=1)
 RUNTIME = RuntimeConfig(lease_seconds=1.0, first_lease_seconds=1.0)
@@ -602,3 +603,22 @@ def test_a_silent_worker_is_told_to_the_launcher(bench):
         bench.coordinator.tick()
     kinds = [json.loads(line)["kind"] for line in (bench.folder / "progress.jsonl").read_text().splitlines()]
     assert kinds == ["node_seen", "node_missed"]
+
+
+def test_weights_that_were_published_survive_a_power_cut(tmp_path, monkeypatch):
+    power = Power(monkeypatch)
+    bench = Bench(tmp_path / "here")
+    bench.begin(train())
+    bench.publish(V1)
+    after = Bench(power.cut(tmp_path / "here", tmp_path / "after"))
+    assert after.coordinator.queue.live == V1
+    assert after.say("weights", weights=weights_to_list(V1))[1] == {"weights": BYTES[V1]}
+
+
+def test_no_lease_number_is_given_twice_even_if_the_power_goes_right_after_the_start(tmp_path, monkeypatch):
+    """The clock says nothing here: it was set back meanwhile."""
+    power = Power(monkeypatch)
+    first = Bench(tmp_path / "here", at_ms=5_000_000)
+    given = first.coordinator._first_lease
+    after = Bench(power.cut(tmp_path / "here", tmp_path / "after"), at_ms=0)
+    assert after.coordinator._first_lease > given

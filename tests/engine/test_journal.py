@@ -6,7 +6,8 @@ import signal
 
 import pytest
 
-from engine.runtime.journal import Journal
+from engine.runtime.journal import Journal, JournalDamaged
+from tests.engine.power import Power
 
 
 def opened(folder):
@@ -61,15 +62,30 @@ def test_a_record_cut_anywhere_is_dropped_and_the_next_one_takes_its_place(tmp_p
         shutil.rmtree(torn)
 
 
-def test_a_byte_that_changed_ends_the_journal_there(tmp_path):
-    journal = Journal(tmp_path)
+def with_a_flipped_byte(folder, at):
+    """The path of a journal of three records, and its bytes with one changed."""
+    journal = Journal(folder)
     for number in range(3):
         journal.append({"n": number}, {str(number): b"data"})
-    path = tmp_path / "journal"
+    path = folder / "journal"
     data = bytearray(path.read_bytes())
-    data[2 * len(data) // 3 - 1] ^= 1
+    data[at(len(data))] ^= 1
     path.write_bytes(data)
-    assert opened(tmp_path)[1] == [{"n": 0}]
+    return path, bytes(data)
+
+
+@pytest.mark.parametrize("at", [0, 1, 5, 9, 13, 20, 25])
+def test_damage_in_the_middle_keeps_the_whole_file_and_stops(tmp_path, at):
+    path, data = with_a_flipped_byte(tmp_path, lambda size: size // 3 + at)
+    with pytest.raises(JournalDamaged, match=rf"{path} is damaged at byte {len(data) // 3}.*Copy it away"):
+        Journal(tmp_path)
+    assert path.read_bytes() == data
+
+
+def test_a_byte_that_changed_in_the_last_record_is_taken_for_a_torn_one(tmp_path):
+    path, data = with_a_flipped_byte(tmp_path, lambda size: size - 1)
+    assert opened(tmp_path)[1] == [{"n": 0}, {"n": 1}]
+    assert path.read_bytes() == data[: 2 * len(data) // 3]
 
 
 @pytest.mark.parametrize("room", [0, 1, 20, 5000])
@@ -139,3 +155,29 @@ def test_the_position_grows_with_every_record_even_over_a_rewrite(tmp_path):
     assert journal.position() >= before
     journal.append({"n": 2})
     assert journal.position() > before
+
+
+def test_what_was_synced_survives_a_power_cut(tmp_path, monkeypatch):
+    power = Power(monkeypatch)
+    journal = Journal(tmp_path / "here")
+    for number in range(3):
+        journal.append({"n": number}, {f"b{number}": b"blob"})
+        journal.sync()
+    journal.append({"n": 3})
+    again, records = opened(power.cut(tmp_path / "here", tmp_path / "after"))
+    assert records == [{"n": 0}, {"n": 1}, {"n": 2}]
+    assert again.blob("b2") == b"blob"
+
+
+def test_a_rewrite_and_what_follows_it_survive_a_power_cut(tmp_path, monkeypatch):
+    power = Power(monkeypatch)
+    journal = Journal(tmp_path / "here")
+    journal.append({"n": 1})
+    journal.sync()
+    journal.rewrite([({"n": 2}, {"b": b"blob"})])
+    again, records = opened(power.cut(tmp_path / "here", tmp_path / "after"))
+    assert records == [{"n": 2}]
+    assert again.blob("b") == b"blob"
+    journal.append({"n": 3})
+    journal.sync()
+    assert opened(power.cut(tmp_path / "here", tmp_path / "later"))[1] == [{"n": 2}, {"n": 3}]

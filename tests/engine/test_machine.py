@@ -11,11 +11,12 @@ import time
 import psutil
 import pytest
 
-from engine.config import ClockConfig, EngineConfig, NodeSpec, RuntimeConfig
+from engine.config import ClockConfig, EngineConfig, NodeSpec, RuntimeConfig, role_token
 from engine.events import Market
+from engine.mark import MARK
 from engine.runtime.agent import EXIT_BROKEN, EXIT_MONEY, EXIT_REFUSED, other_setup
 from engine.runtime.metadata import GCE_HOST
-from engine.runtime.money import MARK, boot_id
+from engine.runtime.money import boot_id
 from tests.engine.fleet import TOKEN, free_port, newest_pid
 from tests.engine.metadata_faces import FakeCompute, FakeGceMetadata
 from tests.engine.served import Served
@@ -33,7 +34,7 @@ def spec_of(folder, **more):
         "folder": str(folder),
         "store": f"file://{folder}/store",
         "coordinator_port": free_port(),
-        "token": TOKEN,
+        "token": TOKEN if more.get("role") == "trainer" else role_token(TOKEN, "rollout"),
         "clock": ClockConfig(origin_ms=0),
         "engine": EngineConfig(),
         "cloud": "gcp",
@@ -135,6 +136,28 @@ def test_a_machine_that_was_set_up_otherwise_is_refused_in_words(machines):
     machine.wait_for(lambda: not machine.processes(), seconds=10)
 
 
+def test_a_node_that_refuses_its_work_is_deleted_when_no_controller_comes(machines, google, monkeypatch):
+    """Its logs are in the store by then."""
+    monkeypatch.setenv("SPOTRL_ALONE_SECONDS", "2")
+    machine = machines(digest="wanted-digest")
+    assert machine.agent.wait(30) == EXIT_REFUSED
+    machine.wait_for(lambda: google.deleted)
+    kept = machine.folder / "store/logs/spot-0/agent.log"
+    assert "wanted-digest" in kept.read_text()
+    assert "the agent has ended, and no controller was heard" in machine.log()
+
+
+def test_a_node_whose_agent_was_killed_is_deleted_when_no_controller_comes(machines, google, monkeypatch):
+    monkeypatch.setenv("SPOTRL_ALONE_SECONDS", "2")
+    machine = machines()
+    machine.wait_for(lambda: machine.says("guard.json") and machine.log("worker-0.log"))
+    time.sleep(3.0)
+    assert google.deleted == []  # it works, controller or not
+    machine.agent.kill()
+    machine.wait_for(lambda: google.deleted)
+    assert (machine.folder / "store/logs/spot-0/worker-0.log").exists()
+
+
 def test_what_a_machine_was_set_up_as_is_named_by_its_environment(tmp_path, monkeypatch):
     spec = spec_of(tmp_path, digest="wanted-digest")
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
@@ -201,7 +224,9 @@ def test_told_to_end_rays_processes_go_too(machines):
     pytest.importorskip("ray")
     engine = EngineConfig(runtime=RuntimeConfig(name="ray"))
     port = free_port()
-    trainer = machines("trainer", role="trainer", market=Market.ON_DEMAND, engine=engine, coordinator_port=port)
+    trainer = machines(
+        "trainer", role="trainer", market=Market.ON_DEMAND, engine=engine, coordinator_port=port, token=TOKEN
+    )
     spot = machines("spot-0", engine=engine, coordinator_port=port)
     spot.wait_for(lambda: "worker" in spot.log("worker-0.log"))
     for machine in (spot, trainer):

@@ -1,6 +1,7 @@
 """The money deadline on the machine's boot clock: no clock jump, restart, crash or SIGSTOP gets round it."""
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -12,8 +13,9 @@ from dataclasses import replace
 import psutil
 import pytest
 
+from engine.runtime.alone import HEARD, start_ticks
 from engine.runtime.metadata import GCE_HOST
-from engine.runtime.money import KEEP_MS, LATE_MS, Guard, Moment, Money
+from engine.runtime.money import KEEP_MS, LATE_MS, Guard, Moment, Money, guard
 from tests.engine.metadata_faces import FakeCompute, FakeGceMetadata
 
 START = Moment(boot_id="first", boot_ms=1_000_000, wall_ms=1_700_000_000_000)
@@ -69,6 +71,25 @@ def test_a_clock_jump_moves_nothing(machine, jump_ms):
     machine.pass_ms(1_000, wall_ms=jump_ms)
     assert money.left_ms() == 59_000
     assert machine.money().left_ms() == 59_000  # nor for an agent that starts now
+
+
+def test_no_order_lets_a_node_live_longer_than_the_money_would_last_for_it_alone(machine):
+    """A controller that forgot what was spent tells every node that its money lasts for hours more."""
+    machine.node(60_000, money_longest_ms=100_000)
+    money = machine.money()
+    money.left_ms()
+    machine.pass_ms(50_000)
+    machine.told(3_600_000, told=1)
+    assert money.left_ms() == 50_000
+    machine.pass_ms(10_000)
+    machine.node(3_600_000, money_longest_ms=3_600_000)  # told anew, as to an agent that replaces this one
+    machine.told(3_600_000, told=2)
+    assert money.left_ms() == 40_000
+    assert machine.money().left_ms() == 40_000  # nor for an agent that starts now
+    machine.told(10_000, told=3)
+    assert money.left_ms() == 10_000
+    machine.reboot(off_ms=60_000)
+    assert machine.money().left_ms() == -50_000
 
 
 def test_an_agent_that_starts_again_does_not_extend_it(machine):
@@ -228,6 +249,83 @@ def test_the_guard_goes_with_its_folder(machine, guarded):
     machine.folder.rename(machine.folder.with_name("moved"))
     wait_for(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
     machine.folder.with_name("moved").rename(machine.folder)
+
+
+class Guarded:
+    """A guard that runs by hand: sleeping moves the clocks, and the folder goes away after `hours` of it."""
+
+    def __init__(self, machine, hours=1.0):
+        self.machine, self.until_ms = machine, START.boot_ms + hours * 3_600_000
+        self.heard_until_ms = -1
+        self.did = []
+
+    def run(self):
+        guard(self.machine.folder, now=lambda: self.machine.at, end=self.end, copy=self.copy, sleep=self.sleep)
+        return self.did
+
+    def minutes(self):
+        return round((self.machine.at.boot_ms - START.boot_ms) / 60_000, 1)
+
+    def end(self, cloud, say):
+        self.did.append((self.minutes(), f"end {cloud}"))
+
+    def copy(self, folder, say):
+        self.did.append((self.minutes(), "copy"))
+        return True
+
+    def sleep(self, seconds):
+        self.machine.pass_ms(round(seconds * 1000))
+        if self.machine.at.boot_ms <= self.heard_until_ms:
+            os.utime(self.machine.folder / HEARD, ns=(0, self.machine.at.boot_ms))
+        if self.machine.at.boot_ms > self.until_ms and self.machine.folder.exists():
+            self.machine.folder.rename(f"{self.machine.folder}-over")
+
+
+def agent_is(machine, pid, **more):
+    ticks = start_ticks(pid)
+    (machine.folder / "agent.json").write_text(json.dumps({"pid": pid, "ticks": ticks, "boot_id": "first", **more}))
+
+
+def test_a_machine_that_is_still_there_is_ended_again_and_again(machine):
+    machine.node(0)
+    ends = [at for at, what in Guarded(machine, hours=0.1).run() if what == "end gcp"]
+    assert len(ends) >= 5
+    assert max(b - a for a, b in itertools.pairwise(ends)) < 1.2
+
+
+def test_a_finished_node_without_a_controller_copies_its_logs_and_ends_after_ten_minutes(machine):
+    machine.node(100 * 3_600_000)
+    agent_is(machine, os.getpid(), ticks=1)  # another process has its number by now
+    did = Guarded(machine, hours=0.25).run()
+    assert did[:2] == [(10.0, "copy"), (10.0, "end gcp")]
+    assert {what for _, what in did[2:]} == {"end gcp"}  # copied once
+
+
+def test_a_node_whose_controller_is_heard_stays(machine):
+    machine.node(100 * 3_600_000)
+    (machine.folder / HEARD).touch()
+    guarded = Guarded(machine, hours=3.0)
+    guarded.heard_until_ms = START.boot_ms + 2 * 3_600_000
+    assert guarded.run()[:2] == [(130.0, "copy"), (130.0, "end gcp")]
+
+
+def test_a_node_whose_agent_works_stays_without_a_controller(machine):
+    machine.node(100 * 3_600_000)
+    agent_is(machine, os.getpid())
+    assert Guarded(machine, hours=3.0).run() == []
+
+
+@pytest.mark.parametrize("jump_ms", [-36_000_000, 36_000_000])
+def test_a_jump_of_the_wall_clock_neither_ends_a_node_nor_keeps_it(machine, jump_ms):
+    machine.node(100 * 3_600_000)
+    machine.pass_ms(1, wall_ms=jump_ms)
+    assert Guarded(machine, hours=0.2).run()[0] == (10.0, "copy")
+
+
+def test_an_agent_of_an_earlier_boot_does_not_count_as_one_that_works(machine):
+    machine.node(100 * 3_600_000)
+    agent_is(machine, os.getpid(), boot_id="an earlier boot")
+    assert Guarded(machine, hours=0.2).run()[0] == (10.0, "copy")
 
 
 def test_the_guard_is_small_and_outside_the_agents_session(machine, guarded):

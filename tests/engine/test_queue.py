@@ -237,6 +237,22 @@ def test_a_lease_number_speaks_for_its_own_worker_only():
     assert finish(queue, work, "a/0") == Wait()
 
 
+def test_a_worker_cannot_renew_another_workers_lease():
+    queue = queue_with(task(2))
+    work = pull(queue, "a/0")
+    assert queue.heartbeat("b/0", "b", {work.lease: 3}, now_ms=LEASE_MS - 1) == Fenced(lease=work.lease)
+    queue.tick(LEASE_MS + 1)
+    assert seeds(pull(queue, "c/0", now_ms=LEASE_MS + 1)) == [0, 1]  # it was not renewed
+
+
+def test_a_worker_cannot_commit_under_another_workers_lease():
+    queue = queue_with(task(2))
+    work = pull(queue, "a/0")
+    assert commit(queue, work, 5, "b/0") == Fenced(lease=work.lease)
+    assert list(queue.committed(requests(2))) == []
+    assert commit(queue, work, 2, "a/0") == Wait()
+
+
 def test_an_answer_that_got_lost_is_given_again():
     queue = queue_with(task(4))
     lost = pull(queue, seq=10**9)
@@ -417,6 +433,14 @@ def test_a_snapshot_says_when_a_node_drains():
     assert pull(queue) == Drain(deadline_ms=9000)
 
 
+def test_a_drain_that_is_called_off_ends():
+    queue = queue_with(task(1))
+    queue.capacity(capacity(1, NodeState.DRAINING, deadline_ms=9000), now_ms=0)
+    assert pull(queue) == Drain(deadline_ms=9000)
+    queue.capacity(capacity(2, NodeState.READY), now_ms=0)
+    assert isinstance(pull(queue), Work)
+
+
 def test_live_nodes_called_in_lately_and_stay():
     queue = queue_with()
     for node, now_ms in (("a", 0), ("b", 500), ("c", 900), ("d", 900)):
@@ -538,6 +562,15 @@ def test_a_request_is_not_blamed_for_nodes_that_the_cloud_takes_back(times):
     for number in range(times):
         assert isinstance(pull(queue, f"{number}/0"), Work)
         queue.capacity(capacity(number, NodeState.LOST, node=str(number)), now_ms=0)
+    assert queue.poisoned == {}
+
+
+def test_a_request_is_not_blamed_for_a_node_that_was_lost_and_comes_back():
+    queue = queue_with(task(1))
+    for boot in range(1, 10):
+        assert isinstance(pull(queue, boot=boot), Work)
+        queue.capacity(capacity(2 * boot, NodeState.LOST, node="a"), now_ms=0)
+        queue.capacity(capacity(2 * boot + 1, NodeState.READY, node="a"), now_ms=0)
     assert queue.poisoned == {}
 
 

@@ -11,11 +11,12 @@ import pytest
 from engine.config import CandidateBudget, EngineConfig, RuntimeConfig
 from tests.end_to_end.test_survival import CANDIDATES, CONFIG
 from tests.engine.fleet import Fleet
+from tests.engine.nursery import NurseryFleet
 
 pytest.importorskip("ray")
 
 ITERATIONS = 8
-PACE_SECONDS = 0.05
+PACE_SECONDS = 0.1
 """A step of the disturbed run takes at least so long, so that nodes are lost in the middle of their work."""
 
 LOOPBACK = ("127.0.0.1", "::1", "::ffff:127.0.0.1")
@@ -69,7 +70,7 @@ def listeners(fleet: Fleet) -> set[tuple[str, str]]:
 
 @pytest.fixture(scope="module")
 def local(tmp_path_factory: pytest.TempPathFactory) -> Record:
-    record, fleet = Record(), Fleet(tmp_path_factory.mktemp("local"), with_runtime("local"))
+    record, fleet = Record(), NurseryFleet(tmp_path_factory.mktemp("local"), with_runtime("local"))
     try:
         for node in ("trainer", "spot-0"):
             fleet.start(node)
@@ -82,7 +83,10 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> Record:
 @pytest.fixture(scope="module")
 def disturbed(tmp_path_factory: pytest.TempPathFactory) -> Record:
     """A run that loses coordinator, worker, a frozen node that comes back, and a killed node, one after the other."""
-    record, fleet = Record(), Fleet(tmp_path_factory.mktemp("ray"), with_runtime("ray", step_seconds=PACE_SECONDS))
+    record, fleet = (
+        Record(),
+        NurseryFleet(tmp_path_factory.mktemp("ray"), with_runtime("ray", step_seconds=PACE_SECONDS)),
+    )
     supervisor = fleet.folder / "nodes/trainer/logs/supervisor.log"
     try:
         for node in ("trainer", "spot-0", "spot-1"):

@@ -176,6 +176,36 @@ def test_a_users_module_may_import_its_neighbours_and_leaves_the_import_path_alo
     assert sys.path == before
 
 
+def test_a_folder_that_is_on_the_import_path_keeps_its_place_there(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    before = list(sys.path)
+    user_reward(tmp_path, "def score(pictures, prompts): ...\n", "is_found_first")
+    assert sys.path == before
+
+
+def test_a_users_file_never_takes_the_place_of_an_installed_module(tmp_path):
+    (tmp_path / "safetensors.py").write_text("raise AssertionError('the wrong one')\n")
+    source = "import safetensors\ndef score(pictures, prompts):\n    return [hasattr(safetensors, 'safe_open')]\n"
+    assert user_reward(tmp_path, source, "imports_safetensors")(torch.zeros(1, 1, 4, 4), ["a"])[0].reward == 1.0
+    with pytest.raises(RewardError, match=rf"has the name of {tmp_path}/safetensors.py; rename safetensors.py"):
+        load_reward(RewardConfig(name="safetensors:score"), str(tmp_path))
+
+
+def test_a_users_package_that_an_installed_one_hides_is_to_be_renamed(tmp_path):
+    (tmp_path / "safetensors").mkdir()
+    (tmp_path / "safetensors" / "mine.py").write_text("def score(pictures, prompts): ...\n")
+    with pytest.raises(RewardError, match=rf"has the name of {tmp_path}/safetensors; rename safetensors"):
+        load_reward(RewardConfig(name="safetensors.mine:score"), str(tmp_path))
+
+
+def test_a_reward_that_exits_is_an_error_and_ends_no_process(tmp_path):
+    with pytest.raises(RewardError, match=r"failed: SystemExit\(3\)"):
+        user_reward(tmp_path, "import sys\nsys.exit(3)\n", "exits_at_once")
+    reward = user_reward(tmp_path, "import sys\ndef score(pictures, prompts):\n    sys.exit(3)\n", "exits_later")
+    with pytest.raises(RewardError, match=r"called sys.exit\(3\); raise an error instead"):
+        reward(torch.zeros(1, 1, 4, 4), ["a"])
+
+
 def test_a_missing_module_is_named_with_the_folder(tmp_path):
     with pytest.raises(RewardError, match=rf"no module 'not_there' in {tmp_path}"):
         load_reward(RewardConfig(name="not_there:score"), str(tmp_path))

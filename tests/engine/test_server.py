@@ -10,13 +10,14 @@ import pytest
 import uvicorn
 
 from engine.clock import ScaledClock
-from engine.config import RuntimeConfig
+from engine.config import RuntimeConfig, role_token
 from engine.events import Capacity, Market, NodeCapacity, NodeState
 from engine.rollout.queue import Task
-from engine.rollout.request import Finished, Kind, RequestId, Score, WeightsKey
+from engine.rollout.request import Finished, Kind, RequestId, Score, WeightsKey, request_to_list
 from engine.rollout.wire import finished_to_dict, pack, task_to_dict, weights_to_list
 from engine.runtime.coordinator import open_coordinator
 from engine.runtime.journal import Journal
+from engine.runtime.rights import CALLS_OF_A_SPOT_NODE, Rights
 from engine.runtime.server import CoordinatorServer, Front, bind
 from engine.runtime.transport import CallRefused, CoordinatorLost, HttpTransport
 from engine.runtime.weight_book import digest_of
@@ -38,7 +39,7 @@ class Served:
         self._listener = bind("127.0.0.1", port)
         self.port = self._listener.getsockname()[1]
         front = Front(self.coordinator, end=self.ended.append)
-        app = CoordinatorServer(front, TOKEN, ray_address=ray_address).app
+        app = CoordinatorServer(front, Rights(TOKEN), ray_address=ray_address).app
         self._server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
         self._thread = threading.Thread(target=self._server.run, args=([self._listener],))
         self._thread.start()
@@ -48,16 +49,23 @@ class Served:
         self._thread.join()
         self._listener.close()
 
-    def transport(self, *, token=TOKEN, patience_seconds=5.0):
+    def transport(self, *, role="trainer", token=None, patience_seconds=5.0):
+        token = token or role_token(TOKEN, role)
         return HttpTransport("127.0.0.1", self.port, token, patience_seconds=patience_seconds)
 
-    def get(self, path, token=TOKEN):
+    def get(self, path, **who):
         url = f"http://127.0.0.1:{self.port}{path}"
-        return httpx.get(url, headers={"Authorization": f"Bearer {token}"}, trust_env=False)
+        return httpx.get(url, headers=headers(path, **who), trust_env=False)
 
-    def post(self, path, content, token=TOKEN):
+    def post(self, path, content, **who):
         url = f"http://127.0.0.1:{self.port}{path}"
-        return httpx.post(url, content=content, headers={"Authorization": f"Bearer {token}"}, trust_env=False)
+        return httpx.post(url, content=content, headers=headers(path, **who), trust_env=False)
+
+
+def headers(path, *, role=None, token=None):
+    """As a caller of this role, by default one who may use this path."""
+    role = role or ("controller" if path in ("/capacity", "/stop") else "trainer")
+    return {"Authorization": f"Bearer {token or role_token(TOKEN, role)}"}
 
 
 class SlowJournal(Journal):
@@ -110,10 +118,54 @@ def pull(transport, worker="spot/0", *, boot=1, seq=1, wait=False):
 def test_a_wrong_token_is_refused_on_every_route(front):
     with pytest.raises(CallRefused, match="401"):
         front.transport(token="guessed").call({"call": "peek"})
-    for path in ("/call", "/capacity", "/stop"):
+    for path in ("/call", "/capacity", "/stop", "/ship"):
         assert front.post(path, b"{}", token="guessed").status_code == 401
     for path in ("/health", "/ray", "/presence?worker=spot/0&node=spot&boot=1"):
         assert front.get(path, token="guessed").status_code == 401
+
+
+def test_the_runs_own_token_opens_nothing(front):
+    assert front.get("/health", token=TOKEN).status_code == 401
+
+
+@pytest.mark.parametrize("role", ["rollout", "trainer"])
+def test_only_the_controller_may_stop_the_run_or_post_capacity(front, role, capsys):
+    assert front.post("/stop", b'{"reason": "a stolen token"}', role=role).status_code == 403
+    assert front.post("/capacity", Capacity(generation=1, nodes=()).to_json(), role=role).status_code == 403
+    assert front.coordinator.queue.stop_reason is None
+    said = capsys.readouterr().out
+    assert f"the token of the role {role} does not allow /stop" in said
+    assert f"the token of the role {role} does not allow /capacity" in said
+
+
+@pytest.mark.parametrize("call", ["publish", "stop", "submit", "withdraw", "hello", "explore", "node_lost", "died"])
+def test_a_spot_node_may_not_change_the_run(front, call, capsys):
+    body = pack({"call": call, "node": "spot", "weights": weights_to_list(V0), "reason": "x"}, {"weights": b"poison"})
+    answer = front.post("/call", body, role="rollout")
+    assert answer.status_code == 403
+    assert answer.text == f"the token of the role rollout does not allow the call {call!r} of spot"
+    assert answer.text in capsys.readouterr().out
+    assert front.coordinator.queue.live is None
+
+
+def test_a_spot_node_works_from_lease_to_result_with_its_own_token(fresh):
+    (request,) = submit(fresh.transport(), 1)
+    spot = fresh.transport(role="rollout")
+    lease = pull(spot)["lease"]
+    head = {"worker": "spot/0", "node": "spot", "lease": lease}
+    assert spot.call({"call": "heartbeat", "worker": "spot/0", "node": "spot", "leases": {str(lease): 1}})[0]
+    state = [request_to_list(request), 2, "state"]
+    assert spot.call({"call": "commit", **head, "states": [state]}, {"state": b"s"})[0]["do"] == "wait"
+    result = Finished(request=request, score=Score(reward=1.0, metrics={}), trajectory="t")
+    done = spot.call({"call": "finish", **head, "results": [finished_to_dict(result)]}, {"t": b"x"})
+    assert done[0]["do"] == "wait"
+    assert spot.call({"call": "weights", "weights": weights_to_list(V0)})[1] == {"weights": b"w"}
+    assert request in fresh.coordinator.queue.finished
+    assert {"pull", "heartbeat", "commit", "finish", "weights"} <= CALLS_OF_A_SPOT_NODE
+
+
+def test_the_controller_may_not_work(front):
+    assert front.post("/call", pack(pull_head()), role="controller").status_code == 403
 
 
 def test_health_says_the_lineage(front):
@@ -142,7 +194,7 @@ def test_a_worker_whose_connection_closes_loses_its_lease_at_once(fresh):
     assert pull(transport, "other/0")["do"] == "wait"
     for boot, seq, taken in ((6, 2, "wait"), (7, 3, "work")):
         url = f"http://127.0.0.1:{fresh.port}/presence?worker=spot/0&node=spot&boot={boot}"
-        with httpx.stream("GET", url, headers={"Authorization": f"Bearer {TOKEN}"}, trust_env=False) as presence:
+        with httpx.stream("GET", url, headers=headers("/presence"), trust_env=False) as presence:
             assert presence.status_code == 200
             assert pull(transport, "other/0", seq=10 * seq)["do"] == "wait"
         closed = time.monotonic()
@@ -283,7 +335,7 @@ def test_a_coordinator_that_does_not_answer_is_lost_when_patience_ends():
         port = nobody.getsockname()[1]
     began = time.perf_counter()
     with pytest.raises(CoordinatorLost, match="no answer"):
-        HttpTransport("127.0.0.1", port, TOKEN, patience_seconds=0.3).call({"call": "peek"})
+        HttpTransport("127.0.0.1", port, role_token(TOKEN, "trainer"), patience_seconds=0.3).call({"call": "peek"})
     assert time.perf_counter() - began < 2.0
 
 

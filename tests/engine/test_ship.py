@@ -8,12 +8,15 @@ import pytest
 import uvicorn
 
 from engine.clock import ScaledClock
-from engine.config import RuntimeConfig
+from engine.config import RuntimeConfig, role_token
 from engine.runtime.coordinator import open_coordinator
+from engine.runtime.rights import Rights
 from engine.runtime.server import CoordinatorServer, Front, bind
 from engine.runtime.ship import PIECE_BYTES, NotShippable, Shipping, StoreCopy, begin_shipping, keep_piece
 from tests.engine.fleet import TOKEN, free_port
 from tests.engine.test_machine import spec_of
+
+SPOT_TOKEN = role_token(TOKEN, "rollout")
 
 
 class Trainer:
@@ -23,7 +26,7 @@ class Trainer:
         self.folder, self.port = folder, port
         clock = ScaledClock(origin_ms=0)
         coordinator = open_coordinator(folder / "coordinator", clock=clock, runtime=RuntimeConfig())
-        app = CoordinatorServer(Front(coordinator), TOKEN, shipped=folder / "shipped").app
+        app = CoordinatorServer(Front(coordinator), Rights(TOKEN), shipped=folder / "shipped").app
         self._listener = bind("127.0.0.1", port)
         self._server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
         self._thread = threading.Thread(target=self._server.run, args=([self._listener],))
@@ -35,7 +38,7 @@ class Trainer:
         path = self.folder / "shipped" / node / file
         return path.read_bytes() if path.exists() else b""
 
-    def post(self, token=TOKEN, content=b"x", **query):
+    def post(self, token=SPOT_TOKEN, content=b"x", **query):
         url = f"http://127.0.0.1:{self.port}/ship"
         headers = {"Authorization": f"Bearer {token}"}
         return httpx.post(url, params=query, headers=headers, content=content, trust_env=False)
@@ -122,12 +125,12 @@ def test_a_full_disk_of_the_coordinator_is_a_507(trainer):
     ("query", "token", "content", "status"),
     [
         ({"node": "spot-0", "file": "agent.log", "offset": 0}, "guessed", b"", 401),
-        ({"node": "..", "file": "agent.log", "offset": 0}, TOKEN, b"", 400),
-        ({"node": "spot-0", "file": "../../agent.log", "offset": 0}, TOKEN, b"", 400),
-        ({"node": "spot-0", "file": "authorized_keys", "offset": 0}, TOKEN, b"", 400),
-        ({"node": "spot-0", "file": "agent.log", "offset": "x"}, TOKEN, b"", 400),
-        ({"node": "spot-0"}, TOKEN, b"", 400),
-        ({"node": "spot-0", "file": "agent.log", "offset": 0}, TOKEN, b"x" * (PIECE_BYTES + 1), 413),
+        ({"node": "..", "file": "agent.log", "offset": 0}, SPOT_TOKEN, b"", 400),
+        ({"node": "spot-0", "file": "../../agent.log", "offset": 0}, SPOT_TOKEN, b"", 400),
+        ({"node": "spot-0", "file": "authorized_keys", "offset": 0}, SPOT_TOKEN, b"", 400),
+        ({"node": "spot-0", "file": "agent.log", "offset": "x"}, SPOT_TOKEN, b"", 400),
+        ({"node": "spot-0"}, SPOT_TOKEN, b"", 400),
+        ({"node": "spot-0", "file": "agent.log", "offset": 0}, SPOT_TOKEN, b"x" * (PIECE_BYTES + 1), 413),
     ],
 )
 def test_what_no_agent_sends_is_refused(trainer, query, token, content, status):
@@ -147,13 +150,18 @@ def test_the_trainers_node_copies_what_changed_to_the_store(tmp_path):
         "logs/agent.log": "agent\n",
         "progress/trainer.jsonl": "{}\n",
         "shipped/spot-0/agent.log": "spot\n",
+        "metrics/metrics.jsonl": "{}\n",
+        "metrics/tensorboard/events.out.tfevents.1": "event",
         "node.json": "secret",
     }.items():
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(text)
     copy = StoreCopy(spec(tmp_path, 1, node="trainer", role="trainer"), every_seconds=3600)
     copy.once()
-    stored = {path.relative_to(tmp_path / "store/logs").as_posix() for path in (tmp_path / "store").rglob("*.*")}
+    metrics = tmp_path / "store/metrics/trainer"
+    assert (metrics / "metrics.jsonl").read_text() == "{}\n"
+    assert (metrics / "tensorboard/events.out.tfevents.1").read_text() == "event"
+    stored = {path.relative_to(tmp_path / "store/logs").as_posix() for path in (tmp_path / "store/logs").rglob("*.*")}
     assert stored == {"trainer/agent.log", "trainer/trainer.jsonl", "spot-0/agent.log"}
     (tmp_path / "store/logs/trainer/agent.log").unlink()
     with (tmp_path / "shipped/spot-0/agent.log").open("a") as log:
@@ -161,6 +169,23 @@ def test_the_trainers_node_copies_what_changed_to_the_store(tmp_path):
     copy.end()
     assert (tmp_path / "store/logs/spot-0/agent.log").read_text() == "spot\nmore\n"
     assert not (tmp_path / "store/logs/trainer/agent.log").exists()  # it had not changed
+
+
+def test_a_trainers_copy_never_shortens_the_log_that_a_node_sent_itself(tmp_path):
+    """A spot node that ends by itself sends its own log; its trainer, which ends later, has heard less of it."""
+    store = tmp_path / "store"
+    sent = store / "logs" / "spot-1" / "agent.log"
+    sent.parent.mkdir(parents=True)
+    sent.write_text("this agent ends: finished\nguard: no controller was heard\n")
+    shipped = tmp_path / "shipped" / "spot-1" / "agent.log"
+    shipped.parent.mkdir(parents=True)
+    shipped.write_text("this agent ends: finished\n")
+    copy = StoreCopy(spec(tmp_path, 1, node="trainer", role="trainer"), starts=False)
+    copy.once()
+    assert sent.read_text().endswith("guard: no controller was heard\n")
+    shipped.write_text("this agent ends: finished\nguard: no controller was heard\nand more\n")
+    copy.once()
+    assert sent.read_text().endswith("and more\n")
 
 
 def test_a_store_that_cannot_be_reached_delays_an_end_by_seconds_at_most(tmp_path, monkeypatch, capsys):

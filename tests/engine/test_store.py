@@ -2,7 +2,7 @@
 
 import dataclasses
 import errno
-import os
+import json
 
 import boto3
 import obstore
@@ -10,13 +10,21 @@ import pytest
 from moto.server import ThreadedMotoServer
 from obstore.exceptions import AlreadyExistsError, BaseError
 
-from engine.runtime.bucket import NAMED_BY, region_of, settle_region
+from engine.models.fetch import fetched
+from engine.runtime.bucket import region_of
+from engine.runtime.ship import StoreCopy
 from engine.training.checkpoint import CheckpointStore
+from launcher.cluster.stores import check_writable
 from tests.engine.fleet import free_port
 from tests.engine.metadata_faces import FakeImds
+from tests.engine.regional_s3 import RegionalS3
 from tests.engine.test_checkpoint import FIRST, at
+from tests.engine.test_machine import spec_of
+
+REGION_NAMES = ("AWS_REGION", "AWS_DEFAULT_REGION")
 
 URL = "s3://runs/pre/a-run"
+FAR_URL = "s3://far-runs/pre/a-run"
 
 
 class Bucket:
@@ -50,6 +58,7 @@ class Bucket:
 def s3():
     bucket = Bucket()
     yield bucket
+    bucket.client.delete_bucket(Bucket="runs")  # moto keeps it for every server of this process
     bucket.away()
 
 
@@ -58,7 +67,7 @@ def bucket(s3, monkeypatch):
     """As a node sees it: an instance role, and no key anywhere."""
     imds = FakeImds()
     imds.is_instance("i-1")
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE", *NAMED_BY):
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE", *REGION_NAMES):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AWS_ENDPOINT_URL", s3.url)
     monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
@@ -95,15 +104,57 @@ def test_a_lineage_is_claimed_once(bucket):
         obstore.put(one._store, "lineages/0003", b"", mode="create")
 
 
-def test_the_buckets_region_is_found_and_a_named_one_kept(bucket, monkeypatch):
+def test_the_region_of_a_bucket_is_asked_of_s3(bucket):
     assert region_of("runs") == "us-west-2"
-    monkeypatch.setenv("AWS_REGION", "")
-    settle_region(URL)
-    assert os.environ["AWS_REGION"] == "us-west-2"
-    monkeypatch.setenv("AWS_REGION", "eu-west-1")
-    settle_region(URL)
-    assert os.environ["AWS_REGION"] == "eu-west-1"
-    settle_region("gs://runs/a-run")
+
+
+def test_an_s3_that_does_not_answer_is_said_and_can_be_waited_for(monkeypatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_port()}")
+    monkeypatch.setattr("engine.runtime.bucket.GAP_SECONDS", 0.0)
+    with pytest.raises(OSError, match="in which region the bucket runs is") as trouble:
+        CheckpointStore(URL)
+    assert trouble.value.errno == errno.EHOSTUNREACH
+
+
+@pytest.fixture(params=[None, "us-east-1"], ids=["no region named", "the node's region named"])
+def far_bucket(request, bucket, monkeypatch):
+    """A bucket in Frankfurt, as a node elsewhere sees it."""
+    s3 = RegionalS3("eu-central-1", "far-runs")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3.url)
+    if request.param is not None:
+        monkeypatch.setenv("AWS_REGION", request.param)
+    yield s3
+    s3.close()
+
+
+def test_a_checkpoint_is_signed_for_the_region_of_its_bucket(far_bucket):
+    CheckpointStore(FAR_URL).save(FIRST, keep=3)
+    assert CheckpointStore(FAR_URL).newest() == FIRST
+    assert far_bucket.signed_for == {"eu-central-1"}
+
+
+def test_weights_are_fetched_with_requests_signed_for_the_region_of_their_bucket(far_bucket, tmp_path):
+    store = CheckpointStore("s3://far-runs/_weights/digest")
+    store.put("config.json", b"{}")
+    store.put(".manifest.json", json.dumps({"files": {"config.json": 2}}).encode())
+    assert (fetched("s3://far-runs/_weights/digest", tmp_path) / "config.json").read_bytes() == b"{}"
+    assert far_bucket.signed_for == {"eu-central-1"}
+
+
+@pytest.mark.parametrize("role", ["trainer", "rollout"])
+def test_logs_of_both_roles_are_signed_for_the_region_of_the_bucket(far_bucket, tmp_path, role):
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs/agent.log").write_text("last words")
+    StoreCopy(spec_of(tmp_path, store=FAR_URL, role=role), every_seconds=3600).end()
+    assert far_bucket.read("pre/a-run/logs/spot-0/agent.log") == b"last words"
+    assert far_bucket.signed_for == {"eu-central-1"}
+
+
+def test_the_launcher_signs_for_the_region_of_the_bucket(far_bucket, monkeypatch):
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIDEXAMPLE")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "example")
+    check_writable(FAR_URL)
+    assert far_bucket.signed_for == {"eu-central-1"}
 
 
 @pytest.mark.skipif(not hasattr(CheckpointStore, "_trouble_is_an_oserror"), reason="the store does not say it yet")

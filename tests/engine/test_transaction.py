@@ -106,7 +106,11 @@ def one_shot_gradients(trainer, groups, *, kl_beta=0.0, reference=None, shares=N
     if kl_beta:
         with reference.active():
             base, _ = policy(trainer.adapter, PLAN, conditioning, x, steps)
-        loss = loss + kl_beta * gaussian_kl(mean, base, std)
+        if config.kl_form == "flow-grpo":  # published: over 2 g^2, where the step's variance is g^2 |dt|
+            dt = torch.tensor([PLAN.sigmas[step] - PLAN.sigmas[step + 1] for step in steps.tolist()])
+            loss = loss + kl_beta * (mean - base).square().flatten(1).mean(dim=1) / (2 * std.square() / dt)
+        else:
+            loss = loss + kl_beta * gaussian_kl(mean, base, std)
     loss.mean().backward()
     return {name: gradient.clone() for name, gradient in gradients(trainer).items()}
 
@@ -248,14 +252,15 @@ def test_in_order_of_arrival_the_gradient_is_equal_but_for_rounding(model, group
     assert_close(gradients(trainer), expected)
 
 
-def test_with_a_kl_penalty_the_gradient_pulls_towards_the_reference(model, groups):
+@pytest.mark.parametrize(("kl_form", "kl_beta"), [("flow-grpo", 4.0), ("gaussian", 0.5)])
+def test_with_a_kl_penalty_the_gradient_pulls_towards_the_reference(model, groups, kl_form, kl_beta):
     reference = ReferencePolicy.of(trainer_of(model).adapter)
-    trainer = trainer_of(model, kl_beta=0.5, reference=reference)
+    trainer = trainer_of(model, kl_beta=kl_beta, kl_form=kl_form, reference=reference)
     _nudge(trainer.parameters)
     health = added(trainer, groups).health
     mine = {name: gradient.clone() for name, gradient in gradients(trainer).items()}
     assert health.kl_sum > 0
-    assert_close(mine, one_shot_gradients(trainer, groups, kl_beta=0.5, reference=reference))
+    assert_close(mine, one_shot_gradients(trainer, groups, kl_beta=kl_beta, reference=reference))
     without = one_shot_gradients(trainer, groups)
     assert max(float((mine[name] - without[name]).abs().max()) for name in mine) > 1e-3
 

@@ -16,7 +16,9 @@ from typing import Any
 import psutil
 import pytest
 
+from engine.mark import MARK
 from engine.runtime import window as windows
+from engine.runtime.alone import HEARD
 from engine.runtime.window import Window
 
 AGENT = (
@@ -95,7 +97,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     yield path
     for pid in psutil.pids():
         try:
-            if psutil.Process(pid).environ().get(windows.MARK) == str(path):
+            if psutil.Process(pid).environ().get(MARK) == str(path):
                 os.kill(pid, signal.SIGKILL)
         except (psutil.Error, OSError):
             continue
@@ -345,3 +347,12 @@ def plain() -> set[str]:
     """What an interpreter of this environment has loaded before it does anything."""
     code = "import sys; print(*{name.partition('.')[0] for name in sys.modules})"
     return set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split())
+
+
+def test_the_node_can_see_that_its_controller_is_there(tmp_path: Path) -> None:
+    window = Open(tmp_path / "node", Mirror())
+    heard = tmp_path / "node" / HEARD
+    before = heard.stat().st_mtime_ns
+    os.utime(heard, ns=(0, 0))
+    window.order(beat=1)
+    assert heard.stat().st_mtime_ns >= before

@@ -2,7 +2,11 @@
 
 import json
 import signal
+import subprocess
+import sys
 from dataclasses import dataclass, field, replace
+from importlib.resources import files
+from io import StringIO
 from pathlib import Path
 
 import click
@@ -11,8 +15,10 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from launcher.cli import launch as launch_module
+from launcher.cli.init import EXAMPLES
 from launcher.cli.live import panel, plain_line, sparkline
-from launcher.cli.main import CommandFolder, cli, run, summaries
+from launcher.cli.main import GROUPS, HIDDEN, CommandFolder, cli, run, summaries
+from launcher.cli.status import node_table
 from launcher.cluster.runs import NodeView, RunView
 from launcher.exit_codes import ExitCode
 from launcher.job import Job, load_job
@@ -92,9 +98,33 @@ def test_the_list_of_commands_matches_their_own_help():
         assert summary.endswith("."), f"{name}: the first line of a command's help is a whole sentence"
 
 
+def test_every_visible_command_is_under_one_heading_of_the_help():
+    grouped = [name for names in GROUPS.values() for name in names]
+    assert sorted(grouped) == sorted(set(summaries()) - set(HIDDEN))
+
+
+def test_the_help_has_one_line_for_each_command_at_80_columns():
+    lines = CliRunner().invoke(cli, ["--help"], terminal_width=80).output.splitlines()
+    assert max(map(len, lines)) <= 80
+    for heading, names in GROUPS.items():
+        at = lines.index(f"{heading}:")
+        for name, line in zip(names, lines[at + 1 : at + 1 + len(names)], strict=True):
+            assert line.split() == [name, *summaries()[name].split()]
+
+
+def test_the_help_imports_no_command():
+    code = (
+        "import sys; from launcher.cli.main import run; run(['--help']); "
+        "print(sorted(name for name in sys.modules if name.startswith('launcher.cli.')), file=sys.stderr)"
+    )
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "Start and end runs:" in told.stdout
+    assert told.stderr.strip() == "['launcher.cli.main']"
+
+
 def test_a_misspelt_command_names_the_nearest(capsys):
     assert run(["lanch", "x.yaml"]) == ExitCode.USAGE
-    assert "did you mean launch?" in capsys.readouterr().err
+    assert "did you mean `spotrl launch`?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -127,6 +157,49 @@ def test_init_writes_a_job_that_loads_and_replaces_nothing(tmp_path):
     path.write_text("precious")
     assert CliRunner().invoke(cli, ["init", str(path)]).exit_code == 1
     assert path.read_text() == "precious"
+
+
+def test_init_with_json_names_the_files_it_wrote(tmp_path):
+    path = tmp_path / "mine.yaml"
+    result = CliRunner().invoke(cli, ["init", str(path), "--example", "qwen_image_ocr", "--json"])
+    prompts = tmp_path / "qwen_image_ocr_prompts.txt"
+    assert json.loads(result.output) == {"file": str(path), "beside": [str(prompts)]}
+    assert path.exists()
+    assert prompts.exists()
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_every_example_can_be_launched_from_an_empty_folder(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert CliRunner().invoke(cli, ["init", "--example", name]).exit_code == 0
+    checked = load_job(Path(f"{name}.yaml"))
+    assert {checked.path.name} | set(EXAMPLES[name][1:]) == {path.name for path in tmp_path.iterdir()}
+    if checked.job.prompts.endswith(".txt"):
+        assert (tmp_path / checked.job.prompts).exists()
+
+
+def test_the_help_of_init_describes_every_shipped_example():
+    shipped = {Path(str(file)).stem for file in files("sky_yamls").iterdir() if str(file).endswith(".yaml")}
+    assert set(EXAMPLES) == shipped - {"template"}
+    told = CliRunner().invoke(cli, ["init", "--help"]).output
+    assert all(f"\n    {name} " in told for name in EXAMPLES)
+
+
+def test_an_unknown_example_names_those_that_there_are(capsys):
+    assert run(["init", "--example", "flux"]) == ExitCode.USAGE
+    told = capsys.readouterr().err
+    assert all(name in told for name in EXAMPLES)
+
+
+def test_an_example_replaces_no_prompts_of_the_users(tmp_path):
+    job, prompts = tmp_path / "job.yaml", tmp_path / "qwen_image_ocr_prompts.txt"
+    prompts.write_text("precious")
+    words = ["init", str(job), "--example", "qwen_image_ocr"]
+    assert CliRunner().invoke(cli, words).exit_code == 1
+    assert prompts.read_text() == "precious"
+    assert not job.exists()
+    assert CliRunner().invoke(cli, [*words, "--force"]).exit_code == 0
+    assert prompts.read_text() != "precious"
 
 
 def test_config_shows_where_each_value_comes_from(tmp_path, monkeypatch):
@@ -205,7 +278,7 @@ class Ended:
 def launch(tmp_path, monkeypatch, capsys):
     """Calls `spotrl launch` on a job that checks out, with made-up runs behind it."""
     monkeypatch.setenv("SPOTRL_CONFIG", str(tmp_path / "none.yaml"))
-    monkeypatch.setattr(launch_module, "preflight", lambda checked, folder: {})
+    monkeypatch.setattr(launch_module, "preflight", lambda checked, folder: {"slowness": 1.0})
     monkeypatch.setattr(launch_module, "LOOK_SECONDS", 0)
     job = tmp_path / "job.yaml"
     job.write_text("name: quickstart\nbudget: {max_total: $10}\n")
@@ -292,6 +365,15 @@ def test_the_plan_says_who_shares_pictures_only_if_the_job_asks_for_it(launch):
     assert "(resume: exact)" in left.output
     assert "only worker works alone" in launch(FakeRuns([VIEW]), "--dry-run", "--set", "runtime.sp_degree=auto").output
     assert "sp_degree" not in launch(FakeRuns([VIEW]), "--dry-run", *eight).output
+
+
+@pytest.mark.parametrize("accelerators", ["L4:1", "A100-80GB:8"])
+def test_no_line_of_a_local_plan_is_longer_than_80_columns(launch, accelerators):
+    gpus = [f"resources.{role}.accelerators={accelerators}" for role in ("trainer", "rollout")]
+    shown = launch(FakeRuns([VIEW]), "--dry-run", "--set", gpus[0], "--set", gpus[1], "--set", "runtime.sp_degree=auto")
+    assert accelerators in shown.output
+    assert "sp_degree" in shown.output
+    assert max(map(len, shown.output.splitlines())) <= 80
 
 
 def test_a_dry_run_starts_nothing(launch):
@@ -389,6 +471,32 @@ def test_a_plain_line_says_what_a_person_asks_first():
     line = plain_line(VIEW)
     for words in ("iteration 3/45", "reward 0.510", "$1.20 of at most $10.00", "$0.46/h", "1 nodes", "about 40s left"):
         assert words in line
+
+
+LONG_NAME = "quickstart-1123-204010"
+LONG = replace(
+    VIEW,
+    name=LONG_NAME,
+    nodes=(
+        replace(
+            node(f"{LONG_NAME}-trainer-g12"), market="on_demand", zone="northamerica-northeast1-a", status="draining"
+        ),
+        replace(node(f"{LONG_NAME}-spot-11-g3"), age_ms=59 * 3_600_000, micro_usd_per_hour=98_320_000),
+    ),
+)
+
+
+@pytest.mark.parametrize("drawn", [lambda: node_table(LONG), lambda: panel(LONG, [0.1, 0.2], "local")])
+def test_80_columns_show_every_node_whole(drawn):
+    console = Console(width=80, file=StringIO(), color_system=None)
+    console.print(drawn())
+    text = console.file.getvalue()
+    assert "trainer-g12" in text
+    assert "spot-11-g3" in text
+    assert "northamerica-northeast1-a" in text
+    assert "$98.32/h" in text
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= 80
 
 
 def test_a_sparkline_goes_from_lowest_to_highest():

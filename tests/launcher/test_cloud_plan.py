@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from engine.events import Market
+from launcher.cluster.reconcile import bound_of_plan
 from launcher.exit_codes import BudgetError
+from launcher.ledger.billing import side_micro_usd_per_hour
 from launcher.ledger.exposure import pool_histories
 from launcher.ledger.models import NodeEvent
 from launcher.market.estimate import Basis, Estimate
@@ -25,9 +27,10 @@ from launcher.money import HOUR_MS
 from launcher.placement.ask import CloudAsk, MarketView, NodeAsk, Spot, market_view, pool_of_offer, sites_of
 from launcher.placement.cloud_plan import CloudPlan, cloud_plan_json, plan_cloud
 from launcher.placement.forecast import Caps, Choice, cost, outlook, sums
+from launcher.placement.iteration_time import Recipe
 from launcher.placement.plan import PlacementError, Plan, plan_json, sites_from, slots_from
 from launcher.placement.policy import POLICIES, Situation, build_policy
-from launcher.placement.recipes import qwen_image_512
+from launcher.placement.recipes import qwen_image_512 as shipped_recipe
 from launcher.placement.search import cheapest_choice, is_above_floor, is_spread
 from launcher.placement.value import square_root_rule
 from tests.launcher.made_ledger import MINUTE_MS, START_MS, a_run, a_session
@@ -59,6 +62,11 @@ ON_DEMAND = offer("", 7)
 EAST = (TRAINER, ON_DEMAND, offer("a", 2.0), offer("b", 2.2), offer("c", 2.4))
 
 
+def qwen_image_512(**more: Any) -> Recipe:
+    """The recipe for an engine that trains on four GPUs, as the figures of the notes are."""
+    return replace(shipped_recipe(**more), trained_on_gpus=4)
+
+
 def an_ask(**more: Any) -> CloudAsk:
     return replace(
         CloudAsk(
@@ -71,8 +79,8 @@ def an_ask(**more: Any) -> CloudAsk:
     )
 
 
-ROLLING = replace(qwen_image_512(), cost=replace(qwen_image_512().cost, train_seconds=20.0))
-"""Pictures take 107 of 127 seconds here, so that a single spot node pays by rolling out."""
+ROLLING = replace(qwen_image_512(), cost=replace(qwen_image_512().cost, train_seconds=4.0))
+"""Pictures take 107 of 111 seconds here, so that a single spot node pays by rolling out."""
 
 
 def view(*offers: Offer, **more: Any) -> MarketView:
@@ -174,7 +182,10 @@ def test_where_exploration_is_no_use_the_trainer_stays_alone_and_the_plan_says_w
 def test_a_plan_without_exploration_buys_what_the_square_root_rule_says():
     """Steady nodes at $2 in one zone, $7 for a trainer's GPU, 20 s of training beside 428 GPU-seconds of rollouts."""
     plan = plan_cloud(
-        an_ask(recipe=replace(ROLLING, explores=False, copy_bytes=0), max_rollout_nodes=30),
+        an_ask(
+            recipe=replace(ROLLING, explores=False, copy_bytes=0, cost=replace(ROLLING.cost, train_seconds=20.0)),
+            max_rollout_nodes=30,
+        ),
         steady(TRAINER, ON_DEMAND, offer("a", 2.0)),
     )
     by_rule = square_root_rule(428 / 3600, 20 / 3600, 28 * USD, 2 * USD, assist_nodes=4)  # 10.6
@@ -230,7 +241,19 @@ def test_an_instance_that_is_not_sold_on_demand_is_bounded_by_its_share_of_a_lar
 def test_a_larger_trainer_is_taken_and_said_where_no_smaller_one_is_sold():
     plan = plan_cloud(an_ask(), view(offer("", 55, gpus=8), ON_DEMAND, *EAST[2:]))
     assert plan.slots[0].placement.gpus == 8
-    assert any("divide evenly" in note for note in plan.notes)
+    assert any("has 8 GPUs: 4 are paid for idle" in note for note in plan.notes)
+
+
+def test_a_trainer_with_one_gpu_is_preferred_and_the_plan_says_that_only_one_is_used():
+    ask = an_ask(recipe=shipped_recipe(), trainer=NodeAsk(accelerator="H100", gpus=1), trainer_gpus_named=8)
+    one, eight = offer("", 7, gpus=1), offer("", 55, gpus=8)
+    plan = plan_cloud(ask, view(one, eight, *EAST[2:]))
+    assert plan.slots[0].placement.gpus == 1
+    assert any("the job names 8 x H100 for the trainer; the engine trains on 1" in note for note in plan.notes)
+    dear = plan_cloud(ask, view(eight, *EAST[2:]))
+    assert any("has 8 GPUs: 7 are paid for idle" in note for note in dear.notes)
+    alone = plan_cloud(replace(ask, max_rollout_nodes=0), view(eight))
+    assert alone.seconds_per_iteration == pytest.approx(4 * 360)  # known of four GPUs
 
 
 @pytest.mark.parametrize("infra", ["gcp/east/b", "gcp/*/b"])
@@ -264,14 +287,27 @@ def test_a_deadline_buys_what_money_alone_would_not():
     assert fast.time.expected <= slow.time.expected * 9 // 10
 
 
-def test_the_largest_sum_is_the_budget_or_everything_on_demand_to_the_deadline():
-    plan = plan_cloud(an_ask(max_total_micro_usd=3_000 * USD), view(*EAST))
-    assert plan.largest_micro_usd == 3_000 * USD
-    until = plan_cloud(an_ask(deadline_ms=100 * HOUR_MS), view(*EAST))
-    assert until.largest_micro_usd == until.maximum_micro_usd_per_hour * 100
-    capped = plan_cloud(an_ask(deadline_ms=100 * HOUR_MS, max_hourly_micro_usd=40 * USD), view(*EAST))
-    assert capped.largest_micro_usd == min(capped.maximum_micro_usd_per_hour, 40 * USD) * 100
-    assert plan_cloud(an_ask(), view(*EAST)).largest_micro_usd is None
+def test_the_bound_counts_the_dearest_site_disks_stand_ins_and_what_stopping_takes():
+    """Two slots: a trainer and a rollout node; the other region is twice as dear."""
+    dear = tuple(replace(each, region="west", micro_usd_per_hour=each.micro_usd_per_hour * 2) for each in EAST)
+    side = side_micro_usd_per_hour("gcp", Market.ON_DEMAND)
+    at_once = 3 * (2 * 28 * USD + 2 * 7 * USD + 2 * side)  # stand-in, successor and a node that is leaving
+    ask = an_ask(max_rollout_nodes=1, min_rollout_nodes=1)
+    total = plan_cloud(replace(ask, max_total_micro_usd=3_000 * USD), view(*EAST, *dear))
+    assert bound_of_plan(total.as_plan(), total.deadline_ms) == 3_000 * USD + -(-at_once // 12)
+    until = plan_cloud(replace(ask, deadline_ms=100 * HOUR_MS), view(*EAST, *dear))
+    assert bound_of_plan(until.as_plan(), until.deadline_ms) == at_once * 100 + -(-at_once // 12)
+    assert bound_of_plan(plan_cloud(ask, view(*EAST)).as_plan()) is None
+
+
+def test_an_hourly_limit_bounds_what_spot_nodes_cost_if_their_prices_rise_to_on_demand():
+    """A spot node for $2 that costs $7 on demand: within $40/h of them, $140/h at most."""
+    side = side_micro_usd_per_hour("gcp", Market.ON_DEMAND)
+    limits = {"max_hourly_micro_usd": 60 * USD, "max_total_micro_usd": 9_000 * USD}
+    ask = an_ask(max_rollout_nodes=8, min_rollout_nodes=8, **limits)
+    plan = plan_cloud(ask, view(*EAST)).as_plan()
+    at_once = min(3 * (28 * USD + 8 * 7 * USD + 9 * side), 60 * USD * (7 * USD + side) / (2 * USD))
+    assert bound_of_plan(plan) == pytest.approx(9_000 * USD + at_once / 12, abs=2)
 
 
 def test_a_plan_is_kept_by_the_ledger_like_a_local_one():
@@ -576,7 +612,6 @@ def test_no_plan_exceeds_a_cap(ask, market):
         assert plan.listed_micro_usd_per_hour <= ask.max_hourly_micro_usd
     if ask.max_total_micro_usd is not None:
         assert plan.cost.expected <= ask.max_total_micro_usd
-        assert plan.largest_micro_usd <= ask.max_total_micro_usd
     if ask.deadline_ms is not None:
         assert plan.time.expected <= ask.deadline_ms
     nodes = where(plan)
@@ -670,9 +705,9 @@ def test_two_clouds_200_offers_and_16_nodes_are_planned_in_a_moment():
     assert len(market.offers) == 200
 
     def seconds() -> float:
-        begin = time.perf_counter()
+        begin = time.process_time()
         plan_cloud(ask, market)
-        return time.perf_counter() - begin
+        return time.process_time() - begin
 
     assert min(seconds() for _ in range(5)) < 0.1  # the benchmark holds 0.05; this is a shared machine
 

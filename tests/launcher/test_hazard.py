@@ -13,6 +13,7 @@ from launcher.market.advice import what_clouds_say
 from launcher.market.estimate import Basis
 from launcher.market.hazard import (
     BUCKET_STARTS_MS,
+    BURST_MS,
     OTHER_REGION,
     POOLED,
     SAME_REGION,
@@ -25,6 +26,7 @@ from launcher.market.hazard import (
     Life,
     Pool,
     PoolHistory,
+    bursts,
     cold_start,
     correlation,
     gamma_quantile,
@@ -157,6 +159,17 @@ def test_a_clouds_uptime_is_the_median_life():
     assert said.curve.per_hour[0] / said.curve.per_hour[-1] == pytest.approx(1.27 / 0.06)  # the shape stays
 
 
+@pytest.mark.parametrize("rate", [0.0, 0.01, 0.05])
+def test_a_low_preemption_rate_is_unlearnt_as_soon_as_the_prior_would_be(rate):
+    taken = Exposure.of([Life(ms=10 * MINUTE_MS, reclaimed=True)] * 50)
+    said = prior_of_preemption_rate(POOLED, rate, 4.0, "GCP")
+    assert learn(said, Exposure()).taken_within(1.0).mean < 0.05
+    learnt = learn(said, taken).taken_within(1.0)
+    assert learnt.mean == pytest.approx(learn(POOLED, taken).taken_within(1.0).mean, abs=0.25)
+    assert learnt.low > 0.5
+    assert learn(said, Exposure()).taken_within(1.0).high >= learn(said, Exposure()).taken_within(1.0).mean
+
+
 def test_a_preemption_rate_needs_how_long_machines_run():
     short = prior_of_preemption_rate(POOLED, 0.3, 1.0, "GCP")
     long = prior_of_preemption_rate(POOLED, 0.3, 12.0, "GCP")
@@ -230,9 +243,22 @@ def test_launches_are_counted_on_top_of_what_is_believed():
 def test_what_a_cloud_says_of_its_capacity_is_believed_before_the_first_launch():
     said = odds_of_obtainability(0.9, "GCP AdviceClient.capacity")
     pool = Pool(cloud="gcp", region="r", zone="z", instance_type="i")
-    history = PoolHistory(pool=pool, launches=1, stock_outs_ms=(5, 6))
+    history = PoolHistory(pool=pool, launches=1, stock_outs_ms=(5, 6 + BURST_MS))
     assert said.estimate().basis is Basis.SAID
     assert history.odds(said).mean == pytest.approx((1.8 + 1) / 5)
+
+
+def test_a_burst_of_refusals_lowers_the_odds_as_one_refusal_does():
+    pool = Pool(cloud="aws", region="r", zone="z", instance_type="i")
+    burst = PoolHistory(pool=pool, stock_outs_ms=tuple(range(0, 8000, 1000)))
+    assert burst.odds().mean == PoolHistory(pool=pool, stock_outs_ms=(0,)).odds().mean
+
+
+def test_nodes_asked_for_before_the_first_answer_of_a_burst_belong_to_it():
+    assert bursts([]) == 0
+    assert bursts([(0, 9000), (1000, 200_000), (30_000, 31_000)]) == 1
+    assert bursts([(0, 9000), (9000 + BURST_MS, 80_000)]) == 2
+    assert bursts([(0, 0), (20_000, 21_000), (40_000, 41_000)], within_ms=10_000) == 3
 
 
 def test_a_cold_start_is_the_mean_of_those_seen_and_two_believed():

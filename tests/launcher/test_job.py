@@ -19,7 +19,7 @@ def write(tmp_path):
 
 def test_the_quickstart_is_what_the_readme_says(tmp_path):
     job = load_job(Path(str(files("sky_yamls") / "quickstart.yaml"))).job
-    assert (job.name, job.infra, job.iterations, job.clock_factor) == ("quickstart", "local", 45, 60)
+    assert (job.name, job.infra, job.iterations, job.clock_factor) == ("quickstart", "local", 45, "auto")
     assert (job.algorithm.prompts_per_batch, job.algorithm.images_per_prompt) == (12, 4)
     assert (job.sampler.name, job.sampler.steps, job.sampler.noise_level) == ("flow-sde", 8, 0.7)
     assert job.exploration.budget == CandidateBudget(candidates=144)
@@ -103,6 +103,8 @@ def test_a_job_is_named_by_its_file(tmp_path):
         ("sampler: {name: flow}", 1, "sampler.name", "did you mean flow-sde?"),
         ("algorithm:\n  images_per_prompt: 1", 2, "algorithm.images_per_prompt", "use 2 or more"),
         ("algorithm: {updates_per_batch: 5}", 1, "algorithm.prompts_per_batch", "does not divide"),
+        ("algorithm: {ema_decay: 1}", 1, "algorithm.ema_decay", "use less than 1"),
+        ("algorithm: {adam_betas: [0.9, 1]}", 1, "algorithm.adam_betas.1", "use less than 1"),
         ("name: A B", 1, "name", "use up to 40"),
         ("infra: azure", 1, "infra", "use local (this machine, nothing is bought), or clouds: aws, gcp or aws,gcp"),
         ("infra: aws,aws", 1, "infra", "use local"),
@@ -123,7 +125,7 @@ def test_a_job_is_named_by_its_file(tmp_path):
         ("ssh_from: home", 1, "ssh_from", "as CIDR"),
         ("recovery: {trainer_wait: 0s}", 1, "recovery.trainer_wait", "no time at all"),
         ("resources: {rollout: {num_nodes: 2, min_nodes: 3}}", 1, "resources.rollout.min_nodes", "min_nodes is 3"),
-        ("clock_factor: 0", 1, "clock_factor", "use more than"),
+        ("clock_factor: 0", 1, "clock_factor", "use 'auto', or more than"),
         ("resources: {trainer: {use_spot: true}}", 1, "resources.trainer.use_spot", "use false"),
         ("resources: {trainer: {num_nodes: 2}}", 1, "resources.trainer.num_nodes", "use 1"),
         ("resources: {rollout: {accelerators: 'L4:x'}}", 1, "resources.rollout.accelerators", "like L4:1"),
@@ -244,6 +246,13 @@ def test_resources_read_like_skypilots(write):
     assert (rollout.use_spot, rollout.num_nodes) == (True, 2), "rollout is two spot nodes unless it says otherwise"
 
 
+def test_the_local_infra_prices_its_nodes_as_any_gpu_of_the_tables(write):
+    text = "resources: {trainer: {accelerators: V100:1}}\n"
+    assert load_job(write(text)).job.resources.trainer.accelerator == "V100"
+    with pytest.raises(JobError, match=r"line 1: resources.trainer.accelerators is V100:1, a GPU older"):
+        load_job(write(text + "infra: gcp\n"))
+
+
 def test_clouds_are_a_list_and_local_is_none(write):
     assert load_job(write("infra: gcp, aws")).job.infra == "gcp,aws"
     assert load_job(write("infra: gcp, aws")).job.clouds == ("gcp", "aws")
@@ -298,7 +307,7 @@ def test_the_reference_recipe_is_what_was_published():
     assert (job.algorithm.learning_rate, job.algorithm.clip_range, job.algorithm.kl_beta) == (3e-4, 1e-5, 0)
     assert (job.iterations, job.evaluation.every) == (300, 30)
     trainer, rollout = job.resources.trainer, job.resources.rollout
-    assert (trainer.accelerators, rollout.accelerators, rollout.num_nodes) == ("H100:4", "H100:8", 1)
+    assert (trainer.accelerators, rollout.accelerators, rollout.num_nodes) == ("H100:1", "H100:8", 1)
     assert (job.infra, job.spot) == ("aws,gcp", "auto")
     assert job.budget.max_total
     assert job.budget.max_hourly

@@ -3,6 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.money import (
+    LONGEST_MS,
     dollars,
     duration,
     exact_dollars,
@@ -83,6 +84,6 @@ def test_durations_are_told_in_two_units(ms, text):
     assert duration(ms) == text
 
 
-@given(st.integers(min_value=0, max_value=10**12))
+@given(st.integers(min_value=0, max_value=LONGEST_MS))
 def test_exact_durations_are_exact(ms):
     assert parse_duration(exact_duration(ms)) == ms

@@ -1,6 +1,7 @@
 """Where the next node is bought: every rule by a small case, and what must hold whatever the clouds answer."""
 
 import random
+from dataclasses import replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,6 +20,7 @@ from launcher.placement.moves import (
     SiteOptions,
     Tried,
     Wait,
+    back_to_spot,
     gap_ms,
     home_of,
     is_home_given_up,
@@ -88,7 +90,7 @@ class Told:
                 requested_ms=at,
                 outcome=outcome,
                 ended_ms=None if outcome is Outcome.LIVE else (at if ended is None else ended),
-                was_up=was_up,
+                up_ms=at if was_up else None,
                 evidence=evidence,
             )
         )
@@ -193,6 +195,25 @@ def test_a_zone_that_refused_cools_down_and_the_next_is_asked_whatever_slot_aske
     assert rollout(told, now_ms=NOW + 15 * MINUTE) == R1.rollout[0]
 
 
+def test_a_burst_of_refusals_cools_a_zone_down_as_one_refusal_does():
+    here = site(zones="a")
+    told = with_trainer(here.trainer[0])
+    for seconds in range(5):  # five nodes asked for at once, refused within a minute
+        told.spot(here.rollout[0], Outcome.REFUSED, at=NOW + seconds * 1000, ended=NOW + seconds * 12_000)
+    until = rollout(told, sites=(here,), preferred=here.rollout[0], rules=MoveRules(on_demand=False)).until_ms
+    assert 10 * MINUTE <= until - (NOW + 48_000) < 15 * MINUTE
+
+
+def test_no_zone_is_left_alone_for_longer_than_half_an_hour():
+    here = site(zones="a")
+    told = with_trainer(here.trainer[0])
+    for hour in range(9):
+        told.spot(here.rollout[0], Outcome.REFUSED, at=NOW + hour * 60 * MINUTE)
+    last = NOW + 8 * 60 * MINUTE
+    wait = rollout(told, now_ms=last, sites=(here,), preferred=here.rollout[0], rules=MoveRules(on_demand=False))
+    assert wait.until_ms == last + 30 * MINUTE
+
+
 def test_a_zone_that_took_a_node_back_is_left_alone_only_if_there_is_another():
     told = with_trainer().spot(R1.rollout[0], Outcome.RECLAIMED, at=NOW, was_up=True)
     assert rollout(told) == R1.rollout[1]
@@ -234,6 +255,89 @@ def test_denied_spot_is_bought_on_demand_at_once_or_not_at_all():
     assert "PREEMPTIBLE_NVIDIA_L4_GPUS" in refused.why
 
 
+# --- stand-ins -----------------------------------------------------------------------------------------
+
+
+def back(told: Told, now_ms: int, here: SiteOptions = R1):
+    return back_to_spot(here.rollout[0], 4, Tried(told.attempts), (here, R2), RULES, now_ms)
+
+
+def test_one_node_at_a_time_finds_out_whether_spot_is_back():
+    here = site(zones="a")
+    [spot, _] = here.rollout
+    told = with_trainer(here.trainer[0]).spot(spot, Outcome.REFUSED, at=NOW)
+    assert isinstance(back(told, NOW + 9 * MINUTE, here), Wait)
+    assert back(told, NOW + 15 * MINUTE, here) == spot
+    told.spot(spot, Outcome.LIVE, at=NOW + 15 * MINUTE)
+    assert isinstance(back(told, NOW + 16 * MINUTE, here), Wait)  # another slot asks already
+    told.attempts[-1] = replace(told.attempts[-1], up_ms=NOW + 17 * MINUTE)
+    assert isinstance(back(told, NOW + 26 * MINUTE, here), Wait)
+    assert back(told, NOW + 27 * MINUTE, here) == spot
+
+
+def test_a_node_from_before_a_refusal_says_nothing_of_capacity_now():
+    told = with_trainer().spot(R1.rollout[0], Outcome.LIVE, at=0, was_up=True)
+    assert Tried(told.attempts).has_stayed(R1.rollout[0], NOW)
+    told.spot(R1.rollout[0], Outcome.REFUSED, at=NOW)
+    assert not Tried(told.attempts).has_stayed(R1.rollout[0], NOW + 20 * MINUTE)
+
+
+# --- quotas --------------------------------------------------------------------------------------------
+
+USED_UP = "(MaxSpotInstanceCountExceeded) Max spot instance count exceeded"
+
+
+def denied_by_quota(told: Told, where: Option, at: int) -> Told:
+    told.spot(where, Outcome.DENIED, at=at, evidence=USED_UP)
+    told.attempts[-1] = replace(told.attempts[-1], is_quota_used_up=True)
+    return told
+
+
+def test_a_quota_that_the_node_before_still_uses_up_is_waited_for_and_asked_again_soon():
+    told = with_trainer().spot(R1.rollout[0], Outcome.RECLAIMED, at=0, ended=NOW - MINUTE, was_up=True)
+    wait = rollout(denied_by_quota(told, R1.rollout[1], NOW), now_ms=NOW)
+    assert isinstance(wait, Wait)
+    assert AGAIN_MS <= wait.until_ms - NOW <= AGAIN_MS * 3 // 2
+    assert "no spot quota in gcp r1" in wait.why
+    assert rollout(told, now_ms=wait.until_ms) == R1.rollout[1]  # zone a took the last one back
+    assert (
+        wait.until_ms + 2 * AGAIN_MS
+        <= rollout(denied_by_quota(told, R1.rollout[1], wait.until_ms), wait.until_ms).until_ms
+    )
+
+
+def test_a_quota_that_other_slots_use_up_is_never_a_denial():
+    told = with_trainer().spot(R1.rollout[0], Outcome.LIVE, at=0, was_up=True)
+    for minute in range(0, 300, 40):
+        denied_by_quota(told, R1.rollout[1], NOW + minute * MINUTE)
+    only_spot = MoveRules(on_demand=False)
+    assert isinstance(rollout(told, now_ms=NOW + 280 * MINUTE, rules=only_spot), Wait)
+    assert isinstance(rollout(told, now_ms=NOW + 310 * MINUTE, rules=only_spot), Option)
+
+
+def test_a_quota_without_a_node_of_ours_is_a_denial():
+    long_gone = with_trainer().spot(R1.rollout[0], Outcome.ENDED, at=0, ended=NOW - 10 * MINUTE, was_up=True)
+    for told in (with_trainer(), long_gone):
+        refused = rollout(denied_by_quota(told, R1.rollout[1], NOW), rules=MoveRules(on_demand=False))
+        assert isinstance(refused, NothingLeft)
+
+
+def test_a_zone_without_a_subnet_closes_no_other_zone_of_its_region():
+    told = with_trainer().spot(R1.rollout[0], Outcome.DENIED, at=NOW, evidence="No usable subnets")
+    only_spot = MoveRules(on_demand=False)
+    assert isinstance(rollout(told, rules=only_spot), NothingLeft)
+    told.attempts[-1] = replace(told.attempts[-1], holds_in_its_zone_alone=True)
+    assert rollout(told, rules=only_spot).place == R1.rollout[1].place
+
+
+def test_a_trainer_for_which_its_predecessor_leaves_no_quota_is_asked_for_again():
+    told = Told().trainer(R1.trainer[0], Outcome.ENDED, at=0, ended=NOW - MINUTE, was_up=True)
+    told.trainer(R1.trainer[0], Outcome.DENIED, at=NOW)
+    assert isinstance(next_trainer(Tried(told.attempts), (R1,), RULES, NOW), NothingLeft)
+    told.attempts[-1] = replace(told.attempts[-1], is_quota_used_up=True)
+    assert next_trainer(Tried(told.attempts), (R1,), RULES, NOW + MINUTE) == R1.trainer[0]
+
+
 # --- prices, gaps, rates --------------------------------------------------------------------------------
 
 
@@ -248,12 +352,12 @@ def test_the_cheapest_zone_by_the_prices_of_now_comes_first():
 
 
 def test_gaps_double_and_never_agree_between_names():
-    gaps = [gap_ms(n, 600_000, 7_200_000, "a") for n in range(8)]
+    gaps = [gap_ms(n, 600_000, "a") for n in range(8)]
     assert gaps[0] == 0
     assert 600_000 <= gaps[1] < 900_000
     assert gaps[2] == 2 * gaps[1]
-    assert gaps[7] == 7_200_000
-    assert gap_ms(1, 600_000, 7_200_000, "b") != gaps[1]
+    assert gaps[3] == gaps[7] == 30 * MINUTE
+    assert gap_ms(1, 600_000, "b") != gaps[1]
 
 
 def test_ten_launches_a_minute_five_at_once():
@@ -303,7 +407,7 @@ class World:
             kind = self.random.choice(kinds)
             if kind == "late":
                 continue
-            up = attempt.was_up or kind == "up"
+            up_ms = attempt.up_ms if attempt.up_ms is not None else self.now_ms if kind == "up" else None
             outcome = {"up": Outcome.LIVE}.get(kind) or Outcome(kind)
             if outcome in (Outcome.REFUSED, Outcome.DENIED) and attempt.was_up:
                 outcome = Outcome.RECLAIMED
@@ -314,7 +418,7 @@ class World:
                 requested_ms=attempt.requested_ms,
                 outcome=outcome,
                 ended_ms=None if outcome is Outcome.LIVE else self.now_ms,
-                was_up=up,
+                up_ms=up_ms,
                 evidence=str(outcome),
             )
 

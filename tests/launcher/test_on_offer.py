@@ -76,3 +76,9 @@ def test_a_price_too_old_to_buy_by_gives_way_to_those_that_hold():
 
 def test_a_machine_that_is_not_known_is_not_on_offer():
     assert on_offer([], [replace(SAID, instance_type="p9.48xlarge")], NOW_MS) == ()
+
+
+def test_a_gpu_that_torch_cannot_use_is_not_on_offer_listed_or_said():
+    old = replace(LISTED, instance_type="p3.2xlarge", accelerator="V100", gpus=1, micro_usd_per_hour=1_000_000)
+    said = replace(SAID, instance_type="p3.8xlarge", micro_usd_per_hour=4_000_000)
+    assert prices(on_offer([LISTED, old], [said], NOW_MS)) == [("us-east-1c", "p5.48xlarge", 14.25)]

@@ -60,6 +60,16 @@ def test_a_reward_that_raises_ends_with_3_its_line_and_no_run(tmp_path, monkeypa
     assert not (tmp_path / "home" / "runs").exists()
 
 
+@pytest.mark.parametrize(("returned", "words"), [("float('nan')", "not finite"), ("exit(3)", "called sys.exit(3)")])
+def test_a_reward_that_gives_no_number_is_refused(tmp_path, monkeypatch, capsys, returned, words):
+    monkeypatch.setenv("SPOTRL_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("SPOTRL_CONFIG", str(tmp_path / "none.yaml"))
+    (tmp_path / "no_number.py").write_text(f"def score(pictures, prompts):\n    return [{returned}]\n")
+    (tmp_path / "job.yaml").write_text("name: mine\nreward: no_number:score\n")
+    assert run(["launch", str(tmp_path / "job.yaml"), "-y"]) == ExitCode.INVALID_JOB
+    assert words in capsys.readouterr().err
+
+
 def test_spotrl_home_moves_everything(monkeypatch, tmp_path):
     monkeypatch.setenv("SPOTRL_HOME", str(tmp_path / "here"))
     monkeypatch.setenv("SPOTRL_CONFIG", "relative.yaml")

@@ -1,12 +1,14 @@
 """What is believed of a feed, and what is not: one line a rule. Values in, values out."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+import engine
 from engine.events import Market
 from launcher.exit_codes import ExitCode
-from launcher.market.machines import MACHINES, machine_of, machines
+from launcher.market.machines import COMPUTE_CAPABILITY, MACHINES, is_too_old, machine_of, machines
 from launcher.market.prices import (
     AdviceKind,
     CapacityAdvice,
@@ -202,6 +204,7 @@ def test_the_newest_on_demand_price_counts():
         (AdviceKind.OBTAINABILITY, 0.0, True),
         (AdviceKind.OBTAINABILITY, 1.01, False),
         (AdviceKind.PREEMPTION_RATE, 1.0, True),
+        (AdviceKind.PREEMPTION_RATE, 0.0, False),  # a day on which nothing stopped
         (AdviceKind.PREEMPTION_RATE, -0.1, False),
         (AdviceKind.PREEMPTION_RATE, float("nan"), False),
         (AdviceKind.UPTIME_HOURS, 30.0, True),
@@ -240,3 +243,17 @@ def test_a_machine_is_found_by_its_name_and_by_its_gpu():
     assert (machine.machine_type, machine.gpus, machine.gpu_mem_gib) == ("n1-highmem-8", 1, 16)
     assert machine_of("aws", "a3-highgpu-8g") is None
     assert {machine.instance_type for machine in machines(("aws",), ("h100",))} == {"p5.4xlarge", "p5.48xlarge"}
+
+
+def test_a_gpu_below_the_capability_of_our_torch_is_too_old():
+    assert {machine.accelerator for machine in MACHINES} <= set(COMPUTE_CAPABILITY)
+    old = {name for name in COMPUTE_CAPABILITY if is_too_old(name)}
+    assert old == {"K80", "M60", "P100", "P4", "V100", "V100-32GB"}
+    assert is_too_old("v100")
+    assert not is_too_old("a GPU of next year")
+
+
+def test_the_least_capability_is_that_of_the_torch_that_nodes_install():
+    """Another torch has code for other GPUs: LEAST_CAPABILITY is then to be read anew from its wheel."""
+    lock = (Path(engine.__file__).parent / "node.lock").read_text()
+    assert "\ntorch==2.13.0" in lock

@@ -9,6 +9,7 @@ from sqlalchemy.orm import sessionmaker
 
 from launcher.cli.pull import pull
 from launcher.cli.report import report
+from launcher.cluster.stores import open_store
 from launcher.exit_codes import Failure
 from launcher.report.weights import pull_weights
 from tests.launcher.made_ledger import a_long_run, a_run, a_session
@@ -30,6 +31,14 @@ def test_the_terminal_report_answers_first_and_is_plain_when_piped(sessions):
     assert "3 preemptions cost $0.13" in told.output
     assert "nothing was bought" in told.output
     assert "\x1b[" not in told.output
+
+
+def test_no_line_of_a_piped_report_is_longer_than_80_columns(sessions):
+    lines = CliRunner().invoke(report, ["digits-ocr"], obj=sessions).output.splitlines()
+    assert max(map(len, lines)) <= 80
+    lost = [line.split() for line in lines if line.strip().startswith("spot-1-g1")]
+    assert ["spot-1-g1", "us-central1-a", "SIGSTOP,", "no", "notice", "1.97"] in lost
+    assert ["spot-1-g1", "412", "29m", "(29s", "wall)", "$0.02", "$0.03"] in lost
 
 
 def test_a_run_that_shared_pictures_says_so_in_the_terminal_and_on_the_page(tmp_path):
@@ -86,14 +95,23 @@ def a_checkpoint(store, name, iteration, *, complete=True):
         (folder / "manifest.json").write_text(json.dumps({"iteration": iteration, "files": digests}))
 
 
-def test_pull_copies_the_newest_complete_checkpoint(sessions, tmp_path):
+def not_for_diffusers(weights, job):
+    raise Failure(f"{weights.name} is not a model")
+
+
+def test_pull_copies_the_newest_complete_checkpoint(sessions, tmp_path, monkeypatch):
+    monkeypatch.setattr("launcher.cli.pull.write_for_diffusers", not_for_diffusers)
     store = tmp_path / "store"
     a_checkpoint(store, "l0001-i000012", 12)  # a trainer that was given up wrote on
     a_checkpoint(store, "l0002-i000009", 9)
     a_checkpoint(store, "l0002-i000010", 10, complete=False)
-    told = CliRunner().invoke(pull, ["digits-ocr", "--to", str(tmp_path / "out"), "--json"], obj=sessions)
-    assert told.exit_code == 0, told.output
-    answer = json.loads(told.output)
+    told = CliRunner(mix_stderr=False).invoke(
+        pull, ["digits-ocr", "--to", str(tmp_path / "out"), "--json"], obj=sessions
+    )
+    assert told.exit_code == 0, told.stderr
+    assert told.stderr == "The weights are there, but not for diffusers: ema.safetensors is not a model\n"
+    answer = json.loads(told.stdout)
+    assert answer["diffusers"] is None
     assert (answer["checkpoint"], answer["iteration"]) == ("l0002-i000009", 9)
     assert (tmp_path / "out" / "ema.safetensors").read_bytes() == b"ema l0002-i000009"
     assert answer["files"][0]["sha256"] == hashlib.sha256(b"weights l0002-i000009").hexdigest()
@@ -104,10 +122,10 @@ def test_pull_refuses_weights_that_are_not_the_ones_their_manifest_names(tmp_pat
     a_checkpoint(tmp_path, "l0001-i000001", 1)
     (tmp_path / "checkpoints/l0001-i000001/weights.safetensors").write_bytes(b"torn")
     with pytest.raises(Failure, match="damaged"):
-        pull_weights("demo", tmp_path, tmp_path / "out")
+        pull_weights("demo", [open_store(tmp_path.as_uri())], tmp_path / "out")
     assert list((tmp_path / "out").iterdir()) == []
 
 
 def test_pull_says_when_there_is_no_checkpoint_yet(tmp_path):
     with pytest.raises(Failure, match="no complete checkpoint yet"):
-        pull_weights("demo", tmp_path, tmp_path / "out")
+        pull_weights("demo", [open_store(tmp_path.as_uri())], tmp_path / "out")

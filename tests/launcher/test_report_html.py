@@ -1,10 +1,12 @@
 """The page is one file: nothing is loaded from elsewhere, and nothing that a run says becomes markup."""
 
 import re
+from functools import partial
 from html.parser import HTMLParser
 
 import pytest
 
+from launcher.cluster.stores import open_store, read_object
 from launcher.report.build import build_report
 from launcher.report.html import PNG, render_html
 from tests.launcher.made_ledger import HOUR_MS, START_MS, a_long_run, a_run, a_session
@@ -33,7 +35,9 @@ def session():
 
 
 def a_page(session, run, store, hours=9):
-    return render_html(build_report(session, run, START_MS + hours * HOUR_MS), store)
+    return render_html(
+        build_report(session, run, START_MS + hours * HOUR_MS), partial(read_object, [open_store(store.as_uri())])
+    )
 
 
 def test_the_page_works_offline(session, tmp_path):

@@ -170,8 +170,9 @@ def test_everybodys_things_are_ended_only_with_the_accounts_id(home, run_command
     a_ledger(home)
     cloud = FakeCloud().add(machine("i-1", owner="bob"))
     result = run_command(reap, "-y", clouds=[cloud])
-    assert code_of(result) == ExitCode.OK
+    assert code_of(result) == ExitCode.TEARDOWN_INCOMPLETE, "it may be ours, under another name that we logged in with"
     assert cloud.alive == ["i-1"]
+    assert "Nothing of it is left" not in result.output
     assert "Not yours, and left alone: 1 x machine of bob; --all-owners takes them too." in result.output
     for wrong in ((), ("--account", "999")):
         with pytest.raises(click.UsageError, match="--account ID"):
@@ -202,7 +203,7 @@ def test_reap_ends_only_what_it_listed(home, run_command):
 def test_json_is_one_object_with_everything(home, run_command):
     a_ledger(home, digits=("aws", "running"))
     cloud = FakeCloud(silent={"us-west-2"}).add(machine("i-1"), machine("i-2", run="old"), thing(run="old"))
-    result = run_command(reap, "-y", "--json", "--timeout", "0.3", clouds=[cloud])
+    result = run_command(reap, "-y", "--json", "--timeout", "3", clouds=[cloud])
     assert code_of(result) == ExitCode.TEARDOWN_INCOMPLETE
     said = json.loads(result.output.splitlines()[-1])
     assert [one["id"] for one in said["found"]] == ["i-2", "vol-1"]
@@ -219,7 +220,7 @@ def test_panic_stops_every_run_on_a_cloud_and_ends_its_machines(home, run_comman
     path = a_ledger(home, digits=("aws", "running"), here=("local", "running"))
     cloud = FakeCloud().add(machine("i-1"), thing("group", "sg-1"), machine("i-2", "theirs", owner="bob"))
     result = run_command(panic, "-y", clouds=[cloud])
-    assert code_of(result) == ExitCode.OK
+    assert code_of(result) == ExitCode.TEARDOWN_INCOMPLETE, "bob's machine goes on"
     assert "These runs are stopped: digits." in result.output
     assert cloud.alive == ["i-2"]
     assert cloud.other == {}
@@ -346,6 +347,9 @@ def test_ssh_uses_the_nodes_own_key_and_host_key():
     assert command[command.index("-p") + 1] == "2222"
     assert 'UserKnownHostsFile="/runs/n/known_hosts"' in command
     assert ssh_command(login, Path("/runs/n"), [])[-1] == "ubuntu@192.0.2.1"
+    assert "ProxyCommand" not in str(command)
+    through = ssh_command({**login, "proxy": "ssh -W %h:%p bastion"}, Path("/runs/n"), [])
+    assert "ProxyCommand=ssh -W %h:%p bastion" in through
 
 
 def test_a_node_of_this_machine_is_a_folder(home):
@@ -354,8 +358,18 @@ def test_a_node_of_this_machine_is_a_folder(home):
     assert f"its disk is the folder {home}/runs/here/nodes/here-trainer-g2" in result.output
 
 
-def test_ssh_is_run_in_place_of_the_command_and_its_exit_code_is_ours(home):
-    """From outside, with an `ssh` that only says what it was called with."""
+def test_a_node_of_this_machine_is_a_folder_in_json_and_runs_no_command(home, capsys):
+    a_ledger(home, here=("local", "running"))
+    assert run(["ssh", "here", "trainer", "--json"]) == ExitCode.OK
+    folder = f"{home}/runs/here/nodes/here-trainer-g2"
+    assert json.loads(capsys.readouterr().out) == {"node": "here-trainer-g2", "folder": folder}
+    assert run(["ssh", "here", "trainer", "--", "nvidia-smi"]) == ExitCode.FAILURE
+    assert f"its disk is the folder {folder}; run nvidia-smi there yourself" in capsys.readouterr().err
+
+
+@pytest.fixture
+def call_ssh(home):
+    """Calls `spotrl ssh digits trainer` from outside, with an `ssh` that says what it was called with and fails."""
     a_ledger(home, digits=("aws", "running"))
     folder = home / "runs" / "digits" / "nodes" / "digits-trainer-g2"
     folder.mkdir(parents=True)
@@ -363,17 +377,41 @@ def test_ssh_is_run_in_place_of_the_command_and_its_exit_code_is_ours(home):
     (folder / "machine.json").write_text(json.dumps({"login": login}))
     fake = home / "bin" / "ssh"
     fake.parent.mkdir()
-    fake.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\nexit 7\n')
+    fake.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\necho trouble >&2\nexit 7\n')
     fake.chmod(0o755)
-    done = subprocess.run(
-        [sys.executable, "-m", "launcher.cli.main", "ssh", "digits", "trainer", "--", "ls", "-la"],
-        env={**os.environ, "PATH": f"{fake.parent}:{os.environ['PATH']}"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+
+    def call(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "launcher.cli.main", "ssh", "digits", "trainer", *words],
+            env={**os.environ, "PATH": f"{fake.parent}:{os.environ['PATH']}"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    return call
+
+
+def test_ssh_is_run_in_place_of_the_command_and_its_exit_code_is_ours(call_ssh):
+    done = call_ssh("--", "ls", "-la")
     assert done.returncode == 7
     assert done.stdout.splitlines()[-4:] == ["ubuntu@192.0.2.1", "--", "ls", "-la"]
+
+
+def test_ssh_with_json_says_how_the_command_ended(call_ssh):
+    done = call_ssh("--json", "--", "ls", "--json")
+    answer = json.loads(done.stdout)
+    assert (done.returncode, answer["exit_code"], answer["stderr"]) == (7, 7, "trouble\n")
+    assert answer["stdout"].splitlines()[-2:] == ["ls", "--json"], "what follows -- is the node's"
+    assert (answer["node"], answer["command"]) == ("digits-trainer-g2", ["ls", "--json"])
+
+
+def test_ssh_with_json_and_no_command_says_how_to_log_in(call_ssh):
+    done = call_ssh("--json")
+    answer = json.loads(done.stdout)
+    assert done.returncode == 0
+    assert (answer["node"], answer["host"], answer["user"]) == ("digits-trainer-g2", "192.0.2.1", "ubuntu")
+    assert (answer["ssh"][0], answer["ssh"][-1]) == ("ssh", "ubuntu@192.0.2.1")
 
 
 # --- check -------------------------------------------------------------------------------------------
@@ -396,6 +434,19 @@ def test_a_policy_is_printed_alone(home, capsys):
 def test_a_policy_names_the_buckets_of_a_job(home):
     (home / "job.yaml").write_text("infra: aws\nstore: {aws: s3://mine/runs}\n")
     assert "arn:aws:s3:::mine/runs/*" in check(str(home / "job.yaml"), "--print-policy", "aws").output
+
+
+def test_a_policy_leaves_out_what_the_job_names_and_says_what_its_identity_needs(home, capsys):
+    (home / "job.yaml").write_text("infra: aws\nidentity: {aws: node-profile}\nstore: {aws: s3://mine/runs}\n")
+    assert run(["check", str(home / "job.yaml"), "--print-policy", "aws"]) == 0
+    said = capsys.readouterr()
+    assert "iam:CreateRole" not in said.out
+    assert "role/node-profile" in said.out
+    needs = json.loads(said.err[said.err.index("{\n") :])
+    assert {"Null": {"ec2:ResourceTag/spotrl-run": "false"}} in [one.get("Condition") for one in needs["Statement"]]
+    (home / "job.yaml").write_text("infra: gcp\nnetwork: {gcp: {network: nodes}}\n")
+    assert run(["check", str(home / "job.yaml"), "--print-policy", "gcp"]) == 0
+    assert "compute.networks.create" not in capsys.readouterr().out
 
 
 def test_a_job_for_this_machine_needs_no_cloud(home):

@@ -42,6 +42,15 @@ def test_a_node_shows_its_newest_groups(made):
     assert groups_of(made) == {"demo-trainer-g1": [], "demo-spot-0-g1": named}
 
 
+def test_the_status_fits_80_columns_and_names_a_node_once(made):
+    made.status("running", MINUTE_MS, reason="the trainer's zone had no capacity, so the run went on in another region")
+    shown = show(made, status)
+    assert max(map(len, (line.rstrip() for line in shown.splitlines()))) <= 80
+    assert [line.split()[:2] for line in shown.splitlines() if line.startswith("spot-0")] == [["spot-0-g1", "spot"]]
+    assert "rollout" not in shown
+    assert "\ndemo has no controller; start one: spotrl resume demo\n" in shown
+
+
 def test_a_newer_lineage_counts_though_its_numbers_begin_anew(made):
     spot = made.nodes["demo-spot-0-g1"]
     made.seq = 10

@@ -4,9 +4,8 @@ Each is a few lines over the real classes and a sentence of what it forgets. The
 one that survives says that the simulator is too kind.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from engine.rollout import queue as queue_module
@@ -14,29 +13,9 @@ from engine.rollout.queue import LeaseRecord, Queue
 from engine.rollout.request import Exit, Fenced, Finished, Reply, RequestId, Wait, request_from_list
 from engine.rollout.wire import finished_from_dict, finished_to_dict
 from engine.runtime.coordinator import Coordinator
+from tests.mutants.planted_bug import PlantedBug
 
-
-@dataclass(frozen=True, kw_only=True)
-class Mutant:
-    """`patches`: (where, name, what stands there instead)."""
-
-    name: str
-    forgets: str
-    patches: tuple[tuple[Any, str, Any], ...]
-
-    @contextmanager
-    def planted(self) -> Iterator[None]:
-        before = [(where, name, vars(where)[name]) for where, name, _ in self.patches]
-        for where, name, instead in self.patches:
-            setattr(where, name, instead)
-        try:
-            yield
-        finally:
-            for where, name, there in before:
-                setattr(where, name, there)
-
-
-MUTANTS: dict[str, Mutant] = {}
+MUTANTS: dict[str, PlantedBug] = {}
 
 
 def mutant(where: Any, name: str, forgets: str) -> Callable[[Any], Any]:
@@ -44,7 +23,7 @@ def mutant(where: Any, name: str, forgets: str) -> Callable[[Any], Any]:
 
     def plant(instead: Any) -> Any:
         title = instead.__name__.strip("_")
-        MUTANTS[title] = Mutant(name=title, forgets=forgets, patches=((where, name, instead),))
+        MUTANTS[title] = PlantedBug(name=title, forgets=forgets, patches=((where, name, instead),))
         return instead
 
     return plant
@@ -55,7 +34,7 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 
 def forgotten(title: str, where: Any, name: str, forgets: str, instead: Any = _nothing) -> None:
-    MUTANTS[title] = Mutant(name=title, forgets=forgets, patches=((where, name, instead),))
+    MUTANTS[title] = PlantedBug(name=title, forgets=forgets, patches=((where, name, instead),))
 
 
 # --- fences

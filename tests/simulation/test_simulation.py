@@ -1,4 +1,4 @@
-"""Twenty thousand hostile schedules, and hypothesis with its own hands on the same world."""
+"""Thousands of hostile schedules, and hypothesis with its own hands on the same world."""
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -8,18 +8,20 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.simulation.schedules import broken_by, kinds_of, play_all
 from tests.simulation.world import World
 
-SCHEDULES = 20_000
+SCHEDULES = (3_000, pytest.param(20_000, marks=pytest.mark.slow))
+"""The hardest of the planted bugs is found by schedule 712 (tests/benchmarks/results/schedules.md)."""
 
 
 @pytest.mark.timeout(600)
-def test_no_schedule_breaks_a_promise():
-    played = play_all(SCHEDULES)
+@pytest.mark.parametrize("schedules", SCHEDULES)
+def test_no_schedule_breaks_a_promise(schedules):
+    played = play_all(schedules)
     report = "\n".join(
         f"{len(seeds)} x {text}\n    python -m tests.simulation --seed {seeds[0]} --verbose"
         for text, seeds in kinds_of(played.broken).items()
     )
     assert not played.broken, report
-    assert played.schedules == SCHEDULES
+    assert played.schedules == schedules
     assert played.fewest >= 200
 
 

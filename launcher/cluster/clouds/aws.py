@@ -16,6 +16,7 @@ from threading import Lock
 from typing import Any
 
 from engine.events import Market
+from launcher.cluster.clouds.aws_named import FoundNetwork, look_at_network, look_at_profile
 from launcher.cluster.clouds.base import (
     NODE_LABEL,
     OWNER_LABEL,
@@ -23,13 +24,18 @@ from launcher.cluster.clouds.base import (
     Caller,
     CloudRefused,
     CloudUnreachable,
+    Finding,
     Machine,
     MachineState,
     Place,
     Thing,
     refuse_anothers,
+    refuse_wrong,
+    wrong_of,
 )
 from launcher.cluster.clouds.labels import bucket_of, run_name, slug
+from launcher.cluster.clouds.refusals import advice_on
+from launcher.company import NOTHING_NAMED, Named
 
 HOME_REGION = "us-east-1"
 
@@ -69,8 +75,12 @@ WHO_MAY_BE_A_NODE = json.dumps(
 SEEN_BY_NODES = ("ec2:DescribeInstances", "ec2:DescribeSecurityGroups", "ec2:DescribeSubnets", "ec2:DescribeVpcs")
 
 
-def node_policy(run: str, buckets: Sequence[str], models: Sequence[str] = ()) -> dict[str, Any]:
-    """What a node of a run may do: see instances, end those of its own run, use its own prefix, read the model."""
+def node_policy(run: str | None, buckets: Sequence[str], models: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the policy of a run's nodes: see instances, end those of its own run, use its own prefix, read the model.
+
+    No `run`: an identity for nodes of all runs, which may end those of any.
+    """
+    label = f"ec2:ResourceTag/{RUN_LABEL}"
     statements: list[dict[str, Any]] = [
         # SkyPilot's timer on the machine looks at more than our own end of it does.
         {"Sid": "See", "Effect": "Allow", "Action": list(SEEN_BY_NODES), "Resource": "*"},
@@ -79,7 +89,7 @@ def node_policy(run: str, buckets: Sequence[str], models: Sequence[str] = ()) ->
             "Effect": "Allow",
             "Action": ["ec2:TerminateInstances"],
             "Resource": "*",
-            "Condition": {"StringEquals": {f"ec2:ResourceTag/{RUN_LABEL}": run}},
+            "Condition": {"Null": {label: "false"}} if run is None else {"StringEquals": {label: run}},
         },
     ]
     for number, url in enumerate(url for url in buckets if url.startswith("s3://")):
@@ -106,6 +116,19 @@ def node_policy(run: str, buckets: Sequence[str], models: Sequence[str] = ()) ->
     return {"Version": "2012-10-17", "Statement": statements}
 
 
+def owner_of(arn: str) -> str:
+    """Return the part of a caller's ARN that is the same in every session.
+
+    An assumed role's session has another name each time (a CI job's number, a time), so the role counts. Only
+    IAM Identity Center (roles called AWSReservedSSO_...) names the session after the person.
+    """
+    kind, _, name = arn.rpartition(":")[2].partition("/")
+    if kind != "assumed-role":
+        return name.rpartition("/")[2] or kind
+    role, _, session = name.rpartition("/")
+    return session if role.startswith("AWSReservedSSO_") else role
+
+
 class AwsApi:
     """One account. Clients are made once for each service and region; they are for many threads, a session is not."""
 
@@ -117,7 +140,7 @@ class AwsApi:
     def caller(self) -> Caller:
         with _said("aws sts GetCallerIdentity"):
             who = self._client("sts", HOME_REGION).get_caller_identity()
-        return Caller(account=who["Account"], identity=who["Arn"], owner=slug(who["Arn"].rpartition("/")[2]))
+        return Caller(account=who["Account"], identity=who["Arn"], owner=slug(owner_of(who["Arn"])))
 
     def regions(self) -> Sequence[str]:
         with _said("aws ec2 DescribeRegions"):
@@ -168,10 +191,49 @@ class AwsApi:
         return [thing for thing in things if not self._remove(thing)]
 
     def prepare(
-        self, region: str, *, run: str, owner: str, ssh_from: str, buckets: Sequence[str], models: Sequence[str] = ()
+        self,
+        region: str,
+        *,
+        run: str,
+        owner: str,
+        ssh_from: str,
+        buckets: Sequence[str],
+        models: Sequence[str] = (),
+        named: Named = NOTHING_NAMED,
     ) -> Place:
         name = run_name(run)
-        self._prepare_role(name, run, owner, node_policy(run, buckets, models))
+        found = self._look_at_network(region, named, ssh_from) if named.network else FoundNetwork(group_name=name)
+        refuse_wrong([*self.check_identity(named), *found.findings])
+        if not named.identity:
+            self._prepare_role(name, run, owner, node_policy(run, buckets, models))
+        if not named.network:
+            self._prepare_group(region, name, run, owner, ssh_from)
+        return Place(
+            cloud="aws",
+            region=region,
+            group=found.group_name,
+            identity=named.identity or name,
+            network=found.vpc_name,
+            subnets=found.subnet_names,
+            ssh_from=ssh_from if named.is_reached_from_here else "",
+            named=named,
+        )
+
+    def check_identity(self, named: Named) -> Sequence[Finding]:
+        if not named.identity:
+            return []
+        with _said(f"aws iam GetInstanceProfile {named.identity}"):
+            return [look_at_profile(self._client("iam", HOME_REGION), named.identity)]
+
+    def check_network(self, region: str, named: Named, ssh_from: str) -> Sequence[Finding]:
+        return self._look_at_network(region, named, ssh_from).findings if named.network else []
+
+    def _look_at_network(self, region: str, named: Named, ssh_from: str) -> FoundNetwork:
+        with _said(f"aws ec2 network {named.network}, {region}"):
+            source = ssh_from if named.is_reached_from_here else ""
+            return look_at_network(self._client("ec2", region), region, named, source)
+
+    def _prepare_group(self, region: str, name: str, run: str, owner: str, ssh_from: str) -> None:
         with _said(f"aws ec2 security group {name}, {region}"):
             client = self._client("ec2", region)
             vpcs = client.describe_vpcs(Filters=[{"Name": "is-default", "Values": ["true"]}])["Vpcs"]
@@ -187,9 +249,10 @@ class AwsApi:
             whose = _from_tags(group.get("Tags", ())).get(OWNER_LABEL, "")
             refuse_anothers(f"aws security group {name} in {region}", run, owner, whose)
             self._set_rules(client, group, ssh_from)
-        return Place(cloud="aws", region=region, group=name, identity=name, ssh_from=ssh_from)
 
     def open_rules(self, place: Place) -> Sequence[str]:
+        if place.named.network:
+            return wrong_of(self.check_network(place.region, place.named, place.ssh_from))
         with _said(f"aws ec2 DescribeSecurityGroups, {place.region}"):
             group = self._group(self._client("ec2", place.region), place.group)
         if group is None:
@@ -447,9 +510,8 @@ def _said(what: str) -> Iterator[None]:
         status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
         if ASK_LESS.search(code) or status >= 500 or status == 429:
             raise CloudUnreachable(f"{what}: AWS answers {code or status} ({message}); it is asked again") from None
-        raise CloudRefused(
-            f"{what}: AWS refused ({code}: {message}); `spotrl check --print-policy aws` prints what is needed"
-        ) from None
+        advice = advice_on(message) or "`spotrl check --print-policy aws` prints what is needed"
+        raise CloudRefused(f"{what}: AWS refused ({code}: {message}); {advice}") from None
     except (aws.NoCredentialsError, aws.PartialCredentialsError, aws.ProfileNotFound, aws.SSOError) as error:
         raise CloudRefused(
             f"{what}: AWS found no credentials ({error}); `aws configure` or `aws sso login` makes some"

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from email.utils import parsedate_to_datetime
 from typing import Any
 
+from botocore.exceptions import BotoCoreError, ClientError
 from botocore.parsers import ResponseParserError
 
 from engine.events import Market
@@ -17,6 +18,7 @@ from launcher.cluster.clouds.base import RUN_LABEL, CloudRefused, CloudUnreachab
 from launcher.cluster.clouds.limits import Permissions, Quota
 from launcher.cluster.clouds.policies import aws_policy
 from launcher.cluster.stores import bucket_region
+from launcher.company import NOTHING_NAMED, Named
 from launcher.market.machines import machine_of
 from launcher.placement.placement import Placement
 
@@ -94,17 +96,20 @@ class AwsLimits(AwsApi):
             raise CloudUnreachable("aws sts GetCallerIdentity: the answer has no date")
         return round(parsedate_to_datetime(told).timestamp() * 1000)
 
-    def permissions(self) -> Permissions:
+    def permissions(self, named: Named = NOTHING_NAMED) -> Permissions:
         """By IAM's own simulation where the caller may ask for it, else by trying what can be tried."""
         caller = self.caller()
         role = re.fullmatch(r"arn:(aws[a-z-]*):sts::(\d+):assumed-role/([^/]+)/.+", caller.identity)
         source = f"arn:{role[1]}:iam::{role[2]}:role/{role[3]}" if role else caller.identity
-        wanted = aws_policy(caller.account)["Statement"]
+        wanted = aws_policy(caller.account, named=named, role=self._role_of(named))["Statement"]
         try:
             return Permissions(missing=tuple(dict.fromkeys(self._simulated(source, wanted))))
         except (CloudRefused, CloudUnreachable, ResponseParserError) as refused:
-            unsaid = [action for statement in wanted for action in statement["Action"] if action not in DRY_RUN]
-            return Permissions(missing=tuple(self._tried()), unsaid=tuple(unsaid), why=str(refused).partition("\n")[0])
+            actions = [action for statement in wanted for action in statement["Action"]]
+            unsaid = [action for action in actions if action not in DRY_RUN]
+            return Permissions(
+                missing=tuple(self._tried(actions)), unsaid=tuple(unsaid), why=str(refused).partition("\n")[0]
+            )
 
     def draws_on(self, want: Placement) -> Mapping[str, int]:
         code, machine = quota_code(want.instance_type, want.market), machine_of("aws", want.instance_type)
@@ -142,9 +147,22 @@ class AwsLimits(AwsApi):
                         if result["EvalDecision"] != "allowed":
                             yield result["EvalActionName"]
 
-    def _tried(self) -> Iterator[str]:
+    def _role_of(self, named: Named) -> str:
+        """The role of a named instance profile; empty where it cannot be seen."""
+        if not named.identity:
+            return ""
+        iam = self._client("iam", HOME_REGION)
+        try:
+            profile = iam.get_instance_profile(InstanceProfileName=named.identity)["InstanceProfile"]
+            return str(profile["Roles"][0]["Arn"])
+        except (ClientError, BotoCoreError, IndexError):  # `check_identity` says why
+            return ""
+
+    def _tried(self, actions: Collection[str]) -> Iterator[str]:
         client = self._client("ec2", HOME_REGION)
         for action, (method, arguments) in DRY_RUN.items():
+            if action not in actions:
+                continue
             with _said(f"aws {action} (dry run)"):
                 try:
                     getattr(client, method)(DryRun=True, **arguments)

@@ -12,6 +12,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from engine.events import Market
+from launcher.company import NOTHING_NAMED, Named
 from launcher.exit_codes import Failure
 
 RUN_LABEL, NODE_LABEL, OWNER_LABEL = "spotrl-run", "spotrl-node", "spotrl-owner"
@@ -100,6 +101,8 @@ class Place:
 
     `group`: security group (AWS) or network tag (GCP) that lets our nodes talk to one another and lets SSH in from the
     controller's address alone. `identity`: instance profile (AWS) or service account (GCP) that nodes run as.
+    `network`: of Google Cloud; of AWS the Name tag of a VPC that the job names, empty for the default one.
+    `ssh_from`: empty where nobody here knows which addresses SSH comes from, because it comes through a proxy.
     """
 
     cloud: str
@@ -107,7 +110,39 @@ class Place:
     group: str
     identity: str
     network: str = ""
+    subnets: tuple[str, ...] = ()
     ssh_from: str = ""
+    named: Named = NOTHING_NAMED
+    """The part of it that the job named: it is never changed."""
+
+
+class Look(StrEnum):
+    """Result of a look at a thing that the job names. UNSURE: it could not be seen, or may not do."""
+
+    OK = "ok"
+    WRONG = "wrong"
+    UNSURE = "unsure"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """A look at a named thing, in words: `found; what to do`."""
+
+    look: Look
+    text: str
+
+
+def wrong_of(findings: Sequence[Finding]) -> list[str]:
+    """Return what is wrong, in words."""
+    return [one.text for one in findings if one.look is Look.WRONG]
+
+
+def refuse_wrong(findings: Sequence[Finding]) -> None:
+    """Raise CloudRefused with everything that is wrong with the things that a job names."""
+    if wrong := wrong_of(findings):
+        raise CloudRefused(
+            f"{'; '.join(wrong)} (the job names it, so spotrl does not change it; `spotrl check` looks again)"
+        )
 
 
 class CloudApi(Protocol):
@@ -140,14 +175,28 @@ class CloudApi(Protocol):
         """Delete them. Returns those that cannot go yet (a group that a dying machine still uses)."""
 
     def prepare(
-        self, region: str, *, run: str, owner: str, ssh_from: str, buckets: Sequence[str], models: Sequence[str] = ()
+        self,
+        region: str,
+        *,
+        run: str,
+        owner: str,
+        ssh_from: str,
+        buckets: Sequence[str],
+        models: Sequence[str] = (),
+        named: Named = NOTHING_NAMED,
     ) -> Place:
         """Make what the run's nodes need in a region, or find it: group, rules, identity. Idempotent.
 
         `ssh_from`: the controller's address as CIDR. `buckets`: the URLs that the nodes may read and write.
-        `models`: those that they may only read.
-        Raises CloudRefused when it is there already and somebody else's.
+        `models`: those that they may only read. `named`: what is there and used as it is; it is looked at only.
+        Raises CloudRefused when it is there already and somebody else's, or when something named will not do.
         """
 
+    def check_identity(self, named: Named) -> Sequence[Finding]:
+        """Look at the identity that the job names. Empty when it names none."""
+
+    def check_network(self, region: str, named: Named, ssh_from: str) -> Sequence[Finding]:
+        """Look at the network that the job names in a region, its subnets and its rules. Empty when it names none."""
+
     def open_rules(self, place: Place) -> Sequence[str]:
-        """What is missing of the group's rules, in words that name each; empty when all are there."""
+        """Return the rules that the group or network lacks, in words that name each; empty when all are there."""

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime
-from threading import Lock
+from threading import Lock, local
 from typing import Any
 
 from engine.events import Market
@@ -27,24 +27,23 @@ from launcher.cluster.clouds.base import (
     Caller,
     CloudRefused,
     CloudUnreachable,
+    Finding,
     Machine,
     MachineState,
     Place,
     Thing,
     refuse_anothers,
+    refuse_wrong,
+    wrong_of,
 )
+from launcher.cluster.clouds.gce_named import GoogleNames
+from launcher.cluster.clouds.gce_services import COMPUTE, IAM, PROJECTS, Answer
 from launcher.cluster.clouds.labels import PREFIX, bucket_of, run_name, slug
+from launcher.cluster.clouds.refusals import advice_on
+from launcher.company import NOTHING_NAMED, Named
+from launcher.job import SLOTS_IN_NAMES
 
 HOME_REGION = "us-central1"
-
-COMPUTE = ("SPOTRL_GCP_COMPUTE_ENDPOINT", "https://compute.googleapis.com", "/compute/v1/projects/{project}")
-IAM = ("SPOTRL_GCP_IAM_ENDPOINT", "https://iam.googleapis.com", "/v1/projects/{project}")
-PROJECTS = (
-    "SPOTRL_GCP_RESOURCE_MANAGER_ENDPOINT",
-    "https://cloudresourcemanager.googleapis.com",
-    "/v1/projects/{project}",
-)
-"""Environment variable, default, path."""
 
 PROJECT = "GOOGLE_CLOUD_PROJECT"
 
@@ -81,16 +80,11 @@ PREEMPTED, NOTICE_MS = "compute.instances.preempted", 30_000
 WAIT_SECONDS = 8.0
 """How long one call waits for an operation that it needs the end of; longer ones are found done when asked again."""
 
+NEW_ACCOUNT_SECONDS = 120.0
+"""A service account that was just made is known everywhere after so long, by Google's word."""
+
 ASK_LESS = frozenset({408, 429, 500, 502, 503, 504})
 NOT_YET = frozenset({"RESOURCE_IN_USE_BY_ANOTHER_RESOURCE", "resourceInUseByAnotherResource", "resourceNotReady"})
-
-
-class Answer(Exception):
-    """An answer that is not a yes, for those callers that know what to do about it."""
-
-    def __init__(self, status: int, reason: str, text: str) -> None:
-        super().__init__(f"{status} {reason}: {text}")
-        self.status, self.reason, self.text = status, reason, text
 
 
 class GceApi:
@@ -101,7 +95,11 @@ class GceApi:
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
         self._environ = environ
         self._lock = Lock()
+        self._kept = local()
+        self._names = GoogleNames(self._ask)
         self._known: tuple[Any, str] | None = None
+        self._bound_first: dict[str, float] = {}
+        """By account: when it was first to be bound and nobody knew it (monotonic seconds)."""
 
     def caller(self) -> Caller:
         with _said("gcp credentials"):
@@ -179,8 +177,48 @@ class GceApi:
         return left + [one for one in known if not self._remove(one)]
 
     def prepare(
-        self, region: str, *, run: str, owner: str, ssh_from: str, buckets: Sequence[str], models: Sequence[str] = ()
+        self,
+        region: str,
+        *,
+        run: str,
+        owner: str,
+        ssh_from: str,
+        buckets: Sequence[str],
+        models: Sequence[str] = (),
+        named: Named = NOTHING_NAMED,
     ) -> Place:
+        name, whose = run_name(run), json.dumps({"run": run, "owner": owner})
+        refuse_wrong([*self.check_identity(named), *self.check_network(region, named, ssh_from)])
+        if not named.network:
+            self._prepare_network(region, run, owner, ssh_from)
+        identity = named.identity
+        if not identity:
+            with _said(f"gcp iam service account of {name}"):
+                identity = self._prepare_identity(run, whose, buckets, models)
+        return Place(
+            cloud="gcp",
+            region=region,
+            group="" if named.network else name,
+            identity=identity,
+            network=named.network or name,
+            subnets=named.subnets,
+            ssh_from=ssh_from if named.is_reached_from_here else "",
+            named=named,
+        )
+
+    def check_identity(self, named: Named) -> Sequence[Finding]:
+        if not named.identity:
+            return []
+        with _said(f"gcp iam serviceAccounts.get {named.identity}"):
+            return [self._names.look_at_account(named.identity)]
+
+    def check_network(self, region: str, named: Named, ssh_from: str) -> Sequence[Finding]:
+        if not named.network:
+            return []
+        with _said(f"gcp compute network {named.network}, {region}"):
+            return self._names.look_at_network(region, named, ssh_from if named.is_reached_from_here else "")
+
+    def _prepare_network(self, region: str, run: str, owner: str, ssh_from: str) -> None:
         name, whose = run_name(run), json.dumps({"run": run, "owner": owner})
         with _said(f"gcp compute network {name}"):
             network = self._made(
@@ -191,11 +229,10 @@ class GceApi:
             self._prepare_firewall(f"{name}-inside", network["selfLink"], whose, INSIDE, {"IPProtocol": "all"})
             ssh = {"IPProtocol": "tcp", "ports": ["22"]}
             self._prepare_firewall(f"{name}-ssh", network["selfLink"], whose, ssh_from, ssh)
-        with _said(f"gcp iam service account of {name}"):
-            identity = self._prepare_identity(run, whose, buckets, models)
-        return Place(cloud="gcp", region=region, group=name, identity=identity, network=name, ssh_from=ssh_from)
 
     def open_rules(self, place: Place) -> Sequence[str]:
+        if place.named.network:
+            return wrong_of(self.check_network(place.region, place.named, place.ssh_from))
         missing = []
         wanted = {
             f"{place.group}-inside": f"all traffic from {INSIDE}",
@@ -265,6 +302,35 @@ class GceApi:
         return email
 
     def _prepare_role(self) -> None:
+        """Make the role of nodes if it is not there yet. One that is there is never changed.
+
+        Raises CloudRefused with an administrator's command if the role is missing and may not be made here, was
+        deleted, or allows something else. Who could change it could give its permissions to a node, and take them.
+        """
+        _, project = self._credentials()
+        of_project = f"{ROLE_ID} --project {project}"
+        permissions = ",".join(ROLE_PERMISSIONS)
+        try:
+            found = self._ask("GET", IAM, f"/roles/{ROLE_ID}")
+        except Answer as answer:
+            if answer.status != 404:
+                raise
+            self._make_role(f"gcloud iam roles create {of_project} --title 'spotrl node' --permissions {permissions}")
+            return
+        if found.get("deleted"):
+            raise CloudRefused(
+                f"the role {ROLE_ID} of project {project} was deleted; get it back: "
+                f"gcloud iam roles undelete {of_project}"
+            )
+        allowed = set(found.get("includedPermissions", ()))
+        if allowed != set(ROLE_PERMISSIONS):
+            differs = ", ".join(sorted(allowed ^ set(ROLE_PERMISSIONS)))
+            raise CloudRefused(
+                f"the role {ROLE_ID} of project {project} is not as nodes need it (it differs in {differs}); set it: "
+                f"gcloud iam roles update {of_project} --permissions {permissions}"
+            )
+
+    def _make_role(self, command: str) -> None:
         about = {
             "title": "spotrl node",
             "description": "May end instances; bound to those of one run by a condition",
@@ -272,16 +338,15 @@ class GceApi:
             "stage": "GA",
         }
         try:
-            self._ask("POST", IAM, "/roles", {"roleId": ROLE_ID, "role": about})
-            return
+            with _already_is_fine():
+                self._ask("POST", IAM, "/roles", {"roleId": ROLE_ID, "role": about})
         except Answer as answer:
-            if answer.status not in (400, 409):  # 400: it was deleted lately, and its name is still taken
+            if answer.status != 403:
                 raise
-        found = self._ask("GET", IAM, f"/roles/{ROLE_ID}")
-        if found.get("deleted"):
-            self._ask("POST", IAM, f"/roles/{ROLE_ID}:undelete", {})
-        if sorted(found.get("includedPermissions", ())) != sorted(ROLE_PERMISSIONS):
-            self._ask("PATCH", IAM, f"/roles/{ROLE_ID}", about)
+            raise CloudRefused(
+                f"the role {ROLE_ID} is not there, and these credentials may not make it; an administrator makes it "
+                f"once for the project: {command}"
+            ) from None
 
     def _bind(self, email: str, wanted: Mapping[str, tuple[str, str]] | None) -> None:
         """Give an account exactly these roles (title of the condition -> role, expression); None takes all away."""
@@ -304,11 +369,19 @@ class GceApi:
                 self._ask("POST", PROJECTS, ":setIamPolicy", {"policy": policy})
                 return
             except Answer as answer:
+                if answer.status == 400 and wanted and "does not exist" in answer.text and self._is_new(email):
+                    raise CloudUnreachable(
+                        f"gcp projects.setIamPolicy: Google does not know {email} yet; it is asked again"
+                    ) from None
                 if answer.status != 409:  # somebody else changed it in between: read it again
                     raise
         raise CloudUnreachable(
             "gcp projects.setIamPolicy: others keep changing the project's policy; it is asked again"
         )
+
+    def _is_new(self, email: str) -> bool:
+        """Return whether an account was first to be bound so lately that a policy may not know it yet."""
+        return time.monotonic() - self._bound_first.setdefault(email, time.monotonic()) < NEW_ACCOUNT_SECONDS
 
     def _remove(self, thing: Thing) -> bool:
         path = {
@@ -408,7 +481,7 @@ class GceApi:
     ) -> dict[str, Any]:
         import requests
 
-        session = self._session()
+        session = self._session(method)
         for attempt in (1, 2):
             try:
                 answer = session.request(method, url, json=body, params=query, timeout=CALL_SECONDS)
@@ -424,16 +497,26 @@ class GceApi:
             return dict(answer.json()) if answer.content else {}
         raise _answer(answer)
 
-    def _session(self) -> Any:
-        """One for each call: sessions are not for many threads, and calls are far apart."""
+    def _session(self, method: str) -> Any:
+        """Return this thread's session, whose connections stay open between calls, and a new one for POST.
+
+        A connection that died while it was idle fails the call that finds out. Every call but POST is then repeated.
+        """
         import requests
 
+        kept = getattr(self._kept, "session", None)
+        if kept is not None and method != "POST":
+            return kept
         credentials, _ = self._credentials()
         if credentials is None:
-            return requests.Session()
-        from google.auth.transport.requests import AuthorizedSession
+            session = requests.Session()
+        else:
+            from google.auth.transport.requests import AuthorizedSession
 
-        return AuthorizedSession(credentials, refresh_timeout=TOKEN_SECONDS)
+            session = AuthorizedSession(credentials, refresh_timeout=TOKEN_SECONDS)
+        if method != "POST":
+            self._kept.session = session
+        return session
 
     def _credentials(self) -> tuple[Any, str]:
         """Credentials, none where another server is named, and the project."""
@@ -461,13 +544,14 @@ class GceApi:
 def node_conditions(
     run: str, role: str, buckets: Sequence[str], models: Sequence[str] = ()
 ) -> dict[str, tuple[str, str]]:
-    """What a node of a run may do: title -> role, and the condition that narrows it."""
+    """Return the rights of a run's nodes: title -> role, and the condition that narrows it.
+
+    Names of instances begin with the run's name and the slot's. What stands before the slot must be the run's name and
+    nothing else, or nodes of `exp` could delete those of `exp-2`. A job's name cannot contain what begins a slot.
+    """
+    of_run = (f'resource.name.extract("/instances/{{run}}{slot}") == "{run}"' for slot in SLOTS_IN_NAMES)
     grants = {
-        "end-our-own": (
-            role,
-            'resource.type != "compute.googleapis.com/Instance" || '
-            f'resource.name.extract("/instances/{{name}}").startsWith("{run}-")',
-        )
+        "end-our-own": (role, " || ".join(('resource.type != "compute.googleapis.com/Instance"', *of_run))),
     }
     for number, url in enumerate(url for url in buckets if url.startswith("gs://")):
         bucket, prefix = bucket_of(url)
@@ -614,9 +698,8 @@ def _said(what: str) -> Iterator[None]:
     except Answer as answer:
         if answer.status in ASK_LESS or answer.reason in ("rateLimitExceeded", "RATE_LIMIT_EXCEEDED"):
             raise CloudUnreachable(f"{what}: Google Cloud answers {answer}; it is asked again") from None
-        raise CloudRefused(
-            f"{what}: Google Cloud refused ({answer}); `spotrl check --print-policy gcp` prints what is needed"
-        ) from None
+        advice = advice_on(str(answer)) or "`spotrl check --print-policy gcp` prints what is needed"
+        raise CloudRefused(f"{what}: Google Cloud refused ({answer}); {advice}") from None
     except auth.DefaultCredentialsError:
         raise CloudRefused(
             "Google Cloud found no credentials; `gcloud auth application-default login` makes some, or "

@@ -9,10 +9,12 @@ from email.utils import parsedate_to_datetime
 
 from engine.events import Market
 from launcher.cluster.clouds.base import CloudRefused, CloudUnreachable
-from launcher.cluster.clouds.gce import COMPUTE, PROJECTS, GceApi, _said
+from launcher.cluster.clouds.gce import GceApi, _said
+from launcher.cluster.clouds.gce_services import COMPUTE, PROJECTS
 from launcher.cluster.clouds.labels import bucket_of
 from launcher.cluster.clouds.limits import Permissions, Quota
 from launcher.cluster.clouds.policies import gcp_permissions
+from launcher.company import NOTHING_NAMED, Named
 from launcher.placement.placement import Placement
 
 EVERYWHERE = "GPUS_ALL_REGIONS"
@@ -48,8 +50,8 @@ class GceLimits(GceApi):
             raise CloudUnreachable("gcp compute: the answer has no date")
         return round(parsedate_to_datetime(told).timestamp() * 1000)
 
-    def permissions(self) -> Permissions:
-        wanted = gcp_permissions()
+    def permissions(self, named: Named = NOTHING_NAMED) -> Permissions:
+        wanted = gcp_permissions(named)
         granted: set[str] = set()
         with _said("gcp projects.testIamPermissions"):
             for start in range(0, len(wanted), AT_ONCE):

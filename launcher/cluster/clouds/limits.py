@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from launcher.company import NOTHING_NAMED, Named
 from launcher.placement.placement import Placement
 
 
@@ -43,8 +44,11 @@ class CloudLimits(Protocol):
     def clock_ms(self) -> int:
         """What time it is, by the cloud's own answer (UTC, milliseconds; it tells seconds)."""
 
-    def permissions(self) -> Permissions:
-        """Which of those that launching needs (launcher/cluster/clouds/policies.py) the caller lacks."""
+    def permissions(self, named: Named = NOTHING_NAMED) -> Permissions:
+        """Which of those that launching needs (launcher/cluster/clouds/policies.py) the caller lacks.
+
+        `named`: what the job names on this cloud, which is not made.
+        """
 
     def draws_on(self, want: Placement) -> Mapping[str, int]:
         """Quotas by name that one such machine uses, and how much. Empty: nobody knows which."""

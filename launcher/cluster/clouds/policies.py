@@ -5,7 +5,8 @@ we drive it (launcher/cluster/sky.py: our own group or network, our own identity
 we call ourselves (aws.py, gce.py, the price sources). Tests compare them with that code: what is missing here fails
 there, on a machine that was just paid for.
 
-What ends or changes something is tied to our label, so that these credentials can do nothing to other machines.
+On AWS, what ends or changes something is tied to our label, so that these credentials can do nothing to other machines.
+Google Cloud has no condition on labels: there these permissions hold for the whole project, and the text says so.
 """
 
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from typing import Any
 
 from launcher.cluster.clouds.base import RUN_LABEL
 from launcher.cluster.clouds.labels import bucket_of
+from launcher.company import NOTHING_NAMED, Named
 
 ACCOUNT = "ACCOUNT_ID"
 """Stands in a policy for an account that nobody named."""
@@ -54,13 +56,20 @@ PROFILES = (
     "iam:DeleteInstanceProfile",
     "iam:TagInstanceProfile",
 )
+MAKE_GROUP = "CreateSecurityGroup"
+TO_EC2 = {"StringEquals": {"iam:PassedToService": "ec2.amazonaws.com"}}
 BOTH = ("iam:AddRoleToInstanceProfile", "iam:RemoveRoleFromInstanceProfile")
 
 
-def aws_policy(account: str = ACCOUNT, buckets: Sequence[str] = ()) -> dict[str, Any]:
-    """The policy of whoever launches. `buckets`: of the job's `store`; its statements are left out without."""
+def aws_policy(
+    account: str = ACCOUNT, buckets: Sequence[str] = (), named: Named = NOTHING_NAMED, role: str = ""
+) -> dict[str, Any]:
+    """The policy of whoever launches. `buckets`: of the job's `store`; its statements are left out without.
+
+    `named`: what the job names; the permissions to make it are left out. `role`: ARN of a named profile's role.
+    """
     here = f"arn:aws:ec2:*:{account}"
-    role, profile = f"arn:aws:iam::{account}:role/spotrl/*", f"arn:aws:iam::{account}:instance-profile/spotrl/*"
+    ours, profile = f"arn:aws:iam::{account}:role/spotrl/*", f"arn:aws:iam::{account}:instance-profile/spotrl/*"
     labelled, with_label = ({"Null": {f"aws:{kind}/{RUN_LABEL}": "false"}} for kind in ("ResourceTag", "RequestTag"))
     statements: list[dict[str, Any]] = [
         _allow("See", SEE, "*"),
@@ -79,8 +88,8 @@ def aws_policy(account: str = ACCOUNT, buckets: Sequence[str] = ()) -> dict[str,
         _allow(
             "LabelWhatIsNew",
             ["ec2:CreateTags"],
-            [f"{here}:instance/*", f"{here}:volume/*", f"{here}:security-group/*"],
-            {"StringEquals": {"ec2:CreateAction": ["RunInstances", "CreateSecurityGroup"]}},
+            [f"{here}:instance/*", f"{here}:volume/*", *([] if named.network else [f"{here}:security-group/*"])],
+            {"StringEquals": {"ec2:CreateAction": ["RunInstances", *([] if named.network else [MAKE_GROUP])]}},
         ),
         _allow(
             "ChangeAndEndOurOwn",
@@ -89,27 +98,8 @@ def aws_policy(account: str = ACCOUNT, buckets: Sequence[str] = ()) -> dict[str,
             labelled,
         ),
         _allow("OurDisks", ["ec2:CreateTags", "ec2:DeleteVolume"], [f"{here}:volume/*"], labelled),
-        _allow("MakeGroups", ["ec2:CreateSecurityGroup"], [f"{here}:vpc/*"]),
-        _allow("MakeGroupsWithOurLabel", ["ec2:CreateSecurityGroup"], [f"{here}:security-group/*"], with_label),
-        _allow(
-            "OurGroups",
-            [
-                "ec2:AuthorizeSecurityGroupIngress",
-                "ec2:DeleteSecurityGroup",
-                "ec2:RevokeSecurityGroupIngress",
-            ],
-            [f"{here}:security-group/*"],
-            labelled,
-        ),
-        _allow("OurRoles", ROLES, [role]),
-        _allow("OurProfiles", PROFILES, [profile]),
-        _allow("RolesInProfiles", BOTH, [profile]),
-        _allow(
-            "GiveNodesOurRoles",
-            ["iam:PassRole"],
-            [role],
-            {"StringEquals": {"iam:PassedToService": "ec2.amazonaws.com"}},
-        ),
+        *([] if named.network else _groups(here, with_label, labelled)),
+        *(_named_role(account, named.identity, role) if named.identity else _roles(ours, profile)),
         _allow(
             "FirstSpotInstance",
             ["iam:CreateServiceLinkedRole"],
@@ -129,6 +119,33 @@ def aws_policy(account: str = ACCOUNT, buckets: Sequence[str] = ()) -> dict[str,
             ),
         ]
     return {"Version": "2012-10-17", "Statement": statements}
+
+
+def _groups(here: str, with_label: dict[str, Any], labelled: dict[str, Any]) -> list[dict[str, Any]]:
+    changes = ["ec2:AuthorizeSecurityGroupIngress", "ec2:DeleteSecurityGroup", "ec2:RevokeSecurityGroupIngress"]
+    return [
+        _allow("MakeGroups", ["ec2:CreateSecurityGroup"], [f"{here}:vpc/*"]),
+        _allow("MakeGroupsWithOurLabel", ["ec2:CreateSecurityGroup"], [f"{here}:security-group/*"], with_label),
+        _allow("OurGroups", changes, [f"{here}:security-group/*"], labelled),
+    ]
+
+
+def _roles(role: str, profile: str) -> list[dict[str, Any]]:
+    return [
+        _allow("OurRoles", ROLES, [role]),
+        _allow("OurProfiles", PROFILES, [profile]),
+        _allow("RolesInProfiles", BOTH, [profile]),
+        _allow("GiveNodesOurRoles", ["iam:PassRole"], [role], TO_EC2),
+    ]
+
+
+def _named_role(account: str, identity: str, role: str) -> list[dict[str, Any]]:
+    """The role is taken to be called as its instance profile, where nobody has asked."""
+    role = role or f"arn:aws:iam::{account}:role/{identity}"
+    return [
+        _allow("SeeTheProfile", ["iam:GetInstanceProfile", "iam:ListRoleTags"], "*"),
+        _allow("GiveNodesTheNamedRole", ["iam:PassRole"], [role], TO_EC2),
+    ]
 
 
 def _allow(
@@ -153,6 +170,22 @@ AWS_NOTES = dedent(
     # Whoever may write roles under /spotrl/ and give them to instances could write a wide one. Where that matters,
     # attach a permissions boundary to these roles by an administrator's policy.
     # The first spot instance of an account makes the service-linked role for spot; hence FirstSpotInstance.
+    """
+)
+
+AWS_NAMED_NOTES = dedent(
+    """\
+    # The job names the instance profile {identity}. GiveNodesTheNamedRole takes its role to have the same name: put the
+    # role's own name there if it has another. That role has to allow nodes this much:
+    """
+)
+
+GCP_NAMED_NOTES = dedent(
+    """\
+    # The job names the account {identity}. It needs the role spotrlNode in this project, and roles/storage.objectAdmin
+    # on the bucket; the launcher needs roles/iam.serviceAccountUser on it. The launcher grants nothing then, so the
+    # condition above is not needed. An account of another project: its organisation policy must let it be attached
+    # here (constraints/iam.disableCrossProjectServiceAccountUsage).
     """
 )
 
@@ -207,9 +240,6 @@ WE_ASK = (
     "compute.subnetworks.get",
     "compute.zoneOperations.list",
     "compute.zones.list",
-    "iam.roles.create",
-    "iam.roles.undelete",
-    "iam.roles.update",
     "iam.serviceAccounts.actAs",
     "iam.serviceAccounts.create",
     "iam.serviceAccounts.delete",
@@ -218,15 +248,34 @@ WE_ASK = (
 )
 
 
-def gcp_permissions() -> list[str]:
-    """The permissions of whoever launches, in the project."""
-    return sorted({*SKYPILOT_ASKS, *WE_ASK})
+MAKING_NETWORKS = (
+    "compute.firewalls.create",
+    "compute.firewalls.delete",
+    "compute.firewalls.update",
+    "compute.networks.create",
+    "compute.networks.delete",
+    "compute.networks.updatePolicy",
+    "compute.subnetworks.create",
+    "compute.subnetworks.delete",
+)
+MAKING_IDENTITIES = (
+    "iam.serviceAccounts.create",
+    "iam.serviceAccounts.delete",
+    "resourcemanager.projects.setIamPolicy",
+)
 
 
-def gcp_role() -> str:
+def gcp_permissions(named: Named = NOTHING_NAMED) -> list[str]:
+    """The permissions of whoever launches, in the project. `named`: what the job names, which is not made."""
+    making = {*(MAKING_NETWORKS if named.network else ()), *(MAKING_IDENTITIES if named.identity else ())}
+    return sorted({*SKYPILOT_ASKS, *WE_ASK} - making)
+
+
+def gcp_role(named: Named = NOTHING_NAMED) -> str:
     """A role definition for `gcloud iam roles create`, with what else is to be done as comments."""
-    permissions = "\n".join(f"- {name}" for name in gcp_permissions())
-    return f"{GCP_NOTES}title: spotrl launcher\nstage: GA\nincludedPermissions:\n{permissions}\n"
+    permissions = "\n".join(f"- {name}" for name in gcp_permissions(named))
+    notes = GCP_NOTES + (GCP_NAMED_NOTES.format(identity=named.identity) if named.identity else "")
+    return f"{notes}title: spotrl launcher\nstage: GA\nincludedPermissions:\n{permissions}\n"
 
 
 GCP_NOTES = dedent(
@@ -237,7 +286,13 @@ GCP_NOTES = dedent(
     #     --condition='title=only-node-roles,expression=api.getAttribute("iam.googleapis.com/modifiedGrantsByRole", [])
     #     .hasOnly(["projects/PROJECT/roles/spotrlNode", "roles/storage.objectAdmin", "roles/storage.objectViewer"])'
     #   gcloud storage buckets add-iam-policy-binding gs://YOUR_BUCKET --member user:YOU --role roles/storage.admin
-    # The condition is what keeps resourcemanager.projects.setIamPolicy from granting anything but what nodes get.
+    #   gcloud iam roles create spotrlNode --project PROJECT --title 'spotrl node' --permissions \\
+    #     compute.instances.delete,compute.instances.get,compute.instances.list,compute.zoneOperations.get
+    # The condition is what keeps resourcemanager.projects.setIamPolicy from granting anything but what nodes get. The
+    # launcher may neither make nor change roles: who may could widen spotrlNode, and take what it allows.
+    # The launcher's own permissions hold for the whole project: it can delete instances, disks, networks and service
+    # accounts that are not spotrl's, and act as any service account. Google has no condition that narrows them to a
+    # label. Where that matters, give spotrl a project of its own.
     # Prices are asked for with the role Compute Viewer and the Cloud Billing API, both optional.
     # Nodes get a service account of their own for each run: they may list and end instances of their run (role
     # spotrlNode, narrowed by a condition) and use the run's own folder of the bucket. No key of it is ever made, and

@@ -339,7 +339,7 @@ class GcpAdvice:
             yield _spot_price(zone, instance_type, record)
         for record in history.preemption_history:
             since, until = time_ms(record.interval.start_time), time_ms(record.interval.end_time)
-            if since is not None and until is not None:
+            if since is not None and until is not None and "preemption_rate" in record:
                 kind, rate = AdviceKind.PREEMPTION_RATE, record.preemption_rate
                 yield _advice(zone, instance_type, kind, rate, since, until, now_ms, ADVICE_HISTORY)
         for recommendation in advised.recommendations:

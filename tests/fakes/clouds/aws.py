@@ -5,7 +5,8 @@ few of its backends' (once, in the world's own process): spot instances say that
 client token asks for one instance, addresses come from the world's ranges, capacity can be out. A small WSGI
 application stands before moto's and answers prices, quotas, and every fault that is asked for.
 
-Signatures are not checked: any key is let in, an instance profile's too.
+Signatures are not checked: any key is let in, an instance profile's too. The region that a request to S3 is signed
+for is checked: S3 refuses another one than the bucket's.
 """
 
 import io
@@ -15,6 +16,7 @@ import re
 import secrets
 import socket
 import threading
+import time
 from base64 import b64decode
 from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime, timedelta
@@ -33,6 +35,8 @@ from tests.fakes.clouds.network import Allow
 from tests.fakes.clouds.prices import MACHINES
 
 AMI = "ami-0fakeclouds000001"
+STALL_S = 0.2
+"""Between two looks whether a call that is stalled may go on."""
 RECLAIMED = "Server.SpotInstanceTermination"
 REFUSALS = {
     "InsufficientInstanceCapacity": "We currently do not have sufficient {type} capacity in the Availability Zone you "
@@ -40,7 +44,7 @@ REFUSALS = {
     "SpotMaxPriceTooLow": "Your Spot request price of 0.01 is lower than the minimum required Spot request fulfillment "
     "price of 0.42.",
     "MaxSpotInstanceCountExceeded": "Max spot instance count exceeded",
-    "VcpuLimitExceeded": "You have requested more vCPU capacity than your current vCPU limit of 0 allows for the "
+    "VcpuLimitExceeded": "You have requested more vCPU capacity than your current vCPU limit of {limit} allows for the "
     "instance bucket that the specified instance type belongs to. Please visit "
     "http://aws.amazon.com/contact-us/ec2-request to request an adjustment to this limit.",
     "UnauthorizedOperation": "You are not authorized to perform this operation.",
@@ -122,8 +126,11 @@ class Aws:
         server.daemon_threads = True  # type: ignore[attr-defined]
         threading.Thread(target=server.serve_forever, daemon=True).start()
 
-    def furnish(self, buckets: Iterable[str]) -> None:
-        """What an account has from its first day: routes to the internet; and the buckets of the tests."""
+    def furnish(self, buckets: Iterable[str], far: Mapping[str, str]) -> None:
+        """What an account has from its first day: routes to the internet; and the buckets of the tests.
+
+        `far`: buckets outside us-east-1, and the region of each.
+        """
         import boto3
 
         for region in addresses.regions_of("aws"):
@@ -136,6 +143,9 @@ class Aws:
         s3 = boto3.client("s3", endpoint_url=addresses.AWS_URL)
         for bucket in buckets:
             s3.create_bucket(Bucket=bucket)
+        for bucket, region_name in far.items():
+            s3 = boto3.client("s3", region_name=region_name, endpoint_url=addresses.AWS_URL)
+            s3.create_bucket(Bucket=bucket, CreateBucketConfiguration={"LocationConstraint": region_name})
 
     def _before(self, moto: Wsgi) -> Wsgi:
         def application(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
@@ -143,6 +153,8 @@ class Aws:
             if service == "s3":
                 if self.faults.met(Kind.STORE_DOWN, f"aws/{region}"):
                     return _xml_error(start, "SlowDown", "Please reduce your request rate.", root="Error")
+                if (home := _home_of_other_bucket(environ, region)) is not None:
+                    return _wrong_region(environ, start, region, home)
                 return moto(environ, start)
             target = environ.get("HTTP_X_AMZ_TARGET", "")
             form = _form(environ)
@@ -166,6 +178,8 @@ class Aws:
                 return self._market(environ, start)
             if service == "servicequotas":
                 return self._quota(environ, start, action)
+            while action == "RunInstances" and self.faults.met(Kind.STALLED, where):
+                time.sleep(STALL_S)
             answer = moto(environ, start)
             if action == "RunInstances" and self.faults.met(Kind.LOST_REPLY, where):
                 b"".join(answer)
@@ -258,6 +272,11 @@ class Aws:
             and _quota_code(instance.instance_type, instance.lifecycle or "on_demand") == code
         )
         return used + count * VCPUS.get(wanted, 2) > self.quotas[code]
+
+    def refusal(self, code: str, wanted: str, market: str, zone: str) -> str:
+        """Return EC2's words, with the quota as it is now."""
+        limit = round(self.quotas[_quota_code(wanted, market)])
+        return REFUSALS.get(code, code).format(type=wanted, zone=zone, limit=limit)
 
     # --- what runs
 
@@ -473,10 +492,10 @@ def _adapt(aws: Aws) -> None:
             fault = aws.faults.met(Kind.CAPACITY, f"aws/{region}/{zone}" if zone else f"aws/{region}", market)
             if fault:
                 code = fault.code or "InsufficientInstanceCapacity"
-                raise EC2ClientError(code, REFUSALS.get(code, code).format(type=wanted, zone=zone or region))
+                raise EC2ClientError(code, aws.refusal(code, wanted, market, zone or region))
             if aws.over_quota(region, wanted, market, count):
                 code = "MaxSpotInstanceCountExceeded" if market == "spot" else "VcpuLimitExceeded"
-                raise EC2ClientError(code, REFUSALS[code])
+                raise EC2ClientError(code, aws.refusal(code, wanted, market, zone or region))
             if not kwargs.get("subnet_id") and not any(nic.get("SubnetId") for nic in kwargs.get("nics") or []):
                 # Without a subnet EC2 takes the default one of the zone.
                 default = self.get_default_subnets()
@@ -611,6 +630,30 @@ def _scope(authorization: str) -> tuple[str, str]:
     """Region and service, from `Credential=KEY/20251121/us-east-1/ec2/aws4_request`."""
     found = re.search(r"Credential=[^/]+/\d+/([^/]*)/([^/]+)/", authorization)
     return (found[1], found[2]) if found else ("", "s3")
+
+
+def _home_of_other_bucket(environ: Mapping[str, Any], signed_for: str) -> str | None:
+    """The region of the bucket that a request is about, if it is signed for another one.
+
+    In which region a bucket is may be asked in any region's name, or in nobody's.
+    """
+    from moto.s3.models import s3_backends
+
+    if not signed_for or environ.get("QUERY_STRING", "") in ("location", "location="):
+        return None
+    name = environ["PATH_INFO"].strip("/").partition("/")[0]
+    bucket = s3_backends[addresses.ACCOUNT]["aws"].buckets.get(name)
+    return None if bucket is None or bucket.region_name == signed_for else str(bucket.region_name)
+
+
+def _wrong_region(environ: Mapping[str, Any], start: Callable[..., Any], signed_for: str, home: str) -> Iterable[bytes]:
+    """S3's answer to a request that is signed for another region than the bucket's."""
+    words = f"The authorization header is malformed; the region '{signed_for}' is wrong; expecting '{home}'"
+    error = f"<Code>AuthorizationHeaderMalformed</Code><Message>{words}</Message><Region>{home}</Region>"
+    data = f"<?xml version='1.0'?><Error>{error}</Error>".encode()
+    headers = {"Content-Type": "application/xml", "Content-Length": str(len(data)), "x-amz-bucket-region": home}
+    start("400 Bad Request", [*headers.items()])
+    return [] if environ["REQUEST_METHOD"] == "HEAD" else [data]
 
 
 def _form(environ: dict[str, Any]) -> dict[str, str]:

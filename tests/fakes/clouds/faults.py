@@ -22,6 +22,8 @@ class Kind(StrEnum):
     THROTTLED = "throttled"
     LOST_REPLY = "lost_reply"
     """A machine is created, and the connection closed instead of an answer."""
+    STALLED = "stalled"
+    """AWS begins with the creation of a machine only when this is over."""
     STORE_DOWN = "store_down"
     """The object store answers 503."""
     DENIED = "denied"

@@ -11,6 +11,7 @@ Tokens are not checked: any is let in.
 import json
 import re
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -33,7 +34,7 @@ Json = dict[str, Any]
 REFUSALS = {
     "ZONE_RESOURCE_POOL_EXHAUSTED": "The zone 'projects/{project}/zones/{zone}' does not have enough resources "
     "available to fulfill the request.  Try a different zone, or try again later.",
-    "QUOTA_EXCEEDED": "Quota '{metric}' exceeded.  Limit: 0.0 in region {region}.",
+    "QUOTA_EXCEEDED": "Quota '{metric}' exceeded.  Limit: {limit:.1f} in region {region}.",
 }
 QUOTAS = {
     "CPUS": 256.0,
@@ -82,6 +83,10 @@ class Gce:
     preempted: dict[str, str] = field(default_factory=dict)
     """Instances under notice, by id: when it ends."""
     ended: list[Json] = field(default_factory=list)
+    ended_at: dict[str, float] = field(default_factory=dict)
+    """By id: when an instance was deleted (monotonic seconds)."""
+    quota_lag_s: float = 0.0
+    """For so long after its end an instance still counts against quotas."""
     booting: dict[str, bool] = field(default_factory=dict)
     calls: dict[str, int] = field(default_factory=dict)
     counter: int = 1_000_000_000_000_000_000
@@ -227,7 +232,11 @@ class Gce:
         raise _missing(f"{kind}/{name}")
 
     def _used(self, region: str, metric: str) -> float:
-        running = [i for i in self._instances() if _region(i) == region and i["status"] == "RUNNING"]
+        # One that is preempted counts until it has stopped, and for a while longer where a test says so.
+        since = time.monotonic() - self.quota_lag_s
+        counted = [i for i in self._instances() if i["status"] in ("RUNNING", "STOPPING")]
+        counted += [i for i in self.ended if self.ended_at[i["id"]] > since]
+        running = [i for i in counted if _region(i) == region]
         if metric in ("INSTANCES", "IN_USE_ADDRESSES"):
             return float(len(running))
         drawn = [
@@ -313,7 +322,8 @@ class Gce:
         limit = self.quotas[region].get(metric)
         if fault or (limit is not None and self._used(region, metric) + wanted > limit):
             code = (fault.code or "ZONE_RESOURCE_POOL_EXHAUSTED") if fault else "QUOTA_EXCEEDED"
-            text = REFUSALS.get(code, code).format(project=PROJECT, zone=zone, region=region, metric=metric)
+            names = {"project": PROJECT, "zone": zone, "region": region, "metric": metric, "limit": limit or 0.0}
+            text = REFUSALS.get(code, code).format(**names)
             return self._operation(f"zones/{zone}", "insert", link, {"code": code, "message": text})
         instance = {
             **body,
@@ -413,6 +423,7 @@ class Gce:
         del self.resources[f"zones/{zone}", "instances", instance["name"]]
         self.preempted.pop(instance["id"], None)
         self.ended.append({**instance, "status": "DELETED"})
+        self.ended_at[instance["id"]] = time.monotonic()
         for disk in instance["disks"]:
             if disk["autoDelete"]:
                 self.resources.pop((f"zones/{zone}", "disks", _last(disk["source"])), None)

@@ -1,7 +1,8 @@
 """The hosts' image and their wheels: baked once, kept in a cache folder, found again by a digest of what went in.
 
 wheels-<digest>/  every package of engine/node.lock, as pip would fetch it for a node; mounted read-only on hosts
-image-<digest>/   an overlay layer: login users, sshd's settings, SkyPilot's own runtime, pip and uv that use the wheels
+image-<digest>/   an overlay layer: login users, sshd's settings, SkyPilot's own runtime, the wheels as uv unpacks them,
+                  pip and uv that use them
 
 The promise: whatever stands under one of these names is complete. Each is made beside its place and renamed, under a
 lock, so a bake that is killed leaves nothing that a later one would believe.
@@ -74,8 +75,8 @@ def _wheels_key() -> str:
 
 
 def _image_key() -> str:
-    scripts = [(HOST / name).read_text() for name in ("assemble.sh", "bake.sh")]
-    return _digest(*scripts, version("skypilot"), _python())
+    scripts = [(HOST / name).read_text() for name in ("assemble.sh", "bake.sh", "keep_bytecode.py")]
+    return _digest(*scripts, version("skypilot"), _wheels_key(), _python())
 
 
 def _digest(*parts: str) -> str:
@@ -130,7 +131,10 @@ def _make_layer(to: Path, wheels: Path, cache: Path, say: Callable[[str], None])
         uv = Path(work, "uv")
         with zipfile.ZipFile(next(wheels.glob("uv-*.whl"))) as archive:
             uv.write_bytes(archive.read(next(name for name in archive.namelist() if name.endswith("scripts/uv"))))
-        _run(["unshare", "--mount", "bash", HOST / "bake.sh", to, uv, home / ".sky" / "wheels"], cwd=work)
+        _run(
+            ["unshare", "--mount", "bash", HOST / "bake.sh", to, uv, home / ".sky" / "wheels", wheels, CHECKOUT],
+            cwd=work,
+        )
     shutil.rmtree(to / ".work", ignore_errors=True)
 
 

@@ -28,6 +28,8 @@ from tests.fakes.clouds.network import Router
 
 PACE_S = 0.1
 BUCKETS = ("spotrl-runs",)
+FAR_BUCKETS = {"spotrl-far": "eu-central-1"}
+"""S3 buckets outside us-east-1, in a region without machines."""
 
 
 class Face:
@@ -54,7 +56,7 @@ class Server:
         self.gcs = Gcs(self.faults, buckets={name: {} for name in BUCKETS})
         self.aws.serve()
         google.serve(self.gce, self.gcs, folder, self.say, self._public_of)
-        self.aws.furnish(BUCKETS)
+        self.aws.furnish(BUCKETS, FAR_BUCKETS)
         prices.write_catalog(folder / "home", aws.AMI, aws.zone_ids())
         self.hosts = Hosts(
             folder=folder / "hosts",
@@ -64,6 +66,7 @@ class Server:
             certificate=folder / "ca.pem",
             say=self.say,
         )
+        self.held: list[int] = []
         self.furnished = {_key(thing) for thing in self._things()}
 
     def say(self, text: str) -> None:
@@ -106,11 +109,14 @@ class Server:
         self.router.apply(self.hosts.ports())
 
     def _remember(self, host_id: str) -> None:
-        """Which namespaces a host has: whoever is found in one of them later has survived it."""
-        first = self.hosts.hosts[host_id].first
-        spaces = {kind: os.readlink(f"/proc/{first}/ns/{kind}") for kind in ("net", "pid", "mnt")}
+        """Write down a host's process namespace: whoever is found in it later has survived the host.
+
+        The namespace is held open, so that the kernel does not give its number to another one.
+        """
+        path = f"/proc/{self.hosts.hosts[host_id].first}/ns/pid"
+        self.held.append(os.open(path, os.O_RDONLY))
         with (self.folder / "namespaces").open("a") as file:
-            file.write(json.dumps({"host": host_id, **spaces}) + "\n")
+            file.write(json.dumps({"host": host_id, "pid": os.readlink(path)}) + "\n")
 
     # --- what may be asked
 
@@ -173,6 +179,10 @@ class Server:
                 if region in ("", known):
                     quotas[name] = value
 
+    def quota_lag(self, seconds: float) -> None:
+        """Let a machine of Google Cloud count against quotas for so long after its end."""
+        self.gce.quota_lag_s = seconds
+
     def machines(self) -> list[dict[str, Any]]:
         """Every machine that there ever was, as the clouds remember it."""
         return [*self.aws.told(), *self.gce.told()]
@@ -211,7 +221,7 @@ class Server:
     def first(self, node: str) -> int:
         return self.hosts.hosts[self.find(node)].first
 
-    ORDERS = ("reclaim", "rebalance", "freeze", "thaw", "unplug", "fault", "clear", "price", "quota")
+    ORDERS = ("reclaim", "rebalance", "freeze", "thaw", "unplug", "fault", "clear", "price", "quota", "quota_lag")
     QUESTIONS = ("told_faults", "machines", "all_hosts", "inventory", "calls", "first")
 
     def listen(self) -> None:

@@ -48,9 +48,9 @@ mount --bind "$folder/resolv.conf" /etc/resolv.conf
 exec "$@"
 """
 GCLOUD = f"""#!/bin/sh
-# The few answers of the gcloud program that SkyPilot asks for.
+# The few answers of the gcloud program that SkyPilot asks for. GCLOUD_ACCOUNT: who is logged in; empty is nobody.
 case "$*" in
-  *"auth list"*) echo "{google.CLIENT_EMAIL}" ;;
+  *"auth list"*) echo "${{GCLOUD_ACCOUNT-{google.CLIENT_EMAIL}}}" ;;
   *"services list"*) for name in compute cloudresourcemanager iam tpu storage; do echo $name.googleapis.com; done ;;
   *"config get"*project*|*"config list"*) echo "{addresses.PROJECT}" ;;
   *version*) echo "Google Cloud SDK 500.0.0" ;;
@@ -94,6 +94,10 @@ umount "$place/root"; umount "$place"; rmdir "$place"
 """
 
 
+SERVER = "tests.fakes.clouds.server"
+"""The program that is a world."""
+
+
 class World:
     """One world. `folder` is kept when it is given, for its logs; otherwise it is a temporary one."""
 
@@ -117,7 +121,7 @@ class World:
         with (self.folder / "server.log").open("ab") as log:
             self._process = subprocess.Popen(
                 ["unshare", "--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc", sys.executable]
-                + ["-m", "tests.fakes.clouds.server", str(self.folder), str(image.layer), str(image.wheels)]
+                + ["-m", SERVER, str(self.folder), str(image.layer), str(image.wheels)]
                 + (["attached"] if attached else []),
                 cwd=CHECKOUT,
                 env={"PATH": os.environ["PATH"], "HOME": str(self.folder), "PYTHONPATH": str(CHECKOUT)},
@@ -422,22 +426,40 @@ class World:
         """What the quota calls tell: `quota("aws", "L-3819A6DF", 0)`, `quota("gcp/us-east4", "NVIDIA_L4_GPUS", 0)`."""
         self.ask("quota", where, name, value)
 
+    def quota_lag(self, seconds: float) -> None:
+        """Let a machine of Google Cloud count against quotas for so long after its end; at first it does not at all."""
+        self.ask("quota_lag", seconds)
+
     # --- what is left
 
     def leftovers(self) -> dict[str, int]:
-        """Of all hosts that there ever were: processes, namespaces and mounts that are still there."""
+        """Of all hosts that there ever were: processes, process namespaces and mounts that are still there.
+
+        Network and mount namespaces are not looked at: the kernel gives their numbers out again at once, and a client
+        of any world may get one. A process namespace's number is kept from that as long as the world is up.
+        """
         spaces = set()
         with contextlib.suppress(FileNotFoundError):
-            for line in (self.folder / "namespaces").read_text().splitlines():
-                spaces |= {value for kind, value in json.loads(line).items() if kind != "host"}
-        found: set[str] = set()
-        processes = 0
-        for pid in _pids():
-            there = {_namespace(pid, kind) for kind in ("net", "pid", "mnt")} & spaces
-            processes += bool(there)
-            found |= there
+            spaces = {json.loads(line)["pid"] for line in (self.folder / "namespaces").read_text().splitlines()}
+        found = [
+            space
+            for pid in _pids()
+            if (space := _namespace(pid, "pid")) in spaces and not self._is_of_another_world(pid)
+        ]
         mounts = Path("/proc/self/mounts").read_text().count(str(self.folder))
-        return {"processes": processes, "namespaces": len(found), "mounts": mounts}
+        return {"processes": len(found), "namespaces": len(set(found)), "mounts": mounts}
+
+    def _is_of_another_world(self, pid: int) -> bool:
+        """Return whether another world's server started the process: once this world is down, numbers are free."""
+        while pid > 1:
+            try:
+                command = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+            except OSError:
+                return False
+            if SERVER in command and str(self.folder) not in command:
+                return True
+            pid = _parent(pid)
+        return False
 
     def _inhabitants(self) -> list[int]:
         """Every process in the world's network namespace: clients. Hosts die with the world's process namespace.
@@ -465,6 +487,14 @@ def _namespace(pid: int, kind: str) -> str:
         return os.readlink(f"/proc/{pid}/ns/{kind}")
     except OSError:
         return ""
+
+
+def _parent(pid: int) -> int:
+    """Return the parent's pid, or 0 if the process is gone."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
 
 
 def _born(pid: int) -> str:

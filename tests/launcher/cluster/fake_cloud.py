@@ -4,7 +4,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from engine.events import Market
-from launcher.cluster.clouds.base import Caller, CloudRefused, CloudUnreachable, Machine, MachineState, Place, Thing
+from launcher.cluster.clouds.base import (
+    Caller,
+    CloudRefused,
+    CloudUnreachable,
+    Finding,
+    Machine,
+    MachineState,
+    Place,
+    Thing,
+)
+from launcher.company import NOTHING_NAMED, Named
 
 ME = "ada"
 ACCOUNT = "123456789012"
@@ -40,6 +50,10 @@ class FakeCloud:
     late: dict[str, tuple[int, Machine]] = field(default_factory=dict)
     """Machines that are listed only after so many looks at their region."""
     orders: list[str] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+    """Of things that a job names."""
+    looked: list[tuple[str, str]] = field(default_factory=list)
+    """Regions whose named networks were looked at, and where SSH was to come from."""
     who: Caller | None = ADA
     _dying: dict[str, int] = field(default_factory=dict)
 
@@ -98,9 +112,24 @@ class FakeCloud:
         return left
 
     def prepare(
-        self, region: str, *, run: str, owner: str, ssh_from: str, buckets: Sequence[str], models: Sequence[str] = ()
+        self,
+        region: str,
+        *,
+        run: str,
+        owner: str,
+        ssh_from: str,
+        buckets: Sequence[str],
+        models: Sequence[str] = (),
+        named: Named = NOTHING_NAMED,
     ) -> Place:
         raise NotImplementedError
+
+    def check_identity(self, named: Named) -> Sequence[Finding]:
+        return self.findings if named.identity else []
+
+    def check_network(self, region: str, named: Named, ssh_from: str) -> Sequence[Finding]:
+        self.looked.append((region, ssh_from))
+        return self.findings if named.network else []
 
     def open_rules(self, place: Place) -> Sequence[str]:
         raise NotImplementedError

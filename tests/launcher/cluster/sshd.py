@@ -1,12 +1,15 @@
 """A real sshd on loopback for one test: throw-away keys, the current user, no configuration of this machine's."""
 
+import contextlib
 import os
 import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from getpass import getuser
 from pathlib import Path
 
@@ -86,13 +89,14 @@ class Sshd:
         return [child for child in psutil.Process(self._process.pid).children(recursive=True) if child.is_running()]
 
     def windows(self) -> list[psutil.Process]:
-        return [process for process in self.sessions() if "engine.runtime.window" in process.cmdline()]
+        return [process for process in self.sessions() if "engine.runtime.window" in _words_of(process)]
 
     def cut(self, number: signal.Signals = signal.SIGKILL) -> None:
         """Kill (or stop) the processes that carry connections; what they started stays."""
         for process in self.sessions():
-            if process.name().startswith("sshd"):
-                process.send_signal(number)
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if process.name().startswith("sshd"):
+                    process.send_signal(number)
 
     def stop(self) -> None:
         """Nobody listens any more; connections end too."""
@@ -100,3 +104,33 @@ class Sshd:
             self.cut()
             self._process.kill()
             self._process.wait()
+
+
+def _words_of(process: psutil.Process) -> list[str]:
+    """Return the command line of a process, or nothing if it has ended since it was found."""
+    try:
+        return process.cmdline()
+    except psutil.NoSuchProcess:  # a zombie too
+        return []
+
+
+PROXY = """\
+import select, socket, sys
+with open(sys.argv[1], "a") as log:
+    log.write(f"{sys.argv[3]} {sys.argv[4]}\\n")
+line = socket.create_connection(("127.0.0.1", int(sys.argv[2])))
+while True:
+    for one in select.select([line, 0], [], [])[0]:
+        data = line.recv(65536) if one is line else sys.stdin.buffer.raw.read(65536)
+        if not data:
+            sys.exit()
+        line.sendall(data) if one == 0 else (sys.stdout.buffer.write(data), sys.stdout.flush())
+"""
+
+
+def through_proxy(login: Login, folder: Path) -> tuple[Login, Path]:
+    """A login to a host that no name server knows, through a proxy that leads to `login`; and the proxy's log."""
+    (folder / "proxy.py").write_text(PROXY)
+    log = folder / "proxy.log"
+    proxy = f"{sys.executable} {folder / 'proxy.py'} {log} {login.port} %h %p"
+    return replace(login, host="node.invalid", port=22, proxy=proxy), log

@@ -1,7 +1,6 @@
 """Runs for tests: a job, a plan, a ledger in a folder of the test's, and nodes that are fake agents."""
 
 import os
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -28,7 +27,7 @@ from launcher.placement.moves import Option, SiteOptions
 from launcher.placement.placement import Placement
 from launcher.placement.plan import Plan, Slot
 
-FAKE_AGENT = (sys.executable, str(Path(__file__).parent.parent / "fake_agent.py"))
+FAKE_AGENT = str(Path(__file__).parent.parent / "fake_agent.py")
 SPOT_RATE, TRAINER_RATE = 300_000, 1_000_000
 
 
@@ -118,6 +117,9 @@ class PaperCloud:
     def tidy(self) -> bool:
         self.tidies += 1
         return not self.stays_untidy
+
+    def close(self) -> None:
+        pass
 
     def reclaim(self, name: str, evidence: str = "Server.SpotInstanceTermination: taken back") -> None:
         self.end(name, evidence, reclaimed=True)

@@ -23,8 +23,10 @@ from launcher.cluster.checks import (
     cloud_lines,
     ending,
     failed,
+    identity,
     job_lines,
     need_of,
+    networks,
     of_job,
     one_will_do,
     permissions,
@@ -36,11 +38,13 @@ from launcher.cluster.checks import (
     skypilot_config,
 )
 from launcher.cluster.clouds.aws_limits import AwsLimits, quota_code
-from launcher.cluster.clouds.base import CloudRefused, CloudUnreachable
+from launcher.cluster.clouds.base import CloudRefused, CloudUnreachable, Finding, Look
 from launcher.cluster.clouds.gce_limits import GceLimits
 from launcher.cluster.clouds.limits import Permissions, Quota
+from launcher.cluster.ready import check_named
+from launcher.company import NOTHING_NAMED, AwsNetwork, Identity, Named, Network
 from launcher.exit_codes import ExitCode, Failure
-from launcher.job import load_job
+from launcher.job import Job, load_job
 from launcher.market.machines import MACHINES, machine_of
 from launcher.placement.moves import Option, SiteOptions
 from launcher.placement.placement import Placement
@@ -98,7 +102,7 @@ class FakeLimits:
     def clock_ms(self) -> int:
         return NOW_MS + self.off_ms
 
-    def permissions(self) -> Permissions:
+    def permissions(self, named: Named = NOTHING_NAMED) -> Permissions:
         return self.said
 
     def draws_on(self, want: Placement) -> Mapping[str, int]:
@@ -426,6 +430,7 @@ def test_a_job_is_checked_from_end_to_end(tmp_path):
         a_job(tmp_path),
         plan(),
         {"aws": FakeLimits(has={"us-east-2": enough()})},
+        apis={"aws": FakeCloud()},
         runs=tmp_path,
         now_ms=lambda: NOW_MS,
         ssh_from=lambda: "203.0.113.7/32",
@@ -435,6 +440,63 @@ def test_a_job_is_checked_from_end_to_end(tmp_path):
     checks = run_checks(asks)
     assert [check.what for check in checks] == ["job", "prices", "ssh from", "aws bucket", "quota aws/us-east-2"]
     assert ending(checks) is ExitCode.OK
+
+
+# --- what the job names ------------------------------------------------------------------------------
+
+NAMED = Job(
+    infra="aws",
+    identity=Identity(aws="node"),
+    network=Network(
+        aws={
+            region: AwsNetwork(vpc="vpc-1", security_group="nodes", public_addresses=region != "us-west-1")
+            for region in ("us-east-2", "us-west-1")
+        }
+    ),
+)
+GONE = Finding(look=Look.WRONG, text="aws has no VPC vpc-1; correct network.aws.us-east-2.vpc")
+
+
+def test_a_named_identity_and_network_are_a_line_each():
+    cloud = FakeCloud(findings=[Finding(look=Look.OK, text="there")])
+    assert [(one.what, one.verdict) for one in identity(cloud, NAMED.named_on("aws"))] == [("aws identity", Verdict.OK)]
+    checks = networks(NAMED, plan(site(), site(region="us-west-1")), {"aws": cloud}, lambda: "203.0.113.7/32")
+    assert [one.what for one in checks] == ["network aws/us-east-2", "network aws/us-west-1"]
+    assert sorted(cloud.looked) == [("us-east-2", "203.0.113.7/32"), ("us-west-1", "203.0.113.7/32")]
+
+
+def test_without_named_things_there_is_no_line_and_nobody_is_asked_for_an_address():
+    def nobody() -> str:
+        raise AssertionError
+
+    assert identity(FakeCloud(), Job().named_on("aws")) == []
+    assert networks(Job(infra="aws"), plan(), {"aws": FakeCloud()}, nobody) == []
+
+
+def test_a_network_that_will_not_do_is_a_fault_only_if_no_other_will():
+    (line,) = networks(NAMED, plan(), {"aws": FakeCloud(findings=[GONE])}, str)
+    assert (line.verdict, line.remedy) == (Verdict.FAIL, "correct network.aws.us-east-2.vpc")
+
+    class OneGone(FakeCloud):
+        def check_network(self, region: str, named: Named, ssh_from: str) -> Sequence[Finding]:
+            return [GONE] if region == "us-east-2" else [Finding(look=Look.UNSURE, text="cannot be seen")]
+
+    both = plan(site(), site(region="us-west-1"))
+    assert verdicts(networks(NAMED, both, {"aws": OneGone()}, str)) == ["WARN", "WARN"]
+    places = [("aws", "us-east-2"), ("aws", "us-west-1")]
+    check_named(NAMED, {"aws": OneGone()}, places, str)
+    with pytest.raises(CloudRefused, match=r"no VPC vpc-1; correct .*\(the job names it"):
+        check_named(NAMED, {"aws": OneGone()}, places[:1], str)
+
+
+def test_permissions_to_make_what_the_job_names_are_not_asked_for():
+    limits, client = aws()
+    limits.permissions(NAMED.named_on("aws"))
+    asked = {action for one in client.asked for action in one.get("ActionNames", ())}
+    assert "ec2:RunInstances" in asked
+    assert not asked & {"iam:CreateRole", "ec2:CreateSecurityGroup"}
+    (passing,) = [one for one in client.asked if "iam:PassRole" in one.get("ActionNames", ())]
+    assert passing["ResourceArns"] == ["arn:aws:iam::123456789012:role/x/node-role"]
 
 
 # --- AWS's answers -----------------------------------------------------------------------------------
@@ -478,6 +540,9 @@ class FakeAws:
             for name in asked["ActionNames"]
         ]
         return [{"EvaluationResults": results}]
+
+    def get_instance_profile(self, *, InstanceProfileName: str) -> dict[str, Any]:
+        return {"InstanceProfile": {"Roles": [{"Arn": f"arn:aws:iam::123456789012:role/x/{InstanceProfileName}-role"}]}}
 
     def get_service_quota(self, *, ServiceCode: str, QuotaCode: str) -> dict[str, Any]:
         return self._quota(self.limits, QuotaCode)

@@ -4,8 +4,10 @@ AWS is moto in this process; Google Cloud is our own slice of it (tests/fakes/cl
 """
 
 import json
+import re
 import threading
 import time
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qsl, urlsplit
 
@@ -14,11 +16,16 @@ import pytest
 from moto import mock_aws
 
 from engine.events import Market
-from launcher.cluster.clouds.aws import AwsApi, node_policy
-from launcher.cluster.clouds.base import CloudRefused, CloudUnreachable, MachineState
+from launcher.cluster.clouds.aws import AwsApi, node_policy, owner_of
+from launcher.cluster.clouds.aws_named import look_at_profile
+from launcher.cluster.clouds.base import CloudRefused, CloudUnreachable, Look, MachineState
 from launcher.cluster.clouds.build import build_cloud_api
 from launcher.cluster.clouds.gce import GceApi, node_conditions
+from launcher.cluster.clouds.gce_named import GoogleNames
+from launcher.cluster.clouds.gce_services import COMPUTE, Answer
 from launcher.cluster.clouds.labels import run_name, slug
+from launcher.company import Named
+from launcher.job import Job
 from tests.fakes.clouds.addresses import PROJECT, Pool
 from tests.fakes.clouds.faults import Faults
 from tests.fakes.clouds.gce import Gce, LostReply, Refused
@@ -225,6 +232,160 @@ def test_a_node_may_read_its_model_and_not_change_it():
     )
 
 
+# --- AWS things that a job names ------------------------------------------------------------------------
+
+
+class Company:
+    """An account whose administrator made a VPC, two subnets, a group and an instance profile for nodes."""
+
+    def __init__(self):
+        self.ec2, self.iam = boto3.client("ec2", region_name=REGION), boto3.client("iam")
+        self.vpc = self.ec2.create_vpc(CidrBlock="10.7.0.0/16")["Vpc"]["VpcId"]
+        self.subnets = [
+            self.ec2.create_subnet(VpcId=self.vpc, CidrBlock=f"10.7.{n}.0/24")["Subnet"]["SubnetId"] for n in range(2)
+        ]
+        self.tag(self.vpc, "company-vpc")
+        for number, subnet in enumerate(self.subnets):
+            self.tag(subnet, f"company-subnet-{number}")
+        self.group = self.ec2.create_security_group(GroupName="nodes", Description="x", VpcId=self.vpc)["GroupId"]
+        self.inside = {"IpProtocol": "-1", "UserIdGroupPairs": [{"GroupId": self.group}]}
+        self.ssh = {"IpProtocol": "tcp", "FromPort": 22, "ToPort": 22, "IpRanges": [{"CidrIp": "203.0.113.0/24"}]}
+        self.ec2.authorize_security_group_ingress(GroupId=self.group, IpPermissions=[self.inside, self.ssh])
+        self.iam.create_instance_profile(InstanceProfileName="node-profile")
+        self.iam.create_role(RoleName="node-role", AssumeRolePolicyDocument="{}")
+        self.iam.add_role_to_instance_profile(InstanceProfileName="node-profile", RoleName="node-role")
+
+    def tag(self, thing, name):
+        self.ec2.create_tags(Resources=[thing], Tags=[{"Key": "Name", "Value": name}])
+
+    def named(self, **more):
+        return replace(
+            Named(identity="node-profile", network=self.vpc, group="nodes", subnets=(self.subnets[0],)), **more
+        )
+
+    def everything(self):
+        groups = self.ec2.describe_security_groups()["SecurityGroups"]
+        roles = [one["RoleName"] for one in self.iam.list_roles()["Roles"]]
+        return json.dumps([groups, roles, self.ec2.describe_vpcs()["Vpcs"]], default=str)
+
+
+@pytest.fixture
+def company(aws):
+    return Company()
+
+
+def prepare_in(aws, named, ssh_from=FROM):
+    return aws.prepare(REGION, run="run", owner="me", ssh_from=ssh_from, buckets=["s3://b/run"], named=named)
+
+
+def test_what_an_aws_job_names_is_used_and_nothing_is_made_or_taken_away(aws, company):
+    before = company.everything()
+    place = prepare_in(aws, company.named())
+    assert (place.identity, place.group, place.network, place.subnets) == (
+        "node-profile", "nodes", "company-vpc", ("company-subnet-0",)
+    )  # fmt: skip
+    assert aws.open_rules(place) == []
+    assert aws.things(REGION, run="run") == []
+    assert aws.remove(aws.things(REGION)) == []
+    assert company.everything() == before
+
+
+def test_ids_and_names_of_aws_things_mean_the_same(aws, company):
+    by_name = company.named(network="company-vpc", group=company.group, subnets=("company-subnet-0",))
+    assert replace(prepare_in(aws, by_name), named=company.named()) == prepare_in(aws, company.named())
+
+
+def test_an_identity_may_be_named_alone_and_a_network_alone(aws, company):
+    place = prepare_in(aws, Named(identity="node-profile"))
+    assert (place.group, place.identity) == ("spotrl-run", "node-profile")
+    assert [one.kind for one in aws.things(REGION, run="run")] == ["group"]
+    aws.remove(aws.things(REGION, run="run"))
+    place = prepare_in(aws, company.named(identity=""))
+    assert (place.group, place.identity) == ("nodes", "spotrl-run")
+    assert [one.kind for one in aws.things(REGION, run="run")] == ["role"]
+
+
+@pytest.mark.parametrize(
+    ("change", "named", "words"),
+    [
+        ("", {"network": "vpc-9"}, r"no VPC vpc-9 in us-east-1; correct network.aws.us-east-1.vpc"),
+        ("", {"group": "others"}, r"has no security group others; name one"),
+        ("", {"subnets": ("subnet-9",)}, r"has no subnet subnet-9; name subnets of this VPC"),
+        ("", {"identity": "nobody"}, r"no instance profile nobody; correct identity.aws"),
+        ("no role", {}, r"node-profile has no role; `aws iam add-role-to-instance-profile"),
+        ("no vpc name", {}, r"has no Name tag, and SkyPilot finds a VPC by it; `aws ec2 create-tags"),
+        ("no subnet name", {}, r"has no Name tag, and SkyPilot finds a subnet by it"),
+        ("same subnet names", {}, r"more than one subnet has the Name tag company-subnet-0"),
+        (
+            "no ssh",
+            {},
+            r"security group nodes \(us-east-1\) lacks the rule: tcp 22 \(SSH\) from 203.0.113.7/32; add it",
+        ),
+        ("no inside", {}, r"lacks the rule: all traffic from itself; add it"),
+        ("no egress", {}, r"security group nodes lets nothing out"),
+        ("ours", {}, r"was made by spotrl for a run, and goes with it"),
+        ("public subnet", {"public_addresses": False}, r"gives public addresses; name a private one"),
+    ],
+)
+def test_what_will_not_do_on_aws_is_refused_before_anything_is_made(aws, company, change, named, words):
+    match change:
+        case "no role":
+            company.iam.remove_role_from_instance_profile(InstanceProfileName="node-profile", RoleName="node-role")
+        case "no vpc name":
+            company.ec2.delete_tags(Resources=[company.vpc], Tags=[{"Key": "Name"}])
+        case "no subnet name":
+            company.ec2.delete_tags(Resources=[company.subnets[0]], Tags=[{"Key": "Name"}])
+        case "same subnet names":
+            company.tag(company.subnets[1], "company-subnet-0")
+        case "no ssh":
+            company.ec2.revoke_security_group_ingress(GroupId=company.group, IpPermissions=[company.ssh])
+        case "no inside":
+            company.ec2.revoke_security_group_ingress(GroupId=company.group, IpPermissions=[company.inside])
+        case "no egress":
+            out = {"IpProtocol": "-1", "IpRanges": [{"CidrIp": "0.0.0.0/0"}]}
+            company.ec2.revoke_security_group_egress(GroupId=company.group, IpPermissions=[out])
+        case "ours":
+            company.ec2.create_tags(Resources=[company.group], Tags=[{"Key": "spotrl-run", "Value": "other"}])
+        case "public subnet":
+            company.ec2.modify_subnet_attribute(SubnetId=company.subnets[0], MapPublicIpOnLaunch={"Value": True})
+    before = company.everything()
+    with pytest.raises(CloudRefused, match=words):
+        prepare_in(aws, company.named(**named))
+    assert company.everything() == before
+
+
+def test_a_network_that_will_not_do_leaves_no_role_behind(aws, company):
+    before = company.everything()
+    with pytest.raises(CloudRefused, match="no VPC vpc-9"):
+        prepare_in(aws, company.named(identity="", network="vpc-9"))
+    assert company.everything() == before
+
+
+def test_ssh_through_a_proxy_may_come_from_any_address(aws, company):
+    company.ec2.revoke_security_group_ingress(GroupId=company.group, IpPermissions=[company.ssh])
+    from_bastion = {**company.ssh, "IpRanges": [{"CidrIp": "10.7.1.5/32"}]}
+    company.ec2.authorize_security_group_ingress(GroupId=company.group, IpPermissions=[from_bastion])
+    with pytest.raises(CloudRefused, match="tcp 22"):
+        prepare_in(aws, company.named())
+    assert prepare_in(aws, company.named(ssh_proxy="ssh -W %h:%p bastion")).ssh_from == ""
+    place = prepare_in(aws, company.named(public_addresses=False))
+    company.ec2.revoke_security_group_ingress(GroupId=company.group, IpPermissions=[from_bastion])
+    assert aws.open_rules(place) == []  # a bastion may be in the group, whose members reach one another
+    company.ec2.revoke_security_group_ingress(GroupId=company.group, IpPermissions=[company.inside])
+    assert "tcp 22 (SSH) from where ssh_proxy, or this machine, connects" in aws.open_rules(place)[1]
+
+
+def test_a_profile_that_may_not_be_seen_is_said_and_stops_nothing(aws, company):
+    from botocore.exceptions import ClientError
+
+    class Iam:
+        def get_instance_profile(self, InstanceProfileName):
+            raise ClientError({"Error": {"Code": "AccessDenied"}}, "GetInstanceProfile")
+
+    finding = look_at_profile(Iam(), "node-profile")
+    assert (finding.look, "allow iam:GetInstanceProfile" in finding.text) == (Look.UNSURE, True)
+
+
 # --- Google Cloud ---------------------------------------------------------------------------------------
 
 ZONE = "us-central1-a"
@@ -303,8 +464,6 @@ def insert(gcp, node="run-rollout-0-g0", run="run", zone=ZONE, spot=True, owner=
         "networkInterfaces": [{"network": "default", "accessConfigs": [{}]}],
         "serviceAccounts": [{"email": "spotrl-run@p.iam.gserviceaccount.com", "scopes": []}],
     }
-    from launcher.cluster.clouds.gce import COMPUTE
-
     gcp._done(gcp._ask("POST", COMPUTE, f"/zones/{zone}/instances", body))
 
 
@@ -422,11 +581,223 @@ def test_gcp_lists_its_regions(gcp):
     assert gcp.regions() == ["us-central1", "us-east4"]
 
 
+# --- Google's things that a job names -------------------------------------------------------------------
+
+
+class GoogleCompany:
+    """A project whose administrator made a network, a subnet, firewall rules and a service account for nodes."""
+
+    ACCOUNT = f"node@{PROJECT}.iam.gserviceaccount.com"
+
+    def __init__(self, gce):
+        self.gce = gce
+        gce._put("global", "networks", {"name": "company"})
+        gce._subnetwork("us-central1", "company-central", "company", "10.9.0.0/20")
+        self.rule("inside", sourceRanges=["10.9.0.0/16"], allowed=[{"IPProtocol": "tcp", "ports": ["0-65535"]}])
+        self.rule("ssh", sourceRanges=["203.0.113.0/24"], allowed=[{"IPProtocol": "tcp", "ports": ["22"]}])
+        gce._add_account("node", {})
+
+    def rule(self, name, **rule):
+        self.gce._firewall({"name": name, "network": "global/networks/company", **rule})
+
+    def named(self, **more):
+        return replace(Named(identity=self.ACCOUNT, network="company", subnets=("company-central",)), **more)
+
+    def everything(self):
+        return json.dumps([list(self.gce.resources.values()), self.gce.accounts, self.gce.policy, self.gce.roles])
+
+
+@pytest.fixture
+def google_company(google):
+    return GoogleCompany(google.gce)
+
+
+def prepare_on_google(gcp, named, region="us-central1"):
+    return gcp.prepare(region, run="run", owner="me", ssh_from=FROM, buckets=["gs://b/run"], named=named)
+
+
+def test_what_a_google_job_names_is_used_and_nothing_is_made_or_taken_away(gcp, google_company):
+    before = google_company.everything()
+    place = prepare_on_google(gcp, google_company.named())
+    assert (place.identity, place.network, place.subnets) == (GoogleCompany.ACCOUNT, "company", ("company-central",))
+    assert gcp.open_rules(place) == []
+    assert gcp.things("us-central1") == []
+    assert google_company.everything() == before
+
+
+def test_a_google_identity_may_be_named_alone_and_a_network_alone(gcp, google_company):
+    place = prepare_on_google(gcp, Named(identity=GoogleCompany.ACCOUNT))
+    assert (place.network, place.identity) == ("spotrl-run", GoogleCompany.ACCOUNT)
+    assert "identity" not in {one.kind for one in gcp.things("us-central1", run="run")}
+    gcp.remove(gcp.things("us-central1", run="run"))
+    place = prepare_on_google(gcp, google_company.named(identity=""))
+    assert place.identity == f"spotrl-run@{PROJECT}.iam.gserviceaccount.com"
+    assert {one.kind for one in gcp.things("us-central1", run="run")} == {"identity"}
+
+
+@pytest.mark.parametrize(
+    ("change", "named", "words"),
+    [
+        ("", {"network": "nowhere"}, r"gcp has no network nowhere.*correct network.gcp"),
+        ("", {"subnets": ("elsewhere",)}, r"network company has no subnet elsewhere in us-central1"),
+        ("", {"identity": f"x@{PROJECT}.iam.gserviceaccount.com"}, r"no service account x@.*correct identity.gcp"),
+        ("account disabled", {}, r"is disabled; `gcloud iam service-accounts enable"),
+        ("ssh gone", {}, r"network company lacks an ingress rule: tcp 22 \(SSH\) from 203.0.113.7/32.*; add it"),
+        ("ssh disabled", {}, r"lacks an ingress rule: tcp 22"),
+        ("ssh for others", {}, r"lacks an ingress rule: tcp 22"),
+        ("inside of one port", {}, r"lacks an ingress rule: all TCP ports from 10.9.0.0/20"),
+    ],
+)
+def test_what_will_not_do_on_google_is_refused_before_anything_is_made(gcp, google_company, change, named, words):
+    rules = {name: google_company.gce.resources["global", "firewalls", name] for name in ("ssh", "inside")}
+    match change:
+        case "account disabled":
+            google_company.gce.accounts[GoogleCompany.ACCOUNT]["disabled"] = True
+        case "ssh gone":
+            google_company.gce.resources.pop(("global", "firewalls", "ssh"))
+        case "ssh disabled":
+            rules["ssh"]["disabled"] = True
+        case "ssh for others":
+            rules["ssh"]["targetTags"] = ["web"]
+        case "inside of one port":
+            rules["inside"]["allowed"] = [{"IPProtocol": "tcp", "ports": ["8080"]}]
+    before = google_company.everything()
+    with pytest.raises(CloudRefused, match=words):
+        prepare_on_google(gcp, google_company.named(**named))
+    assert google_company.everything() == before
+
+
+def test_an_account_that_will_not_do_leaves_no_network_behind(gcp, google_company):
+    before = google_company.everything()
+    with pytest.raises(CloudRefused, match="no service account"):
+        prepare_on_google(gcp, Named(identity=f"x@{PROJECT}.iam.gserviceaccount.com"))
+    assert google_company.everything() == before
+
+
+def test_rules_by_service_account_count_for_nodes_that_run_as_it(gcp, google_company):
+    rules = {name: google_company.gce.resources["global", "firewalls", name] for name in ("ssh", "inside")}
+    rules["ssh"]["targetServiceAccounts"] = [GoogleCompany.ACCOUNT]
+    rules["inside"] |= {"sourceRanges": [], "sourceServiceAccounts": [GoogleCompany.ACCOUNT]}
+    assert gcp.open_rules(prepare_on_google(gcp, google_company.named())) == []
+
+
+def test_google_things_that_may_not_be_seen_are_said_and_stop_nothing(gcp, google_company, monkeypatch):
+    asked = []
+
+    def ask(method, where, path, body=None, query=None):
+        asked.append(where[2] + path)
+        raise Answer(403, "forbidden", "you may not look")
+
+    names = GoogleNames(ask)
+    (finding,) = names.look_at_network("us-central1", google_company.named(network="host/company"), FROM)
+    assert (finding.look, "you may not look" in finding.text) == (Look.UNSURE, True)
+    assert asked == ["/compute/v1/projects/host/global/networks/company"]
+    assert names.look_at_account(GoogleCompany.ACCOUNT).look is Look.UNSURE
+
+
+def test_a_private_google_subnet_without_a_way_to_google_is_told(gcp, google_company):
+    private = google_company.named(public_addresses=False)
+    (finding,) = gcp.check_network("us-central1", private, FROM)
+    assert (finding.look, "no Private Google Access" in finding.text) == (Look.UNSURE, True)
+    subnet = google_company.gce.resources["regions/us-central1", "subnetworks", "company-central"]
+    subnet["privateIpGoogleAccess"] = True
+    assert [one.look for one in gcp.check_network("us-central1", private, FROM)] == [Look.OK]
+
+
+def may_end(condition, instance):
+    """Evaluate the condition of a role for an instance. `extract` gives what stands in the place of the braces."""
+    terms = condition.removeprefix('resource.type != "compute.googleapis.com/Instance" || ').split(" || ")
+    for term in terms:
+        before, after, wanted = re.fullmatch(r'resource.name.extract\("(.*)\{run\}(.*)"\) == "(.*)"', term).groups()
+        name = f"projects/p/zones/us-central1-a/instances/{instance}".partition(before)[2]
+        if after in name and name.partition(after)[0] == wanted:
+            return True
+    return False
+
+
+def test_nodes_of_a_run_may_not_end_those_of_a_run_whose_name_begins_alike():
+    """Nodes of `exp` were allowed to delete instances of `exp-2`."""
+    nodes = ("trainer-g0-1a2b-head", "spot-0-g3-1a2b-head", "spot-11-g0-1a2b-head")
+    for run in ("exp", "exp-2", "exp-2-b", "e"):
+        condition = node_conditions(run, "projects/p/roles/spotrlNode", [])["end-our-own"][1]
+        for other in ("exp", "exp-2", "exp-2-b", "e"):
+            for node in nodes:
+                assert may_end(condition, f"{other}-{node}") == (run == other), (run, other, node)
+
+
+@pytest.mark.parametrize("name", ["exp-spot-lr", "exp-spot", "exp-trainer-g1"])
+def test_a_run_may_not_be_called_like_a_node(name):
+    with pytest.raises(ValueError, match="nodes could be taken for this run's"):
+        Job(name=name)
+
+
+def test_the_role_of_nodes_is_made_once_and_never_changed(gcp, google):
+    """Who may change it could give its permissions to a node, and take them."""
+    roles = google.gce.roles
+    gcp._prepare_role()
+    made = dict(roles["spotrlNode"])
+    gcp._prepare_role()
+    roles["spotrlNode"]["includedPermissions"] = [*made["includedPermissions"], "compute.instances.setMetadata"]
+    with pytest.raises(CloudRefused, match=r"differs in compute.instances.setMetadata\).*gcloud iam roles update"):
+        gcp._prepare_role()
+    assert "compute.instances.setMetadata" in roles["spotrlNode"]["includedPermissions"]
+    roles["spotrlNode"] = {**made, "deleted": True}
+    with pytest.raises(CloudRefused, match="gcloud iam roles undelete spotrlNode --project"):
+        gcp._prepare_role()
+
+
+def test_a_role_that_may_not_be_made_here_is_an_administrators_to_make(gcp, monkeypatch):
+    def refuse(method, api, path, body=None, query=None):
+        raise Answer(404 if method == "GET" else 403, "x", "no")
+
+    monkeypatch.setattr(gcp, "_ask", refuse)
+    with pytest.raises(CloudRefused, match=r"gcloud iam roles create spotrlNode --project .* --permissions compute"):
+        gcp._prepare_role()
+
+
+def test_a_service_account_that_google_does_not_know_yet_is_bound_later(gcp, monkeypatch):
+    """Right after it was made, setIamPolicy answers 400."""
+    now = [1000.0]
+    monkeypatch.setattr("launcher.cluster.clouds.gce.time.monotonic", lambda: now[0])
+
+    def answer(method, api, path, body=None, query=None):
+        if path == ":setIamPolicy":
+            raise Answer(400, "badRequest", "Service account new@p.iam.gserviceaccount.com does not exist.")
+        return {"bindings": []}
+
+    monkeypatch.setattr(gcp, "_ask", answer)
+    wanted = {"end-our-own": ("projects/p/roles/spotrlNode", "true")}
+    for _ in range(3):
+        with pytest.raises(CloudUnreachable, match=r"does not know new@p.iam.gserviceaccount.com yet"):
+            gcp._bind("new@p.iam.gserviceaccount.com", wanted)
+        now[0] += 39.0
+    now[0] += 39.0
+    with pytest.raises(Answer):
+        gcp._bind("new@p.iam.gserviceaccount.com", wanted)
+
+
 def test_a_gcp_node_reaches_its_own_instances_and_prefix_alone():
     grants = node_conditions("run", "projects/p/roles/spotrlNode", ["gs://bucket/runs/run", "s3://x/y"])
-    assert 'startsWith("run-")' in grants["end-our-own"][1]
+    assert may_end(grants["end-our-own"][1], "run-trainer-g0-1a2b-head")
     assert grants["keep-0"] == (
         "roles/storage.objectAdmin",
         'resource.name == "projects/_/buckets/bucket" || '
         'resource.name.startsWith("projects/_/buckets/bucket/objects/runs/run/")',
     )
+
+
+@pytest.mark.parametrize(
+    ("arn", "owner"),
+    [
+        ("arn:aws:iam::123456789012:user/ann", "ann"),
+        ("arn:aws:iam::123456789012:user/team/ann", "ann"),
+        ("arn:aws:iam::123456789012:root", "root"),
+        ("arn:aws:sts::123456789012:assumed-role/ci-launcher/build-4711", "ci-launcher"),
+        ("arn:aws:sts::123456789012:assumed-role/ci-launcher/build-4712", "ci-launcher"),
+        ("arn:aws:sts::123456789012:assumed-role/AWSReservedSSO_Admin_0a1b/ann@example.com", "ann@example.com"),
+        ("arn:aws:sts::123456789012:federated-user/ann", "ann"),
+    ],
+)
+def test_an_owner_is_the_same_in_every_session(arn, owner):
+    """With each session of an assumed role, `reap` took its own machines for somebody else's."""
+    assert owner_of(arn) == owner

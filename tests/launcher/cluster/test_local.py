@@ -1,5 +1,7 @@
 """The local cloud: real processes, a clock moved by hand."""
 
+import contextlib
+import errno
 import json
 import os
 import signal
@@ -10,8 +12,10 @@ from pathlib import Path
 import pytest
 
 from engine.events import Market
+from engine.mark import MARK, read_exits
+from launcher.cluster import processes
 from launcher.cluster.local import SILENCE_MS, LocalProvisioner, node_folder
-from launcher.cluster.processes import MARK, is_alive, is_stopped, processes_of
+from launcher.cluster.processes import is_alive, is_stopped, processes_of
 from launcher.cluster.provisioner import NodeStatus
 from launcher.cluster.reclaims import ReclaimRule
 from tests.launcher.cluster.stage import FAKE_AGENT, HandClock, fact_of, placement, rule, spec, wait_until
@@ -65,8 +69,7 @@ def test_a_second_agent_finds_the_lock_taken_and_leaves(tmp_path):
     provisioner = started(tmp_path, clock)
     pid = agent_pid(tmp_path)
     provisioner._spawn(node_folder(tmp_path, NODE))  # as after a crash between spawn and record
-    child = provisioner._children[NODE]
-    assert child.wait(timeout=15) == 0
+    wait_until(lambda: list(read_exits(node_folder(tmp_path, NODE)).values()) == [0])
     assert status_of(provisioner) is NodeStatus.UP
     assert agent_pid(tmp_path) == pid
 
@@ -102,6 +105,19 @@ def test_release_ends_every_process_and_may_be_repeated(tmp_path, frozen):
     fact = fact_of(provisioner, NODE)
     assert fact is not None
     assert (fact.status, fact.evidence, fact.ended_ms) == (NodeStatus.GONE, "released", clock.at_ms)
+
+
+def test_a_full_disk_keeps_no_node_alive(tmp_path, monkeypatch):
+    provisioner = started(tmp_path, HandClock())
+
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "touch", full)
+    monkeypatch.setattr("launcher.cluster.local.write_durably", full)
+    with pytest.raises(OSError, match="No space left"):
+        provisioner.release([NODE])  # the controller tries again
+    assert processes_of(node_folder(tmp_path, NODE)) == []
 
 
 def test_release_reaches_a_process_that_left_the_session(tmp_path):
@@ -165,6 +181,36 @@ def test_an_agent_that_never_appears_is_evidence(tmp_path, monkeypatch):
     assert fact.evidence == "its agent exited with code 1 before it was an agent"
     assert fact.started_ms is None
     assert "no such model" in (node_folder(tmp_path, NODE) / "logs" / "agent.log").read_text()
+
+
+def test_an_agent_that_dies_while_it_is_looked_at_still_has_its_exit_signal(tmp_path, monkeypatch):
+    clock = HandClock()
+    provisioner = started(tmp_path, clock)
+    look = processes.is_recorded_alive
+
+    def die_then_look(record):
+        """The worst moment for the agent to die: just before the provisioner looks for its process."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(record["pid"], signal.SIGKILL)
+        wait_until(lambda: not look(record))
+        return look(record)
+
+    monkeypatch.setattr(processes, "is_recorded_alive", die_then_look)
+    fact = fact_of(provisioner, NODE)
+    assert fact is not None
+    assert (fact.status, fact.evidence) == (NodeStatus.GONE, "its agent was killed by SIGKILL")
+
+
+def test_the_exit_code_of_a_second_agent_is_not_taken_for_that_of_the_first(tmp_path):
+    clock = HandClock()
+    provisioner = started(tmp_path, clock)
+    provisioner._spawn(node_folder(tmp_path, NODE))
+    wait_until(lambda: list(read_exits(node_folder(tmp_path, NODE)).values()) == [0])
+    os.kill(agent_pid(tmp_path), signal.SIGKILL)
+    wait_until(lambda: status_of(provisioner) is NodeStatus.GONE)
+    fact = fact_of(provisioner, NODE)
+    assert fact is not None
+    assert fact.evidence == "its agent was killed by SIGKILL"
 
 
 def test_workers_that_never_call_in_are_not_waited_for_forever(tmp_path, monkeypatch):
@@ -251,8 +297,8 @@ def test_an_agent_found_dead_is_not_paid_for_past_its_money_deadline(tmp_path):
     clock = HandClock()
     provisioner = started(tmp_path, clock)
     provisioner.rearm(NODE, clock.at_ms + 5000)
-    provisioner._children[NODE].kill()
-    provisioner._children[NODE].wait()
+    os.kill(agent_pid(tmp_path), signal.SIGKILL)
+    wait_until(lambda: not is_alive(agent_pid(tmp_path), None))
     clock.pass_ms(HOUR_MS)
     fact = fact_of(provisioner, NODE)
     assert fact is not None

@@ -5,18 +5,22 @@ The controller, its ledger and every decision are real; the clouds are on paper,
 
 import threading
 import time
+from dataclasses import replace
 
 import pytest
+from obstore.store import MemoryStore
 from sqlalchemy import select
 
-from engine.events import Market
+from engine.events import IterationDone, Market, Progress
 from launcher.cluster.controller import Controller, metered_micro_usd, node_records
+from launcher.cluster.lease import LeaseLost
 from launcher.cluster.reconcile import OVER
 from launcher.cluster.runs import request_stop
+from launcher.cluster.store_lease import LEASE_SECONDS, StoreLease
 from launcher.ledger.accounting import run_costs, side_micro_usd
 from launcher.ledger.billing import MINIMUM_BILLED_MS, interval_micro_usd, side_micro_usd_per_hour
 from launcher.ledger.models import BillingInterval, Node, NodeEvent, NodePrice, PriceRow, Run, RunStatus, SideCost
-from launcher.ledger.store import current_status, writing
+from launcher.ledger.store import append_progress, current_status, writing
 from tests.launcher.cluster.stage import (
     CLOUD_SITES,
     SPOT_RATE,
@@ -437,6 +441,126 @@ def test_a_run_is_over_when_nothing_of_it_is_left(sessions):
     assert stage.controller.one_pass()
 
 
+def test_nodes_that_nobody_looks_after_end_before_all_runs_together_spend_more_than_their_limit(sessions):
+    """$2 over all runs: a node that was left alone would have run for $100."""
+    all_runs = {"max_total": "$2"}
+    first = Stage(sessions, name="one", spot=0, max_total=100_000_000, all_runs=all_runs)
+    second = Stage(sessions, name="two", spot=0, max_total=100_000_000, all_runs=all_runs)
+    second.clock.at_ms = first.clock.at_ms
+    first.passes(3)
+    second.passes(3)
+    rates, ends_ms = 0, []
+    for stage in (first, second):
+        [spec] = [asked[1] for asked in stage.cloud.asked.values()]
+        [record] = stage.records().values()
+        rates += record.micro_usd_per_hour + record.beside_micro_usd_per_hour
+        ends_ms.append(stage.controller._ends_itself_ms(stage.controller._facts(), stage.clock.now_ms()))
+        assert spec.money_longest_ms < 2.2 * 3_600_000
+    left = 2_000_000 - first.spent() - second.spent()
+    for end_ms in ends_ms:
+        assert (end_ms - first.clock.now_ms()) / 3_600_000 * rates <= left * 1.05
+
+
+def test_what_other_runs_hold_in_reserve_counts_against_the_limit_of_all(sessions):
+    """Nothing is spent yet, but ending the first run's trainer may take 5 minutes, which cost 8 cents."""
+    limit = {"max_total": "$0.15"}  # one trainer's reserve, not two
+    first = Stage(sessions, name="one", spot=0, all_runs=limit)
+    second = Stage(sessions, name="two", spot=0, all_runs=limit)
+    second.clock.at_ms = first.clock.at_ms
+    first.passes(0.2)
+    assert list(first.cloud.asked) == ["one-trainer-g0"]
+    second.passes(0.2)
+    assert second.controller._facts().others.metered == 0
+    assert second.cloud.asked == {}
+
+
+def test_a_deadline_is_brought_forward_when_a_node_costs_more_than_planned(sessions):
+    """Its price is three times the plan's: the money lasts for a third of the time."""
+    stage = Stage(sessions, spot=2, max_total=20_000_000, max_hourly=50_000_000)
+    stage.passes(3)
+    told = {}
+    stage.cloud.rearm = told.__setitem__
+    stage.controller._armed.clear()
+    stage.passes(1)
+    before = dict(told)
+    with writing(sessions) as session:
+        for node in session.scalars(select(Node).where(Node.role == "trainer")):
+            session.add(
+                NodePrice(
+                    node_id=node.id,
+                    at_ms=stage.clock.now_ms(),
+                    zone=node.zone,
+                    instance_type=node.instance_type,
+                    micro_usd_per_hour=3 * node.micro_usd_per_hour,
+                    price_source="test",
+                    price_observed_at="2026-11-01T00:00:00Z",
+                )
+            )
+    stage.passes(1)
+    assert set(told) == set(stage.live())
+    hours = {name: (told[name] - stage.clock.now_ms()) / 3_600_000 for name in told}
+    assert all(told[name] < before[name] - 60 * MINUTE for name in told), (before, told)
+    rates = sum(record.micro_usd_per_hour + record.beside_micro_usd_per_hour for record in stage.records().values())
+    left = 20_000_000 - stage.spent()
+    assert all(one * rates <= left * 1.01 for one in hours.values())
+
+
+def test_limits_of_all_runs_are_those_of_todays_configuration(sessions, home, monkeypatch):
+    config = home / "config.yaml"
+    monkeypatch.setenv("SPOTRL_CONFIG", str(config))
+    stage = Stage(sessions, spot=0, all_runs={"max_total": "$50"})
+    stage.passes(1)
+    assert stage.controller.wanted.all_runs.max_total == 50_000_000
+    config.write_text("all_runs: {max_total: $1}\n")
+    monkeypatch.setattr("launcher.cluster.controller.PRICE_SECONDS", 0.0)
+    stage.passes(1)
+    assert stage.controller.wanted.all_runs.max_total == 1_000_000
+    config.write_text("all_runs: {max_total: none at all}\n")
+    stage.passes(1)
+    assert stage.controller.wanted.all_runs.max_total == 1_000_000, "what cannot be read changes nothing"
+    monkeypatch.setattr("launcher.cluster.controller.PRICE_SECONDS", 3600.0)
+    stage.passes(90, step_ms=50_000)
+    assert stage.reason()[0] in ("draining", "stopped")
+
+
+def test_a_controller_whose_lease_went_to_another_machine_neither_buys_nor_ends(sessions):
+    """It went on for 150 passes and bought a node."""
+    bucket, wall = MemoryStore(), HandClock()
+    ours, theirs = (StoreLease(lambda: bucket, "demo", who, wall.now_ms) for who in ("ours", "theirs"))
+    stage = Stage(sessions)
+    stage.controller._over_machines = ours
+    ours.take()
+    stage.passes(3)
+    wall.pass_ms(round(LEASE_SECONDS * 1000) + 1)
+    theirs.take()
+    ours.renew()
+    stage.cloud.reclaim("demo-spot-0-g0")
+    before, released = set(stage.records()), list(stage.cloud.released)
+    for _ in range(150):
+        with pytest.raises(LeaseLost):
+            stage.passes(0.1)
+    assert (set(stage.records()), stage.cloud.released) == (before, released)
+
+
+def test_a_lease_that_is_lost_in_the_midst_of_a_pass_stops_the_purchase(sessions):
+    bucket, wall = MemoryStore(), HandClock()
+    ours, theirs = (StoreLease(lambda: bucket, "demo", who, wall.now_ms) for who in ("ours", "theirs"))
+    stage = Stage(sessions)
+    stage.controller._over_machines = ours
+    ours.take()
+
+    def loses_it(*_):
+        wall.pass_ms(round(LEASE_SECONDS * 1000) + 1)
+        theirs.take()
+        ours.renew()
+
+    stage.controller._write_prices = loses_it
+    with pytest.raises(LeaseLost):
+        stage.passes(0.2)
+    assert stage.cloud.asked == {}
+    assert stage.records() == {}
+
+
 def test_what_cannot_be_taken_away_is_said_and_not_tried_for_ever(sessions):
     stage = Stage(sessions, spot=1)
     stage.passes(5)
@@ -454,3 +578,69 @@ def test_a_node_ends_itself_soon_after_the_runs_deadline_when_nobody_looks_after
     assert set(told.values()) == {35 * MINUTE}  # its money would last for days
     stage.passes(31)
     assert stage.reason()[1] == "deadline"
+
+
+# --- a run that stands still ------------------------------------------------------------------------------
+
+
+def expecting(sessions, iteration_minutes):
+    """A run whose iterations are predicted to take so long with the trainer alone."""
+    stage = Stage(sessions, max_total=1_000_000_000)
+    predicted = replace(stage.controller.wanted, iteration_ms=iteration_minutes * MINUTE)
+    stage.controller.wanted = predicted
+    return stage
+
+
+def iteration_done(stage, iteration, at_ms):
+    event = IterationDone(
+        iteration=iteration,
+        reward_mean=0.0,
+        reward_std=0.0,
+        group_std_mean=0.0,
+        explored=0,
+        manifest_digest="",
+        phase_ms={},
+        wall_seconds=1.0,
+        health={},
+    )
+    line = Progress(run="demo", source="trainer", lineage=1, seq=iteration, at_ms=at_ms, event=event)
+    with writing(stage.sessions) as session:
+        append_progress(session, stage.run, [line])
+
+
+def test_a_run_whose_trainer_answers_and_gets_nowhere_ends(sessions):
+    stage = expecting(sessions, 15)
+    stage.passes(145, step_ms=50_000)
+    assert stage.reason()[0] == "running"
+    stage.passes(15, step_ms=50_000)
+    status, reason = stage.reason()
+    assert status in ("draining", "failed")
+    assert "no new iteration for 2h 30m although the trainer answers" in reason
+    assert stage.live() == {}
+
+
+def test_iterations_keep_a_run_alive_even_if_the_trainers_clock_is_days_behind(sessions):
+    stage = expecting(sessions, 15)
+    for iteration in range(4):
+        stage.passes(140, step_ms=50_000)
+        iteration_done(stage, iteration, at_ms=stage.clock.now_ms() - 48 * 60 * MINUTE)
+    assert stage.reason()[0] == "running"
+
+
+def test_a_controller_that_slept_does_not_take_the_runs_silence_for_a_standstill(sessions):
+    stage = expecting(sessions, 15)
+    stage.passes(10)
+    stage.clock.pass_ms(5 * 60 * MINUTE)
+    stage.passes(10)
+    assert stage.reason()[0] == "running"
+
+
+def test_a_run_that_waits_for_a_person_does_not_stand_still(sessions):
+    stage = expecting(sessions, 15)
+    stage.passes(10)
+    stage.controller._trouble = "the coordinator's disk is full"
+    stage.passes(300, step_ms=50_000)
+    assert stage.reason()[0] == "running"
+    stage.controller._trouble = None
+    stage.passes(100, step_ms=50_000)
+    assert stage.reason()[0] == "running"

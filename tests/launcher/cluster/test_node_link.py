@@ -20,7 +20,7 @@ from engine.config import ClockConfig, EngineConfig, NodeSpec
 from engine.events import Market
 from launcher.cluster.node_link import Login, NodeLink
 from tests.engine.fleet import free_port
-from tests.launcher.cluster.sshd import Sshd, why_no_sshd
+from tests.launcher.cluster.sshd import Sshd, through_proxy, why_no_sshd
 from tests.launcher.cluster.stage import FAKE_AGENT, wait_until
 
 pytestmark = pytest.mark.skipif(why_no_sshd() is not None, reason=str(why_no_sshd()))
@@ -48,7 +48,7 @@ class Node:
             str(self.folder),
             sys.executable,
             secrets=secrets,
-            agent_command=FAKE_AGENT,
+            agent_command=(sys.executable, FAKE_AGENT),
         )
         self.links.append(link)
         return link
@@ -139,6 +139,14 @@ def test_the_agent_starts_and_its_files_come_here(node):
     assert link.heard_s is not None
     assert link.heard_s < 2
     assert link.trouble == ""
+
+
+def test_a_line_through_a_proxy_carries_the_agents_files(node, tmp_path):
+    login, log = through_proxy(node.sshd.login, tmp_path)
+    link = node.link(login)
+    link.run(node.spec())
+    wait_until(lambda: node.here("agent.json") is not None)
+    assert log.read_text().startswith("node.invalid 22\n")
 
 
 def test_what_the_node_and_the_mirror_hold_is_for_their_owner_alone(node):
@@ -465,7 +473,9 @@ def test_what_a_login_shell_says_of_its_own_accord_is_no_trouble(node, tmp_path)
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\necho "Welcome to your instance"\nexec {sys.executable} "$@"\n')
     python.chmod(0o755)
-    link = NodeLink(node.sshd.login, node.mirror, str(node.folder), str(python), agent_command=FAKE_AGENT)
+    link = NodeLink(
+        node.sshd.login, node.mirror, str(node.folder), str(python), agent_command=(sys.executable, FAKE_AGENT)
+    )
     node.links.append(link)
     link.run(node.spec(role="rollout"))
     wait_until(lambda: node.here("ready.json"))
@@ -498,7 +508,7 @@ def launcher_of(node: Node) -> "subprocess.Popen[str]":
         port=login.port,
         mirror=str(node.mirror),
         folder=str(node.folder),
-        agent=FAKE_AGENT,
+        agent=(sys.executable, FAKE_AGENT),
         spec=node.spec().model_dump_json(),
     )
     return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)

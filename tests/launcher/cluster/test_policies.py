@@ -7,6 +7,7 @@ import ast
 import json
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import cache
 from importlib.util import find_spec
@@ -20,16 +21,23 @@ from ruamel.yaml import YAML
 
 from engine.events import Market
 from launcher.cluster.clouds.base import Machine, MachineState, Thing
-from launcher.cluster.clouds.gce import Answer, GceApi
+from launcher.cluster.clouds.gce import ROLE_PERMISSIONS, GceApi
 from launcher.cluster.clouds.gce_limits import GceLimits
+from launcher.cluster.clouds.gce_services import Answer
 from launcher.cluster.clouds.policies import aws_policy, gcp_permissions, gcp_role
+from launcher.company import NOTHING_NAMED, Named
 from launcher.market.sources.aws import PERMISSIONS
 
 ROOT = Path(__file__).parents[3]
 SERVICES = {"ec2": "ec2", "iam": "iam", "sts": "sts", "service-quotas": "servicequotas", "pricing": "pricing"}
 """By client's name: the prefix of its actions."""
 
-OURS = ["launcher/cluster/clouds/aws.py", "launcher/cluster/clouds/aws_limits.py", "launcher/market/sources/aws.py"]
+OURS = [
+    "launcher/cluster/clouds/aws.py",
+    "launcher/cluster/clouds/aws_limits.py",
+    "launcher/cluster/clouds/aws_named.py",
+    "launcher/market/sources/aws.py",
+]
 
 
 def skypilot_folder() -> Path:
@@ -44,8 +52,9 @@ def statements() -> list[Mapping[str, Any]]:
     return list(aws_policy("123456789012", ["s3://bucket/folder", "gs://other"])["Statement"])
 
 
-def allowed() -> set[str]:
-    return {action for statement in statements() for action in statement["Action"]}
+def allowed(named: Named = NOTHING_NAMED) -> set[str]:
+    policy = aws_policy("123456789012", ["s3://bucket/folder", "gs://other"], named)
+    return {action for statement in policy["Statement"] for action in statement["Action"]}
 
 
 # --- AWS ---------------------------------------------------------------------------------------------
@@ -79,7 +88,49 @@ def needed_by(path: Path) -> set[str]:
 def test_what_we_call_on_aws_is_allowed(file):
     needed = needed_by(ROOT / file)
     assert needed
-    assert needed <= allowed()
+    assert needed <= allowed() | allowed(IDENTITY)
+
+
+IDENTITY, NETWORK = Named(identity="node-profile"), Named(network="vpc-1", group="nodes")
+OF_ROLES = {
+    "iam:AddRoleToInstanceProfile",
+    "iam:CreateInstanceProfile",
+    "iam:CreateRole",
+    "iam:DeleteInstanceProfile",
+    "iam:DeleteRole",
+    "iam:DeleteRolePolicy",
+    "iam:PutRolePolicy",
+    "iam:RemoveRoleFromInstanceProfile",
+    "iam:TagInstanceProfile",
+    "iam:TagRole",
+}
+OF_GROUPS = {
+    "ec2:AuthorizeSecurityGroupIngress",
+    "ec2:CreateSecurityGroup",
+    "ec2:DeleteSecurityGroup",
+    "ec2:RevokeSecurityGroupIngress",
+}
+
+
+def test_what_is_named_on_aws_needs_no_permission_to_make_it():
+    assert allowed() - allowed(IDENTITY) == OF_ROLES
+    assert allowed(IDENTITY) - allowed() == {"iam:GetInstanceProfile"}
+    assert allowed() - allowed(NETWORK) == OF_GROUPS
+    assert allowed(NETWORK) <= allowed()
+    text = json.dumps(aws_policy(named=replace(NETWORK, identity="node-profile")))
+    assert "security-group" in text, "machines are started in the group"
+    assert "CreateSecurityGroup" not in text
+
+
+@pytest.mark.parametrize(
+    ("role", "passed"),
+    [("", "arn:aws:iam::1:role/node-profile"), ("arn:aws:iam::1:role/x/r", "arn:aws:iam::1:role/x/r")],
+)
+def test_only_the_role_of_a_named_profile_is_given_to_nodes(role, passed):
+    policy = aws_policy("1", named=IDENTITY, role=role)
+    (passing,) = [one for one in policy["Statement"] if "iam:PassRole" in one["Action"]]
+    assert passing["Resource"] == [passed]
+    assert passing["Condition"] == {"StringEquals": {"iam:PassedToService": "ec2.amazonaws.com"}}
 
 
 def test_what_prices_need_on_aws_is_allowed():
@@ -186,9 +237,9 @@ NEEDS = {
     ("PATCH", r"/global/(firewalls)/[^/]+"): "compute.{0}.update",
     ("DELETE", r"/global/(networks|firewalls)/[^/]+"): "compute.{0}.delete",
     ("GET", r"/serviceAccounts"): "iam.serviceAccounts.list",
+    ("GET", r"/serviceAccounts/[^/]+"): "iam.serviceAccounts.get",
     ("POST", r"/serviceAccounts"): "iam.serviceAccounts.create",
     ("DELETE", r"/serviceAccounts/[^/]+"): "iam.serviceAccounts.delete",
-    ("POST", r"/roles"): "iam.roles.create",
     ("GET", r"/roles/[^/]+"): "iam.roles.get",
     ("POST", r":getIamPolicy"): "resourcemanager.projects.getIamPolicy",
     ("POST", r":setIamPolicy"): "resourcemanager.projects.setIamPolicy",
@@ -215,7 +266,7 @@ class Recording(GceLimits):
     def _call(
         self, method: str, url: str, body: Mapping[str, Any] | None = None, query: Mapping[str, str] | None = None
     ) -> dict[str, Any]:
-        path = url.partition("/projects/mine")[2]
+        path = url.replace("/projects/-/", "/projects/mine/").partition("/projects/mine")[2]
         self.calls.append((method, path))
         if method == "POST" and body and "name" in body:
             self.made.add(f"{path}/{body['name']}")
@@ -223,6 +274,8 @@ class Recording(GceLimits):
             if path not in self.made:
                 raise Answer(404, "notFound", "nothing of that name")
             return {"name": path.rpartition("/")[2], "selfLink": path, "sourceRanges": ["0.0.0.0/0"]}
+        if path == "/roles/spotrlNode":
+            return {"includedPermissions": list(ROLE_PERMISSIONS)}
         if method in ("POST", "DELETE", "PATCH") and not path.startswith(":"):
             where = re.match(r"/(global|regions/[^/]+|zones/[^/]+)/", path)
             return {"status": "PENDING", "selfLink": f"x/projects/mine/{where[1]}/operations/op"} if where else {}
@@ -270,6 +323,33 @@ def test_every_call_to_google_is_allowed(monkeypatch):
     assert len(needed) > 20
     assert needed <= set(gcp_permissions())
     assert isinstance(cloud, GceApi)
+
+
+def test_what_is_named_on_google_needs_no_permission_to_make_it():
+    account = "node@mine.iam.gserviceaccount.com"
+    identity = set(gcp_permissions()) - set(gcp_permissions(Named(identity=account)))
+    assert identity == {
+        "iam.serviceAccounts.create",
+        "iam.serviceAccounts.delete",
+        "resourcemanager.projects.setIamPolicy",
+    }
+    network = set(gcp_permissions()) - set(gcp_permissions(Named(network="nodes")))
+    assert {one.rpartition(".")[2] for one in network} == {"create", "delete", "update", "updatePolicy"}
+    assert {one.split(".")[1] for one in network} == {"firewalls", "networks", "subnetworks"}
+    role = YAML(typ="safe").load(gcp_role(Named(identity=account)))
+    assert role["includedPermissions"] == gcp_permissions(Named(identity=account))
+    assert account in gcp_role(Named(identity=account))
+
+
+def test_every_call_about_named_things_to_google_is_allowed():
+    cloud = Recording()
+    named = Named(identity="node@mine.iam.gserviceaccount.com", network="nodes")
+    cloud.made.add("/global/networks/nodes")
+    cloud.check_identity(named)
+    cloud.check_network("us-central1", named, "203.0.113.7/32")
+    needed = {permission_of(*call) for call in cloud.calls} - {None}
+    assert len(needed) == 4
+    assert needed <= set(gcp_permissions(named))
 
 
 @pytest.mark.skipif(find_spec("sky") is None, reason="SkyPilot is not installed here")

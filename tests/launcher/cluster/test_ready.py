@@ -8,6 +8,7 @@ import pytest
 from engine.events import Market
 from launcher.cluster import ready
 from launcher.cluster.clouds.base import Caller, CloudRefused, MachineState
+from launcher.cluster.gcloud import GcloudMissing
 from launcher.cluster.ready import check_clouds, check_here, check_job, check_prices
 from launcher.exit_codes import ExitCode, Failure
 from launcher.job import JobError, load_job
@@ -120,13 +121,19 @@ def test_old_prices_are_not_bought_by():
 
 
 def test_programs_and_secrets_are_looked_for_here(job, monkeypatch):
-    checked = job(JOB + "secrets: [HF_TOKEN]\n")
+    checked = job(JOB.replace("aws,gcp", "aws").replace(", gcp: gs://runs", "") + "secrets: [HF_TOKEN]\n")
     with pytest.raises(JobError, match="HF_TOKEN"):
         check_here(checked, {})
     check_here(checked, {"HF_TOKEN": "x"})
     monkeypatch.setattr(ready, "PROGRAMS", ("ssh", "no-such-program"))
     with pytest.raises(Failure, match="no-such-program cannot be found"):
         check_here(checked, {"HF_TOKEN": "x"})
+
+
+def test_a_launch_on_google_cloud_without_gcloud_is_refused_and_named_as_the_only_lack(job, tmp_path):
+    with pytest.raises(GcloudMissing, match=r"gcloud auth login.*Only Google Cloud lacks it: `--infra aws`") as caught:
+        check_here(job(), {"HOME": str(tmp_path), "PATH": str(tmp_path)})
+    assert caught.value.exit_code is ExitCode.CREDENTIALS
 
 
 def test_every_clouds_credentials_and_bucket_are_tried(job):

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from engine.events import EngineFinished, Market
-from launcher.cluster.brakes import Limits
+from launcher.cluster.brakes import Limits, worst_case
 from launcher.cluster.provisioner import NodeFact, NodeStatus
 from launcher.cluster.reconcile import (
     FAILING,
@@ -25,8 +25,9 @@ from launcher.cluster.reconcile import (
     paid,
     wait_ms,
 )
+from launcher.ledger.billing import side_micro_usd_per_hour
 from launcher.placement.moves import Price, PriceNow
-from tests.launcher.cluster.stage import SPOT_RATE, TRAINER_RATE, cloud_option, slots
+from tests.launcher.cluster.stage import SPOT_RATE, TRAINER_RATE, cloud_option, cloud_site, cloud_slots, slots
 
 NOW = 10_000_000
 
@@ -108,6 +109,88 @@ def test_a_node_that_worked_and_was_taken_back_is_replaced_at_once_however_young
     assert decide(facts(up("trainer"), never_ready), wanted()) == []
 
 
+def ended(slot, generation, evidence, *, ready=None, gone=None, **more) -> NodeRecord:
+    """A node that ended at `gone`, after it was ready at `ready` if it ever was."""
+    at = 1_000_000 * generation
+    happened = {"requested": at, "up": at} | ({} if ready is None else {"ready": at + ready})
+    record = node(slot, generation, **happened, gone=at + (100 if gone is None else gone))
+    return replace(record, requested_ms=at, evidence=evidence, **more)
+
+
+def test_a_node_that_took_long_to_boot_and_died_at_once_died_young():
+    """It was ready 8 minutes after its request and lived 25 s: not a node that worked for 8 minutes."""
+    assert ended("spot-0", 0, "x", ready=480_000, gone=505_000).died_young
+    assert not ended("spot-0", 0, "x", ready=480_000, gone=1_080_000).died_young
+
+
+BROKEN = (
+    "its agent exited with code 1: worker-{} ended with exit code 1 3 times without progress; its log ends: no model"
+)
+
+
+def test_a_slot_whose_nodes_end_in_the_same_way_three_times_is_left_empty_and_says_so():
+    bad = [ended("spot-0", n, BROKEN.format(n)) for n in range(3)]
+    actions = decide(facts(up("trainer"), *bad, up("spot-1")), wanted(spot=2))
+    assert bought(actions) == []
+    [said] = actions
+    assert isinstance(said, Enter)
+    assert said.reason == f"spot-0 is left empty, its last 3 nodes ended in the same way: {BROKEN.format(2)}"
+    again = facts(up("trainer"), *bad, up("spot-1"), reason=said.reason)
+    assert decide(again, wanted(spot=2)) == []  # said once
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        [ended("spot-0", n, BROKEN.format(n)) for n in range(2)],
+        [ended("spot-0", 0, "another"), *(ended("spot-0", n, BROKEN.format(n)) for n in (1, 2))],
+        [ended("spot-0", n, "taken back", reclaimed=True) for n in range(3)],
+        [ended("spot-0", n, BROKEN.format(n), ready=0, gone=400_000) for n in range(3)],
+    ],
+    ids=["two", "another way", "preempted", "they worked"],
+)
+def test_a_slot_whose_nodes_may_work_is_filled_again(nodes):
+    actions = decide(facts(up("trainer"), *nodes, up("spot-1")), wanted(spot=2))
+    assert bought(actions) == [f"demo-spot-0-g{len(nodes)}"]
+
+
+def test_a_run_none_of_whose_rollout_nodes_works_ends_with_the_evidence():
+    bad = [ended(slot, n, BROKEN.format(n)) for slot in ("spot-0", "spot-1") for n in range(3)]
+    [enter] = decide(facts(up("trainer"), *bad), wanted(spot=2))
+    assert isinstance(enter, Enter)
+    assert enter.stage is Stage.DRAINING
+    assert enter.reason.startswith(f"{FAILING}no rollout node works")
+    assert "no model" in enter.reason
+    resumed = facts(up("trainer"), *bad, planned_ms=2_000_001)
+    assert len(bought(decide(resumed, wanted(spot=2)))) == 2
+
+
+def test_a_trainer_that_ends_in_the_same_way_three_times_ends_the_run():
+    why = "its agent exited with code 1: trainer ended with exit code 1 3 times without progress; its log ends: {}"
+    bad = [ended("trainer", n, why.format(f"pid {n}")) for n in range(3)]
+    [enter] = decide(facts(*bad, up("spot-0")), wanted())
+    assert isinstance(enter, Enter)
+    assert enter.stage is Stage.DRAINING
+    assert f"lost 3 times in the same way without a new iteration: {why.format('pid 2')}" in enter.reason
+    assert "\n" not in enter.reason
+    mixed = [ended("trainer", 0, "it stopped answering"), *bad[1:]]
+    assert bought(decide(facts(*mixed, up("spot-0")), wanted())) == ["demo-trainer-g3"]
+
+
+ITERATION_MS = 20 * 60_000
+
+
+@pytest.mark.parametrize(("iteration_ms", "hours"), [(ITERATION_MS, 200 / 60), (60_000, 2.0)])
+def test_a_run_that_reaches_no_iteration_for_ten_times_as_long_as_predicted_ends(iteration_ms, hours):
+    job = wanted(iteration_ms=iteration_ms)
+    still = facts(up("trainer"), up("spot-0"), still_since_ms=NOW - round(hours * 3_600_000))
+    [enter] = decide(still, job)
+    assert isinstance(enter, Enter)
+    assert (enter.stage, enter.reason.startswith(f"{FAILING}no new iteration for ")) == (Stage.DRAINING, True)
+    assert decide(replace(still, now_ms=NOW - 1), job) == []
+    assert decide(still, wanted()) == []  # nobody predicted anything
+
+
 def test_a_slot_that_waits_buys_nothing():
     young = node("spot-0", requested=NOW - 5000, up=NOW - 5000, gone=NOW - 5000)
     assert decide(facts(up("trainer"), young), wanted()) == []
@@ -147,6 +230,15 @@ def test_the_budget_drains_at_the_last_moment_that_keeps_it():
     running = facts(up("trainer"), up("spot-0"))
     assert decide(replace(running, metered=1_000_000 - held - 1), limit) == []
     assert decide(replace(running, metered=1_000_000 - held), limit) == [Enter(stage=Stage.DRAINING, reason="budget")]
+
+
+def test_the_time_since_a_request_is_held_before_the_agent_appears():
+    """A local node is paid for from its request on: $4 let $5.14 be spent while an agent was slow to start."""
+    pending = facts(node("trainer", requested=0))
+    held = worst_case(TRAINER_RATE, NOW) + worst_case(TRAINER_RATE, 60_000)
+    limit = wanted(spot=0, max_total=held + 1000)
+    assert decide(replace(pending, metered=999), limit) == []
+    assert decide(replace(pending, metered=1000), limit) == [Enter(stage=Stage.DRAINING, reason="budget")]
 
 
 def test_a_trainer_that_cannot_be_paid_for_ends_the_run():
@@ -290,3 +382,125 @@ def test_another_zone_or_type_than_was_asked_for_costs_what_is_said_of_it_or_as_
     assert rates(asked, PriceNow(), zone="e1-b") == [("e1-b", TRAINER_RATE)]
     assert rates(asked, PriceNow(), instance_type="g6.2xlarge") == [("e1-a", TRAINER_RATE)]
     assert rates(asked, PriceNow()) == []
+
+
+# --- stand-ins and limits on clouds ---------------------------------------------------------------------
+
+SITE = cloud_site("gcp", "g1")
+SPOT_OPTION, STEADY_OPTION = SITE.rollout[0], SITE.trainer[0]
+SIDE = {market: side_micro_usd_per_hour("gcp", market) for market in Market}
+HOUR = 3_600_000
+
+
+def on_cloud(slot: str, option, generation=0, **happened) -> NodeRecord:
+    return replace(
+        node(slot, generation, **happened),
+        requested_ms=happened["requested"],
+        market=option.placement.market,
+        micro_usd_per_hour=option.placement.micro_usd_per_hour,
+        wanted=option,
+        zone=option.placement.zone,
+    )
+
+
+def on_cloud_up(slot: str, option, generation=0, **more) -> NodeRecord:
+    return on_cloud(slot, option, generation, requested=0, up=0, ready=0, **more)
+
+
+def cloud_facts(*nodes, **more) -> Facts:
+    return facts(*nodes, now_ms=2 * HOUR, sites=(SITE,), **more)
+
+
+def cloud_wanted(spot=1, **more) -> Wanted:
+    return replace(wanted(spot, **more), slots=cloud_slots(spot, (SITE,)))
+
+
+def test_past_the_hourly_limit_the_stand_in_goes_before_a_spot_node():
+    running = (
+        on_cloud_up("trainer", STEADY_OPTION),
+        on_cloud_up("spot-0", STEADY_OPTION),
+        on_cloud_up("spot-1", SPOT_OPTION),
+        on_cloud_up("spot-2", SPOT_OPTION),
+    )
+    limit = 2 * TRAINER_RATE + 2 * SPOT_RATE
+    actions = decide(cloud_facts(*running), cloud_wanted(3, max_hourly=limit))
+    assert [action.nodes for action in actions if isinstance(action, Release)] == [("demo-spot-0-g0",)]
+
+
+def test_a_stand_in_works_until_its_spot_node_has_settled():
+    trainer, stand_in = on_cloud_up("trainer", STEADY_OPTION), on_cloud_up("spot-0", STEADY_OPTION)
+    assert bought(decide(cloud_facts(trainer, stand_in), cloud_wanted())) == ["demo-spot-0-g1"]
+    at = 2 * HOUR - 9 * 60_000
+    starting = on_cloud("spot-0", SPOT_OPTION, 1, requested=at, up=at)
+    assert decide(cloud_facts(trainer, stand_in, starting), cloud_wanted()) == []
+    young = on_cloud("spot-0", SPOT_OPTION, 1, requested=at, up=at, ready=at)
+    assert decide(cloud_facts(trainer, stand_in, young), cloud_wanted()) == []
+    settled = on_cloud_up("spot-0", SPOT_OPTION, 1)
+    [release] = decide(cloud_facts(trainer, stand_in, settled), cloud_wanted())
+    assert release == Release(nodes=("demo-spot-0-g0",))
+
+
+def test_a_slot_that_gave_a_stand_in_back_keeps_the_next_for_half_an_hour():
+    trainer = on_cloud_up("trainer", STEADY_OPTION)
+    given_back = on_cloud_up("spot-0", STEADY_OPTION, releasing=2 * HOUR - 20 * 60_000, released=2 * HOUR - 19 * 60_000)
+    again = on_cloud_up("spot-0", STEADY_OPTION, 1)
+    assert decide(cloud_facts(trainer, given_back, again), cloud_wanted()) == []
+    later = replace(cloud_facts(trainer, given_back, again), now_ms=2 * HOUR + 10 * 60_000)
+    assert bought(decide(later, cloud_wanted())) == ["demo-spot-0-g2"]
+
+
+def test_a_successor_of_a_stand_in_that_was_refused_does_not_bring_a_second_stand_in():
+    trainer, stand_in = on_cloud_up("trainer", STEADY_OPTION), on_cloud_up("spot-0", STEADY_OPTION)
+    refused = [
+        on_cloud("spot-0", option, 1 + n, requested=HOUR, no_capacity=HOUR + 60_000)
+        for n, option in enumerate(SITE.rollout[:2] * 2)
+    ]
+    for now_ms in range(HOUR + 60_000, 3 * HOUR, 600_000):
+        actions = decide(replace(cloud_facts(trainer, stand_in, *refused), now_ms=now_ms), cloud_wanted())
+        assert all(action.option.placement.market is Market.SPOT for action in actions if isinstance(action, Buy))
+
+
+def test_a_trainer_on_a_cloud_is_not_bought_while_the_one_before_is_still_leaving():
+    leaving = on_cloud_up("trainer", STEADY_OPTION, releasing=HOUR)
+    assert bought(decide(cloud_facts(leaving), cloud_wanted(0))) == []
+    gone = on_cloud_up("trainer", STEADY_OPTION, releasing=HOUR, released=HOUR + 60_000)
+    assert bought(decide(cloud_facts(gone), cloud_wanted(0))) == ["demo-trainer-g1"]
+
+
+def test_purchases_of_one_pass_share_the_hourly_limit():
+    limit = TRAINER_RATE + SIDE[Market.ON_DEMAND] + 2 * (SPOT_RATE + SIDE[Market.SPOT])
+    actions = decide(cloud_facts(stage=Stage.PLANNED), cloud_wanted(3, max_hourly=limit))
+    assert bought(actions) == ["demo-trainer-g0", "demo-spot-0-g0", "demo-spot-1-g0"]
+
+
+def test_disks_and_addresses_count_against_the_hourly_limit():
+    running = on_cloud_up("trainer", STEADY_OPTION)
+    limit = TRAINER_RATE + SIDE[Market.ON_DEMAND] + SPOT_RATE + SIDE[Market.SPOT]
+    assert bought(decide(cloud_facts(running), cloud_wanted(1, max_hourly=limit))) == ["demo-spot-0-g0"]
+    assert bought(decide(cloud_facts(running), cloud_wanted(1, max_hourly=limit - 1))) == []
+
+
+def test_a_launch_under_way_holds_its_reserve_until_it_is_billed():
+    running = on_cloud_up("trainer", STEADY_OPTION)
+    pending = replace(on_cloud("spot-0", SPOT_OPTION, requested=2 * HOUR), reserved_micro_usd=400_000)
+    held = (TRAINER_RATE + SIDE[Market.ON_DEMAND] + SPOT_RATE + SIDE[Market.SPOT]) * 60_000 / HOUR
+    limit = cloud_wanted(max_total=10_000_000)
+    spent = round(10_000_000 - held - 400_000 - 1000)
+    assert decide(cloud_facts(running, pending, metered=spent), limit) == []
+    assert decide(cloud_facts(running, pending, metered=spent + 2000), limit) == [
+        Enter(stage=Stage.DRAINING, reason="budget")
+    ]
+
+
+def test_a_spot_node_taken_back_at_a_tight_quota_is_asked_for_again():
+    trainer = on_cloud_up("trainer", STEADY_OPTION)
+    end = 2 * HOUR - 120_000
+    taken = replace(on_cloud_up("spot-0", SPOT_OPTION, notice=end, gone=end), reclaimed=True)
+    words = "(MaxSpotInstanceCountExceeded): Max spot instance count exceeded"
+    refused = replace(on_cloud("spot-0", SITE.rollout[1], 1, requested=end, denied=end + 30_000), evidence=words)
+    [buy, *_] = decide(cloud_facts(trainer, taken, refused), cloud_wanted())
+    assert isinstance(buy, Buy)
+    assert buy.option.placement.market is Market.SPOT
+    none = replace(refused, evidence="QUOTA_EXCEEDED: Quota 'PREEMPTIBLE_NVIDIA_L4_GPUS' exceeded.  Limit: 0.0")
+    [buy, *_] = decide(cloud_facts(trainer, taken, none), cloud_wanted())
+    assert buy.option.placement.market is Market.ON_DEMAND  # there is no quota at all

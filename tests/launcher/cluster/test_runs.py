@@ -87,7 +87,10 @@ def test_kill_9_of_anything_at_any_moment_and_the_run_still_ends_well(sessions):
         if is_alive(pid, None):
             kill(pid)
         assert not is_controlled(sessions, run.name)
-        pid = resume_run(sessions, run.name)
+        try:
+            pid = resume_run(sessions, run.name)
+        except NothingToResume:  # on a busy machine it may be over before the last death
+            break
     wait_until(lambda: run_view(sessions, run.name).status in ("finished", "failed"), 30)
     assert run_view(sessions, run.name).status == "finished"
     assert wait_released(sessions, run.name, 5)
@@ -209,7 +212,7 @@ def test_commands_show_a_run_and_its_lost_nodes(sessions):
     assert (listed["name"], listed["status"], listed["controlled"]) == ("demo", "running", True)
     assert "demo" in invoke(ls, sessions).output
     shown = invoke(status, sessions, run.name).output
-    assert "demo-spot-0-g1" in shown
+    assert "spot-0-g1" in shown
     assert json.loads(invoke(status, sessions, run.name, "--json").output)["micro_usd_per_hour"] > 0
     assert bring_down(sessions, run.name, 20) == []
     told = [json.loads(line) for line in invoke(events, sessions, run.name, "--json", "--follow").output.splitlines()]

@@ -10,7 +10,7 @@ import pytest
 
 from launcher.cluster.set_up import MachineUnreachable, ask_set_up
 from tests.engine.fleet import free_port
-from tests.launcher.cluster.sshd import Sshd, why_no_sshd
+from tests.launcher.cluster.sshd import Sshd, through_proxy, why_no_sshd
 
 pytestmark = pytest.mark.skipif(why_no_sshd() is not None, reason=str(why_no_sshd()))
 
@@ -43,6 +43,13 @@ def test_a_machine_tells_what_it_was_set_up_from(set_up_home):
     server, home = set_up_home
     found = ask_set_up(server.login)
     assert (found.home, found.digest) == (str(home), "0123abcd")
+
+
+def test_a_machine_behind_a_proxy_is_asked_through_it(set_up_home, tmp_path):
+    server, _ = set_up_home
+    login, log = through_proxy(server.login, tmp_path)
+    assert ask_set_up(login).digest == "0123abcd"
+    assert log.read_text() == "node.invalid 22\n"
 
 
 def test_a_machine_that_does_not_answer_is_said_in_sshs_words(sshd):

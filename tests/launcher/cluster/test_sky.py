@@ -1,10 +1,18 @@
 """What SkyPilot is asked for, and what its answers mean. Nothing here imports it: that takes seconds."""
 
+import os
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+
 import pytest
 
 from engine.events import Market
 from launcher.cluster.clouds.base import Place
-from launcher.cluster.sky import Failed, Launch, is_node_of, outcome_of, task_of
+from launcher.cluster.provisioner import is_quota_used_up
+from launcher.cluster.sky import Failed, Launch, email_of, is_node_of, network_config, outcome_of, task_of
+from launcher.company import Named
 from launcher.placement.placement import Placement
 
 
@@ -66,7 +74,57 @@ def test_google_is_told_the_gpu_and_whom_the_machine_runs_as():
     task = task_of(launch(cloud="gcp", zone="us-central1-a"))
     assert task["resources"]["accelerators"] == {"L4": 1}
     assert task["resources"]["labels"]["spotrl-identity"] == "spotrl-run"
+    assert email_of(task["resources"]["labels"], "mine") == "spotrl-run@p.iam.gserviceaccount.com"
+    assert email_of({"spotrl-identity": "a"}, "mine") == "a@mine.iam.gserviceaccount.com"
     assert "accelerators" not in task_of(launch())["resources"]  # its type says it
+
+
+PRIVATE = Named(network="vpc-1", group="nodes", public_addresses=False, ssh_proxy="ssh -W %h:%p bastion")
+
+
+def named_place(cloud, named, **more):
+    known = {"region": "r", "group": "nodes", "identity": "node", "network": "company", "named": named}
+    return Place(cloud=cloud, **{**known, **more})
+
+
+def test_skypilot_is_told_every_key_of_a_network_that_the_job_names():
+    assert network_config(named_place("aws", PRIVATE, subnets=("a", "b"))) == {
+        "vpc_name": "company",
+        "vpc_names": None,
+        "subnet_names": ["a", "b"],
+        "use_internal_ips": True,
+        "use_ssm": False,
+        "ssh_proxy_command": "ssh -W %h:%p bastion",
+    }
+    assert network_config(named_place("gcp", Named(network="host/company"))) == {
+        "vpc_name": "company",
+        "subnet_names": None,
+        "use_internal_ips": False,
+        "ssh_proxy_command": None,
+    }
+
+
+SCHEMA = """
+from launcher.cluster.clouds.base import Place
+from launcher.cluster.sky import config_of
+from launcher.company import Named
+from sky.utils import common_utils, schemas
+
+private = Named(network="vpc-1", public_addresses=False, ssh_proxy="ssh -W %h:%p bastion")
+for cloud in ("aws", "gcp"):
+    for named in (private, Named(network="company")):
+        place = Place(cloud=cloud, region="r", group="nodes", identity="node", network="company", named=named)
+        config = config_of(place)
+        common_utils.validate_schema(config, schemas.get_config_schema(), skip_none=False)
+        assert config[cloud]["use_internal_ips"] is not named.public_addresses
+        assert config["aws"]["remote_identity"] == ("node" if cloud == "aws" else "NO_UPLOAD")
+"""
+
+
+@pytest.mark.skipif(find_spec("sky") is None, reason="SkyPilot is not installed here")
+def test_what_skypilot_is_told_of_a_named_network_fits_its_schema(tmp_path):
+    environment = {**os.environ, "HOME": str(tmp_path)}
+    subprocess.run([sys.executable, "-W", "ignore", "-c", SCHEMA], env=environment, check=True)
 
 
 def test_credentials_that_skypilot_may_have_left_are_removed_before_anything_else():
@@ -102,11 +160,63 @@ def test_one_zone_without_machines_outweighs_another_that_refuses():
     assert outcome_of("ResourcesUnavailableError", log).failed is Failed.NO_CAPACITY
 
 
+@pytest.mark.parametrize(
+    ("words", "is_used_up"),
+    [
+        ("(MaxSpotInstanceCountExceeded) when calling RunInstances: Max spot instance count exceeded", True),
+        ("(VcpuLimitExceeded): You have requested more vCPU capacity than your current vCPU limit of 96 allows", True),
+        ("(VcpuLimitExceeded): You have requested more vCPU capacity than your current vCPU limit of 0 allows", False),
+        ("QUOTA_EXCEEDED: Quota 'PREEMPTIBLE_NVIDIA_L4_GPUS' exceeded.  Limit: 8.0 in region us-central1.", True),
+        ("QUOTA_EXCEEDED: Quota 'PREEMPTIBLE_NVIDIA_L4_GPUS' exceeded.  Limit: 0.0 in region us-central1.", False),
+        ("Found no quota for g6.xlarge spot instances in region us-east-1", False),
+        ("(UnauthorizedOperation)", False),
+    ],
+)
+def test_a_quota_that_is_used_up_is_told_from_one_that_is_zero(words, is_used_up):
+    outcome = outcome_of("ResourcesUnavailableError", words)
+    assert outcome.failed is Failed.DENIED
+    assert is_quota_used_up(outcome.text) is is_used_up
+
+
 def test_a_denial_says_where_to_ask():
     outcome = outcome_of("ResourcesUnavailableError", "x\n(VcpuLimitExceeded) You have requested more\ny")
     assert outcome.text.startswith("(VcpuLimitExceeded)")
     assert "Service Quotas" in outcome.text
     assert "--print-policy" in outcome_of("x", "(UnauthorizedOperation)").text
+
+
+VIOLATED = (
+    "{'code': 412, 'message': \"Constraint constraints/{name} violated for project 123.\", 'reason': 'conditionNotMet'}"
+)
+
+
+@pytest.mark.parametrize(
+    ("said", "advice"),
+    [
+        (
+            VIOLATED.replace("{name}", "compute.vmExternalIpAccess"),
+            r"constraints/compute.vmExternalIpAccess forbids.*public_addresses: false",
+        ),
+        (
+            VIOLATED.replace("{name}", "compute.trustedImageProjects"),
+            r"trustedImageProjects forbids.*image of a trusted project",
+        ),
+        (VIOLATED.replace("{name}", "compute.requireOsLogin"), r"requireOsLogin forbids.*keys in a machine's metadata"),
+        (VIOLATED.replace("{name}", "gcp.resourceLocations"), r"constraints/gcp.resourceLocations forbids.*exception"),
+        ("HttpError 412: Precondition failed, reason: conditionNotMet", "A policy of the organisation forbids it"),
+        ("(UnauthorizedOperation) with an explicit deny in a service control policy", "A policy of the organisation"),
+        ("No usable subnets matching availability zone ['us-east-1e'] found.", "create-default-subnet"),
+        ("The default VPC in us-east-1 either does not exist or has no subnets.", "create-default-vpc"),
+        ("SUBNET_NOT_FOUND_FOR_VPC: No subnet for region us-west8 found", r"`network:`"),
+        ("Details: [RuntimeError] Missing `gcloud` cli dependency.", r"`gcloud auth login`"),
+        ("Task requires GCP which is not enabled. To enable access, run: sky check gcp", r"`gcloud auth login`"),
+    ],
+)
+def test_what_only_a_person_can_change_is_a_denial_that_says_what_to_do(said, advice):
+    outcome = outcome_of(f"ResourcesUnavailableError\n{said}", "a log")
+    assert outcome.failed is Failed.DENIED
+    assert outcome.text.startswith(said)
+    assert re.search(advice, outcome.text.splitlines()[-1])
 
 
 def test_evidence_is_the_clouds_sentence_and_not_who_logged_it():

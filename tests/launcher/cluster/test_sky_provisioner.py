@@ -25,6 +25,7 @@ from launcher.cluster.provisioner import NodeStatus
 from launcher.cluster.set_up import MachineUnreachable, SetUp
 from launcher.cluster.sky import Failed, Outcome, SkyLogin, SkyUnreachable
 from launcher.cluster.sky_provisioner import Purchases, SkyProvisioner
+from launcher.company import NOTHING_NAMED, Named
 from launcher.placement.placement import Placement
 
 START_MS = 1_800_000_000_000
@@ -147,6 +148,7 @@ class FakeCloud:
     disks: list[Thing] = field(default_factory=list)
     groups: list[Thing] = field(default_factory=list)
     missing_rules: tuple[str, ...] = ()
+    named: Named | None = None
     unreachable: bool = False
     refuses: str = ""
     ends_slowly: bool = False
@@ -229,8 +231,9 @@ class FakeCloud:
         self.groups = [one for one in self.groups if one not in things]
         return []
 
-    def prepare(self, region, *, run, owner, ssh_from, buckets, models=()):
+    def prepare(self, region, *, run, owner, ssh_from, buckets, models=(), named=NOTHING_NAMED):
         self._answer()
+        self.named = named
         if self.refuses:
             raise CloudRefused(self.refuses)
         self.groups = [Thing(cloud=self.cloud, region=region, kind="group", id="sg-1", run=run)]
@@ -278,6 +281,7 @@ class Stage:
         self.links: dict[str, FakeLink] = {}
         self.digest = "d1"
         self.images: dict[str, str] = {}
+        self.named = NOTHING_NAMED
         self.provisioner = self.process()
 
     def process(self) -> SkyProvisioner:
@@ -299,6 +303,7 @@ class Stage:
                 regions=[("aws", REGION)],
                 weights={"aws": "s3://bucket/runs/weights/w1"},
                 images=self.images,
+                named=lambda cloud, region: self.named,
             ),
             sky=self.sky,
             clouds={"aws": self.cloud},
@@ -391,6 +396,17 @@ def test_a_node_is_launched_once_with_labels_our_group_and_a_timer(stage):
     assert (launch.place.group, launch.want.zone_name) == ("spotrl-run", "us-east-1a")
     assert launch.autostop_minutes == 60 + 30  # the money lasts an hour
     assert stage.file(NODE, "launch")["request_id"] == "request-0"
+
+
+def test_a_node_of_a_named_network_is_entered_through_the_jobs_proxy(stage):
+    stage.named = Named(identity="node", network="vpc-1", public_addresses=False, ssh_proxy="ssh -W %h:%p bastion")
+    stage.bring_up(TRAINER)
+    assert stage.cloud.named == stage.named
+    assert stage.links[TRAINER].login.proxy == "ssh -W %h:%p bastion"
+    assert stage.file(TRAINER, "machine")["login"]["proxy"] == "ssh -W %h:%p bastion"
+    stage.process()
+    stage.passes(1)
+    assert stage.links[TRAINER].login.proxy == "ssh -W %h:%p bastion"
 
 
 @pytest.mark.parametrize(

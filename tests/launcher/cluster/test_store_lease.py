@@ -9,7 +9,7 @@ import pytest
 from moto.server import ThreadedMotoServer
 from obstore.store import MemoryStore, S3Store
 
-from launcher.cluster.lease import LeaseHeld
+from launcher.cluster.lease import LeaseHeld, LeaseLost
 from launcher.cluster.store_lease import LEASE_OBJECT, LEASE_SECONDS, StoreLease
 
 
@@ -130,3 +130,52 @@ def test_a_bucket_that_does_not_answer_takes_nobodys_lease_away(tmp_path):
     lease.renew()
     assert lease.lost is None
     lease.give_up()
+
+
+def test_a_lease_that_went_to_another_machine_says_so_at_every_check(store):
+    clock = Clock()
+    first, second = (StoreLease(lambda: store, "digits", name, clock, Clock()) for name in ("ours", "theirs"))
+    first.take()
+    first.check()
+    clock.ms += round(LEASE_SECONDS * 1000) + 1
+    second.take()
+    first.renew()
+    for _ in range(2):
+        with pytest.raises(LeaseLost, match="neither buys nor ends anything any more"):
+            first.check()
+    second.check()
+
+
+def test_a_holder_that_was_frozen_asks_the_bucket_before_it_acts(store):
+    """Its renewing thread has not run yet when its next pass begins."""
+    wall, boot = Clock(), Clock()
+    first, second = (StoreLease(lambda: store, "digits", name, wall, boot) for name in ("ours", "theirs"))
+    first.take()
+    for clock in (wall, boot):
+        clock.ms += round(LEASE_SECONDS * 1000) + 1
+    second.take()
+    assert first.lost is None
+    with pytest.raises(LeaseLost):
+        first.check()
+
+
+def test_a_bucket_that_does_not_answer_takes_no_lease_away():
+    boot = Clock()
+
+    def away():
+        raise OSError("no route to host")
+
+    lease = StoreLease(away, "digits", "ours", Clock(), boot)
+    lease.take()
+    boot.ms += 3_600_000
+    lease.check()
+
+
+def test_a_lease_object_that_cannot_be_read_is_written_anew(store):
+    lease = StoreLease(lambda: store, "digits", "ours", Clock(), Clock())
+    lease.take()
+    obstore.put(store, LEASE_OBJECT, b"")
+    lease.renew()
+    assert lease.lost is None
+    with pytest.raises(LeaseHeld):
+        StoreLease(lambda: store, "digits", "theirs", Clock(), Clock()).take()

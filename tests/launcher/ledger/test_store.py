@@ -15,7 +15,7 @@ from sqlalchemy.exc import IntegrityError
 
 from engine.events import EngineStarted, Evaluated, IterationDone, NodeSeen, Progress
 from launcher.exit_codes import Failure
-from launcher.ledger.models import Base, Node, Run
+from launcher.ledger.models import Base, Node, Removal, Run
 from launcher.ledger.store import (
     REVISION,
     append_progress,
@@ -119,6 +119,20 @@ def test_the_newest_migration_is_the_one_that_opening_looks_for():
     config = Config()
     config.set_main_option("script_location", "launcher.ledger:migrations")
     assert ScriptDirectory.from_config(config).get_current_head() == REVISION
+
+
+def test_a_ledger_from_before_removals_keeps_its_runs_and_none_is_removed(sessions, tmp_path):
+    from alembic import command
+
+    add_run(sessions)
+    config = Config()
+    config.set_main_option("script_location", "launcher.ledger:migrations")
+    with sessions() as session:
+        config.attributes["connection"] = session.connection()
+        command.downgrade(config, "0003")
+        session.commit()
+    with open_ledger(tmp_path / "state" / "ledger.sqlite")() as session:
+        assert session.get(Removal, find_run(session, "demo").id) is None
 
 
 def test_a_ledger_of_a_newer_version_is_left_alone_and_says_so(sessions, tmp_path):
@@ -227,6 +241,16 @@ def test_a_newer_lineage_replaces_what_it_does_again(sessions):
             (row.event["iteration"], row.event["reward_mean"]) for row in progress_of(session, run, IterationDone.KIND)
         ]
         assert kept == [(0, 0.1), (1, 0.9)]  # iteration 2 was lost, and is not done again yet
+
+
+def test_the_iteration_that_a_run_goes_back_to_is_void_until_it_is_done_again(sessions):
+    run = add_run(sessions)
+    old = [started(0), done(0), done(1), done(2)]
+    with writing(sessions) as session:
+        append_progress(session, run, [line(event, seq) for seq, event in enumerate(old)])
+        append_progress(session, run, [line(started(1), lineage=1)])
+    with sessions() as session:
+        assert [row.event["iteration"] for row in progress_of(session, run, IterationDone.KIND)] == [0]
 
 
 def test_an_evaluation_of_the_checkpoint_that_a_run_went_back_to_stays(sessions):

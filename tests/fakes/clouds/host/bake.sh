@@ -1,8 +1,8 @@
 #!/bin/bash
-# bake.sh UPPER UV SKY_WHEELS: fills UPPER with the image's layer. Runs in a mount namespace of its own.
+# bake.sh UPPER UV SKY_WHEELS WHEELS CHECKOUT: fills UPPER with the image's layer. Runs in a mount namespace of its own.
 set -euo pipefail
 source "$(dirname "$0")/assemble.sh"
-upper=$1 uv=$2 wheels=$3
+upper=$1 uv=$2 sky_wheels=$3 wheels=$4 checkout=$5
 mount --make-rprivate /
 root=$(mktemp -d)
 mount -t tmpfs tmpfs "$root"
@@ -16,7 +16,12 @@ mkdir -p "$root/var/lib/dpkg" "$root/var/lib/sudo"
 chmod 1777 "$root/var/tmp"
 install -m 755 "$uv" "$root/usr/local/bin/uv"
 cp /etc/resolv.conf "$root/tmp/resolv.conf" 2>/dev/null || true
-cp -r "$wheels" "$root/tmp/wheels"
+cp -r "$sky_wheels" "$root/tmp/wheels"
+mount --bind "$wheels" "$root/opt/spotrl/wheels"
+mkdir "$root/opt/spotrl/uv" "$root/tmp/checkout"
+chown 1000:1000 "$root/opt/spotrl/uv"
+cp -r "$checkout/engine" "$root/tmp/checkout/engine"
+cp "$(dirname "$0")/keep_bytecode.py" "$root/tmp/keep_bytecode.py"
 pip_settings=$(cat /etc/pip.conf 2>/dev/null || true)
 
 cat > "$root/tmp/inside.sh" <<'INSIDE'
@@ -58,7 +63,10 @@ Include /etc/ssh/sshd_config.d/*.conf
 C
 mkdir -p /etc/ssh/sshd_config.d /etc/uv /home/ubuntu/.ssh /home/ubuntu/.local/bin
 printf '[global]\nno-index = true\nfind-links = /opt/spotrl/wheels\ndisable-pip-version-check = true\n' > /etc/pip.conf.hosts
-printf 'no-index = true\nfind-links = ["/opt/spotrl/wheels"]\n' > /etc/uv.toml.hosts
+# uv has unpacked every wheel already, and links to what it unpacked: an environment takes seconds, and all hosts of this
+# machine share one copy of its files in memory.
+printf 'no-index = true\nfind-links = ["/opt/spotrl/wheels"]\ncache-dir = "/opt/spotrl/uv"\nlink-mode = "symlink"\n' \
+  > /etc/uv.toml.hosts
 ln -s /usr/local/bin/uv /home/ubuntu/.local/bin/uv
 mkdir -p /home/ubuntu/.sky && cp -r /tmp/wheels /home/ubuntu/.sky/wheels
 chown -R ubuntu:ubuntu /home/ubuntu && chmod 700 /home/ubuntu/.ssh
@@ -78,6 +86,16 @@ U
 setpriv --reuid 1000 --regid 1000 --clear-groups bash /tmp/user.sh
 mv /etc/pip.conf.hosts /etc/pip.conf
 mv /etc/uv.toml.hosts /etc/uv/uv.toml
+cat > /tmp/node.sh <<'U'
+set -euo pipefail
+export HOME=/home/ubuntu
+cd /tmp
+uv -q venv env --python 3.11 || uv -q venv --clear env --python '>=3.11'
+uv -q pip install --python env/bin/python -r checkout/engine/node.lock
+PYTHONPATH=checkout env/bin/python -c 'import engine.runtime.agent, engine.runtime.processes, engine.runtime.window, ray'
+env/bin/python keep_bytecode.py env
+U
+setpriv --reuid 1000 --regid 1000 --clear-groups bash /tmp/node.sh
 INSIDE
 [ -z "$pip_settings" ] || printf '%s\n' "$pip_settings" > "$root/etc/pip.conf"
 # Names are looked up as here; the overlay's /etc has this machine's resolv.conf.

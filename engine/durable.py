@@ -1,0 +1,36 @@
+"""Write small files so that they survive a power cut.
+
+A rename without fsync may leave an empty file under the new name: the file system writes the name before the bytes.
+Standard library only: engine, launcher and the window into a node all use it.
+"""
+
+import os
+import threading
+from pathlib import Path
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """Replace the file by one with these bytes, for its owner's eyes: all of them or none, also after a power cut.
+
+    Raises OSError, e.g. when the disk is full; then the file is what it was and nothing else is left.
+    """
+    fresh = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
+    try:
+        with os.fdopen(os.open(fresh, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        fresh.replace(path)
+    except OSError:
+        fresh.unlink(missing_ok=True)  # half a copy would keep a full disk full
+        raise
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in this folder durable: new files, renames, removals. Raises OSError."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

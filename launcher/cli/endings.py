@@ -1,0 +1,94 @@
+"""End a command that failed with one sentence and an exit code, and without a traceback."""
+
+import errno
+import json
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+from sqlalchemy.exc import SQLAlchemyError
+
+from launcher.exit_codes import ExitCode, Failure
+from launcher.settings import ledger_path
+
+EXTRAS = {
+    "engine": ("diffusers", "numpy", "onnxruntime", "peft", "PIL", "rapidocr", "safetensors", "starlette", "torch"),
+    "prices": ("boto3", "botocore", "google", "gpuhunt"),
+    "sky": ("requests", "sky"),
+    "ray": ("ray",),
+}
+"""Packages that a plain `pip install spotrl` leaves out, by the extra that brings them."""
+
+REMEDIES = {
+    errno.ENOENT: "make its folder, or name another place",
+    errno.EACCES: "name a place that you may write to; SPOTRL_HOME says where spotrl keeps its own files",
+    errno.EPERM: "name a place that you may write to; SPOTRL_HOME says where spotrl keeps its own files",
+    errno.EROFS: "name a place that can be written to; SPOTRL_HOME says where spotrl keeps its own files",
+    errno.ENOSPC: "make room on that disk",
+    errno.EISDIR: "name a file, not a folder",
+    errno.ENOTDIR: "one part of that path is a file; name a folder",
+    errno.EEXIST: "there is a file where a folder should be; SPOTRL_HOME says where spotrl keeps its own files",
+    errno.ENAMETOOLONG: "use a shorter path",
+}
+
+
+def ending(error: BaseException, argv: Sequence[str]) -> int:
+    """Say on stderr what happened, and as JSON on stdout where `--json` was asked for. Returns the exit code."""
+    if isinstance(error, BrokenPipeError):  # whoever read our output has gone, like `head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return ExitCode.FAILURE
+    code = error.exit_code if isinstance(error, Failure | click.ClickException) else ExitCode.FAILURE
+    if isinstance(error, click.Abort | KeyboardInterrupt):
+        code, text = ExitCode.INTERRUPTED, "Interrupted."
+        click.echo(text, err=True)
+    elif isinstance(error, click.ClickException):
+        text = error.format_message()
+        error.show()
+    else:
+        text = sentence(error) or _own_fault(error, argv)
+        click.echo(f"Error: {text}", err=True)
+    if "--json" in argv:
+        click.echo(json.dumps({"error": text, "exit_code": int(code)}))
+    return int(code)
+
+
+def sentence(error: BaseException) -> str | None:
+    """Return what was found and what would do, or None if the error is a fault of spotrl's own."""
+    match error:
+        case Failure():
+            return str(error)
+        case LookupError() if type(error) is LookupError:  # a KeyError is a fault of ours
+            return str(error.args[0])
+        case ModuleNotFoundError() if (extra := _extra_of(error.name or "")) is not None:
+            return f"this needs {error.name}, which is not installed; `pip install 'spotrl[{extra}]'`"
+        case SQLAlchemyError():
+            found = str(getattr(error, "orig", None) or error).splitlines()[0]
+            return (
+                f"the ledger {ledger_path()} cannot be used: {found}; if it is damaged, move it away or set "
+                "SPOTRL_HOME to another folder, and ask `spotrl reap` whether nodes of its runs are left"
+            )
+        case OSError() if error.errno is not None:
+            place = " and ".join(str(one) for one in (error.filename, error.filename2) if one is not None)
+            remedy = REMEDIES.get(error.errno, "")
+            return f"{place}{': ' if place else ''}{error.strerror}{'; ' if remedy else ''}{remedy}"
+        case _:
+            return None
+
+
+def _extra_of(module: str) -> str | None:
+    top = module.partition(".")[0]
+    return next((extra for extra, modules in EXTRAS.items() if top in modules), None)
+
+
+def _own_fault(error: BaseException, argv: Sequence[str]) -> str:
+    if argv[:1] == ["controller"]:  # its stderr is its log
+        traceback.print_exception(error)
+        return f"spotrl failed by a fault of its own: {type(error).__name__}"
+    with tempfile.NamedTemporaryFile("w", prefix="spotrl-error-", suffix=".txt", delete=False) as file:
+        file.write("".join(traceback.format_exception(error)))
+    words = " ".join(str(error).split())[:200]
+    return f"spotrl failed by a fault of its own: {type(error).__name__}: {words}; report it with {Path(file.name)}"

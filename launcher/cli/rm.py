@@ -1,0 +1,68 @@
+"""`spotrl rm`: delete the files of a run that is over."""
+
+import json
+from dataclasses import asdict
+
+import click
+from sqlalchemy.orm import Session, sessionmaker
+
+from launcher.cli.leftovers import is_a_person
+from launcher.cli.run_argument import run_argument
+from launcher.cluster.removal import look_at_remains, remove_run
+from launcher.cluster.runs import run_view
+from launcher.money import dollars
+
+
+@click.command()
+@run_argument
+@click.option("-y", "--yes", is_flag=True, help="Do not ask before deleting.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.pass_obj
+def rm(sessions: sessionmaker[Session], run_name: str, yes: bool, as_json: bool) -> None:
+    """Delete the files of RUN, which is over, from this machine.
+
+    Its folder goes: logs, journals, and checkpoints and weights if they are here. `spotrl pull RUN` copies the weights
+    before. Its ledger stays: `spotrl report RUN` works, its costs count in every limit on all runs, and `spotrl ls
+    --all` shows it. So its name cannot be used again, and it cannot be resumed.
+
+    Files in buckets are not deleted; the command says where they are and how to delete them. A run that is not over,
+    or whose nodes may still cost money, is refused. If the command is cut short, call it again.
+
+    \b
+    Example:
+      spotrl rm digits
+      spotrl rm digits --yes --json
+    """
+    remains = look_at_remains(sessions, run_name)
+    spent = run_view(sessions, run_name).spent_micro_usd
+    if not yes and remains.folder.exists():
+        if not is_a_person():
+            raise click.UsageError(f"nobody can be asked here; add --yes to delete {remains.folder}")
+        click.confirm(f"Delete {remains.folder} ({size_text(remains.bytes)})?", default=False, abort=True, err=True)
+    is_there = remains.folder.exists()
+    remove_run(sessions, run_name)
+    if as_json:
+        document = asdict(remains) | {"run": run_name, "folder": str(remains.folder), "spent_micro_usd": spent}
+        click.echo(json.dumps(document))
+        return
+    if remains.was_removed and not is_there:
+        click.echo(f"{run_name} was removed before; none of its files are here.")
+    else:
+        click.echo(f"Deleted {remains.folder} ({size_text(remains.bytes)}).")
+    click.echo(f"The {dollars(spent)} that {run_name} cost stay in the ledger: spotrl report {run_name}")
+    for url in remains.buckets:
+        click.echo(f"Still in its bucket, and paid for: {url}\nDelete it: {deletion(url)}")
+
+
+def deletion(url: str) -> str:
+    """Return the command that deletes a run's folder in a bucket."""
+    tool = "aws s3 rm --recursive" if url.startswith("s3://") else "gcloud storage rm --recursive"
+    return f"{tool} {url}/"
+
+
+def size_text(count: int) -> str:
+    """`512 bytes`, `3.4 MiB`, `1.2 GiB`."""
+    if count < 1 << 10:
+        return f"{count} bytes"
+    unit, shift = next((unit, shift) for unit, shift in (("GiB", 30), ("MiB", 20), ("KiB", 10)) if count >> shift)
+    return f"{count / (1 << shift):.1f} {unit}"

@@ -1,0 +1,21 @@
+"""The argument RUN of most commands. A shell completes it: `_SPOTRL_COMPLETE=bash_source spotrl` prints how."""
+
+import sqlite3
+from contextlib import closing
+
+import click
+
+from launcher.settings import ledger_path
+
+
+def names_of_runs(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    """Return runs whose name begins so, the newest first; none where there is no ledger that can be read."""
+    try:
+        with closing(sqlite3.connect(f"{ledger_path().as_uri()}?mode=ro", uri=True, timeout=1.0)) as connection:
+            names = [str(name) for (name,) in connection.execute("SELECT name FROM run ORDER BY id DESC")]
+    except sqlite3.Error:
+        return []
+    return [name for name in names if name.startswith(incomplete)]
+
+
+run_argument = click.argument("run_name", metavar="RUN", shell_complete=names_of_runs)

@@ -1,0 +1,108 @@
+"""The time by the clouds: a controller whose clock is wrong meters wrong amounts, and then buys nothing.
+
+Every answer of a cloud has a date. It is compared with this machine's clock, and with the clock that the run's money is
+metered by, at the start and every few minutes.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from engine.clock import Clock
+from launcher.exit_codes import Failure
+from launcher.money import duration
+
+log = logging.getLogger(__name__)
+
+MOST_OFF_MS = 60_000
+"""A clock that differs by more is wrong. A cloud tells seconds, and its answer takes some."""
+
+ASK_SECONDS = 300.0
+AGAIN_SECONDS = 20.0
+"""Between two questions while a clock is wrong, or no cloud has answered yet (wall time)."""
+
+
+class TellsTime(Protocol):
+    """The part of CloudLimits that is used here."""
+
+    def clock_ms(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Doubt:
+    """The reason to doubt the time. `is_ahead`: the run's clock is, so money and deadline seem used up too early."""
+
+    text: str
+    is_ahead: bool = False
+
+
+def wall_ms() -> int:
+    """This machine's clock: milliseconds since 1970-01-01 UTC."""
+    return time.time_ns() // 1_000_000
+
+
+class CloudTime:
+    """The clouds' time beside ours. `doubt` is None while clocks agree, or nobody could be asked yet."""
+
+    def __init__(self, clouds: Mapping[str, TellsTime], wall_ms: Callable[[], int] = wall_ms) -> None:
+        self._clouds, self._wall_ms = clouds, wall_ms
+        self._off: dict[str, int] = {}
+        """By cloud: its time minus this machine's, in milliseconds."""
+        self.doubt: Doubt | None = None
+
+    def ask(self, clock: Clock | None = None) -> None:
+        """Ask every cloud, and compare with this machine's clock and with `clock`, the run's."""
+        for name, cloud in self._clouds.items():
+            try:
+                said_ms = cloud.clock_ms()
+            except Failure as error:
+                log.info("%s does not say what time it is: %s", name, error)
+                continue
+            self._off[name] = said_ms - self._wall_ms()
+        self.doubt = self._judged(clock)
+        if self.doubt is not None:
+            log.warning("%s", self.doubt.text)
+
+    def now_ms(self) -> int:
+        """The time by the first cloud that answered; by this machine while none has."""
+        off_ms = next(iter(self._off.values()), 0)
+        return self._wall_ms() + (off_ms if abs(off_ms) > MOST_OFF_MS else 0)
+
+    def keep(self, clock: Clock, ended: threading.Event) -> None:
+        """Ask again and again, in a thread of its own, until the run has `ended`."""
+        threading.Thread(target=self._keep, args=(clock, ended), name="cloud time", daemon=True).start()
+
+    def _keep(self, clock: Clock, ended: threading.Event) -> None:
+        while not ended.wait(ASK_SECONDS if self._off and self.doubt is None else AGAIN_SECONDS):
+            self.ask(clock)
+
+    def _judged(self, clock: Clock | None) -> Doubt | None:
+        for name, off_ms in self._off.items():
+            if abs(off_ms) > MOST_OFF_MS:
+                side = "behind" if off_ms > 0 else "ahead of"
+                return Doubt(
+                    f"this machine's clock is {_about(off_ms)} {side} the clock of {name}: nothing is bought "
+                    "until it is set (`timedatectl set-ntp true`)",
+                    is_ahead=self._ahead_ms(clock, off_ms) > MOST_OFF_MS,
+                )
+            if abs(ahead_ms := self._ahead_ms(clock, off_ms)) > MOST_OFF_MS:
+                side = "ahead of" if ahead_ms > 0 else "behind"
+                return Doubt(
+                    f"the newest times in the ledger are {_about(ahead_ms)} {side} the clock of {name}, because "
+                    "this machine's clock was wrong when they were written: nothing is bought until the clouds' time "
+                    "has caught up",
+                    is_ahead=ahead_ms > 0,
+                )
+        return None
+
+    def _ahead_ms(self, clock: Clock | None, off_ms: int) -> int:
+        """Return how far the run's clock is ahead of a cloud's (ms)."""
+        return 0 if clock is None else clock.now_ms() - (self._wall_ms() + off_ms)
+
+
+def _about(off_ms: int) -> str:
+    """In whole minutes, so that the text stays the same from one answer to the next."""
+    return duration(max(1, round(abs(off_ms) / 60_000)) * 60_000)

@@ -1,0 +1,99 @@
+"""Trained weights as files that diffusers loads: low-rank adapters, or the whole transformer.
+
+    pipeline.load_lora_weights("weights")                                       low-rank adapters
+    QwenImageTransformer2DModel.from_pretrained("weights", subfolder="transformer")    full weights; the model's class
+
+Adapters need only another header: safetensors is a JSON header and the bytes of the tensors. Full weights are saved by
+the model's own class, in a process of the engine, so that the launcher stays free of torch.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from engine.config import ModelConfig
+from launcher.exit_codes import Failure
+
+LORA_FILE = "pytorch_lora_weights.safetensors"
+"""The name that `load_lora_weights` looks for in a folder."""
+
+ADAPTER = ".default."
+"""What PEFT puts into the names of parameters, and leaves out of files."""
+
+PREFIX = "transformer."
+"""Of the part of a pipeline that an adapter is for."""
+
+EXPORT_SECONDS = 1800
+"""Loading and saving a large model takes minutes."""
+
+
+def write_for_diffusers(weights: Path, model: ModelConfig) -> Path:
+    """Write files for diffusers beside `weights`, and return where.
+
+    Raises Failure when the engine is not installed here, or cannot load the model.
+    """
+    if model.weights == "lora":
+        return write_lora(weights, model.lora_rank, model.lora_alpha)
+    if find_spec("torch") is None:
+        raise Failure("the engine is not installed here; `pip install 'spotrl[engine]'`")
+    folder, unfinished = weights.with_name("transformer"), weights.with_name("transformer.part")
+    shutil.rmtree(unfinished, ignore_errors=True)  # left by one that was killed
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "engine.models.export",
+        model.model_dump_json(),
+        str(weights),
+        str(unfinished),
+    ]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=EXPORT_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise Failure(f"the engine took more than {EXPORT_SECONDS} s to save the model") from None
+    if done.returncode:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise Failure((done.stderr.strip().splitlines() or ["the engine ended without a word"])[-1])
+    shutil.rmtree(folder, ignore_errors=True)
+    unfinished.rename(folder)
+    return folder
+
+
+def write_lora(weights: Path, rank: int, alpha: int) -> Path:
+    """Copy low-rank adapters to a file that `load_lora_weights` takes, and return its path.
+
+    `rank`, `alpha`: of the job; adapters are scaled by alpha / rank.
+    """
+    target = weights.with_name(LORA_FILE)
+    unfinished = target.with_name(f"{LORA_FILE}.part")
+    with weights.open("rb") as source, unfinished.open("wb") as file:
+        header: dict[str, Any] = json.loads(source.read(int.from_bytes(source.read(8), "little")))
+        header.pop("__metadata__", None)
+        renamed = {f"{PREFIX}{name.replace(ADAPTER, '.')}": entry for name, entry in header.items()}
+        text = json.dumps({"__metadata__": _metadata(header, rank, alpha), **renamed}).encode()
+        text += b" " * (-len(text) % 8)
+        file.write(len(text).to_bytes(8, "little") + text)
+        while piece := source.read(1 << 20):
+            file.write(piece)
+    os.replace(unfinished, target)
+    return target
+
+
+def _metadata(header: dict[str, Any], rank: int, alpha: int) -> dict[str, str]:
+    """Return what diffusers makes its LoraConfig from: without it, it takes alpha to be equal to the rank."""
+    config = {
+        "r": rank,
+        "lora_alpha": alpha,
+        "target_modules": sorted({name.rpartition(".lora_")[0] for name in header}),
+        "rank_pattern": {},
+        "alpha_pattern": {},
+    }
+    return {
+        "format": "pt",
+        "lora_adapter_metadata": json.dumps({f"{PREFIX}{name}": value for name, value in config.items()}),
+    }

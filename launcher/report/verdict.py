@@ -1,0 +1,56 @@
+"""Say in one line whether a run taught its model something. `make quickstart` ends with it.
+
+    python -m launcher.report.verdict EXIT_CODE result.json report.html
+
+EXIT_CODE is that of `spotrl launch`. Exits 0 if the run reached its target, or if the held-out score rose by at least
+`ENOUGH` before a budget or a deadline stopped it; 1 otherwise.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from launcher.exit_codes import ExitCode
+from launcher.report.result import METRIC
+
+ENOUGH = 0.10
+"""A rise of the held-out score that noise does not explain: 512 prompts have a standard error of about .02."""
+
+ENDED = (ExitCode.OK, ExitCode.STOPPED_BY_BUDGET, ExitCode.DEADLINE_MISSED)
+"""Exit codes of a launch whose run came to an end and left nothing behind."""
+
+
+def verdict(exit_code: int, result: dict[str, Any] | None, report: str) -> tuple[bool, str]:
+    """Return whether the run did well, and the line that says so. `result`: the content of result.json, or None."""
+    if result is None or exit_code not in ENDED:
+        return (
+            False,
+            f"The quickstart failed: `spotrl launch` ended with exit code {exit_code}. Its words above say why.",
+        )
+    target, score = result["target"], result[METRIC]
+    before, after = score["before"], score["after"]
+    stopped = {
+        ExitCode.STOPPED_BY_BUDGET: ", before its budget was used up",
+        ExitCode.DEADLINE_MISSED: ", before its deadline",
+    }.get(ExitCode(exit_code), "")
+    if target["reached"]:
+        return True, f"Target reached: {target['metric']} {target['value']:.3f}. The report is in {report}."
+    if before is None or after is None:
+        return False, f"The run ended before its score was measured twice. The report is in {report}."
+    moved = f"Held-out {METRIC} went from {before:.3f} to {after:.3f}{stopped}"
+    if after - before >= ENOUGH:
+        return True, f"{moved}; the target was not reached. The report is in {report}."
+    return False, f"{moved}: less than {ENOUGH:.2f} more. The report is in {report}."
+
+
+def main(words: list[str]) -> int:
+    exit_code, result, report = words
+    path = Path(result)
+    good, line = verdict(int(exit_code), json.loads(path.read_text()) if path.exists() else None, report)
+    print(line)
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

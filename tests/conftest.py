@@ -1,0 +1,82 @@
+"""Settings of all tiers: threads of torch, and which tests stay together when pytest-xdist spreads them."""
+
+import multiprocessing
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from xdist.scheduler import LoadScopeScheduling
+
+# Read by torch when it is imported, here and in every process that a test starts. Two workers with two threads each
+# would fight for two cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+MEMORY_DISK = Path("/dev/shm")
+MEMORY_DISK_BYTES = 6 << 30
+"""Free space that the temporary files of a run may need."""
+
+# Ledgers, journals and checkpoints wait for the disk at every commit. In memory nobody waits, and the same calls are
+# made. tests/simulation and tests/conformance hold what must be durable when.
+if MEMORY_DISK.is_dir() and shutil.disk_usage(MEMORY_DISK).free > MEMORY_DISK_BYTES:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY_DISK))
+
+# A process has one forkserver, and what it preloads is settled when the first test uses it. Without this, every process
+# that a later test starts would import torch and diffusers by itself: six seconds of a core.
+multiprocessing.get_context("forkserver").set_forkserver_preload(["engine.models.digits", "engine.parallel.ulysses"])
+
+DIVIDED = {"tests/end_to_end/test_launch.py"}
+"""Files whose tests share nothing that takes long to make: each test may run in another worker."""
+
+DIVIDED_BY_PARAMETER = {"tests/conformance/test_conformance.py"}
+"""Files whose tests share a fixture for each first parameter."""
+
+STARTED_FIRST = (
+    "tests/conformance/test_conformance.py::ray",
+    "tests/end_to_end",
+    "tests/engine/test_ray_runtime.py",
+    "tests/conformance",
+    "tests/engine/test_machine.py",
+    "tests/engine/test_loop.py",
+    "tests/launcher/cluster/test_node_link.py",
+)
+"""Beginnings of groups, in the order in which workers take them: the longest first, so that no worker is left alone
+with a long one at the end. Seconds of each test: `python -m tests.tiers`."""
+
+
+def group_of(nodeid: str) -> str:
+    """Return the group that a test belongs to. The tests of a group run in one worker, in their order.
+
+    A file is a group, because its tests share fixtures.
+    """
+    file, _, test = nodeid.partition("::")
+    if file in DIVIDED:
+        return nodeid
+    if file in DIVIDED_BY_PARAMETER and "[" in test:
+        return f"{file}::{test.partition('[')[2].rstrip(']').partition('-')[0]}"
+    return file
+
+
+def rank(nodeid: str) -> int:
+    """Return the place of a test's group in the order in which groups are taken."""
+    group = group_of(nodeid)
+    return next((at for at, first in enumerate(STARTED_FIRST) if group.startswith(first)), len(STARTED_FIRST))
+
+
+class GroupScheduling(LoadScopeScheduling):
+    """Gives each group of tests to one worker. pytest-xdist's own `loadgroup` does not work with pytest 9."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return group_of(nodeid)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> GroupScheduling:
+    """Called by pytest-xdist in its main process, when `-n` is given."""
+    config.option.loadscopereorder = False  # the order below, not the number of tests
+    return GroupScheduling(config, log)  # type: ignore[arg-type]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Put the longest groups first in a worker of pytest-xdist."""
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: rank(item.nodeid))

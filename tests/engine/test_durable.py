@@ -1,0 +1,60 @@
+"""A file that was written durably is there after a power cut: its bytes reach the disk before its name does."""
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from engine.durable import write_durably
+from engine.rollout.request import WeightsKey
+from engine.runtime.weight_book import WeightBook
+from launcher.cluster.cloud_node import CloudNode
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """What is done to the disk, in order."""
+    done: list[str] = []
+    fsync, replace = os.fsync, Path.replace
+
+    def noted_fsync(handle):
+        done.append("sync folder" if stat.S_ISDIR(os.fstat(handle).st_mode) else "sync file")
+        fsync(handle)
+
+    def noted_replace(self, target):
+        done.append("rename")
+        return replace(self, target)
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(Path, "replace", noted_replace)
+    return done
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda folder: write_durably(folder / "a", b"x"),
+        lambda folder: CloudNode(folder=folder).write("want", {}),
+        lambda folder: CloudNode(folder=folder).write_key("KEY"),
+        lambda folder: WeightBook(folder).write(WeightsKey(version=2), b"weights"),
+    ],
+    ids=["any file", "a node's file", "a node's key", "weights"],
+)
+def test_bytes_reach_the_disk_before_the_name_and_the_name_before_the_return(tmp_path, steps, write):
+    write(tmp_path)
+    assert steps == ["sync file", "rename", "sync folder"]
+
+
+def test_a_file_is_for_its_owner_and_is_whole_or_as_it_was(tmp_path, monkeypatch):
+    write_durably(tmp_path / "a", b"before")
+    assert (tmp_path / "a").stat().st_mode & 0o777 == 0o600
+
+    def full(handle):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        write_durably(tmp_path / "a", b"after")
+    assert (tmp_path / "a").read_bytes() == b"before"
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]

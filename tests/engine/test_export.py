@@ -1,0 +1,114 @@
+"""Pulled weights are what diffusers loads: without a warning, and with the same pictures."""
+
+import logging
+from inspect import signature
+from typing import Any
+
+import pytest
+import torch
+from diffusers import (
+    FluxPipeline,
+    QwenImagePipeline,
+    QwenImageTransformer2DModel,
+    StableDiffusion3Pipeline,
+    WanPipeline,
+)
+from diffusers.utils import logging as diffusers_logging
+
+from engine.config import ModelConfig
+from engine.models.adapter import DiTAdapter
+from engine.models.export import export
+from engine.models.load import freeze_but_trained, load_adapter, trainable
+from engine.rollout.sampler import initial
+from engine.runtime.worker import get_weights
+from launcher.exit_codes import Failure
+from launcher.report.diffusers_files import LORA_FILE, write_for_diffusers
+from tests.engine.test_families import FAMILIES
+
+PIPELINES = {
+    "qwen-image": QwenImagePipeline,
+    "sd3": StableDiffusion3Pipeline,
+    "flux-dev": FluxPipeline,
+    "wan": WanPipeline,
+}
+
+
+def pipeline_of(name: str, transformer: torch.nn.Module) -> Any:
+    """Return a pipeline that has nothing but a transformer: adapters need no more."""
+    needed = [part.name for part in signature(PIPELINES[name]).parameters.values() if part.default is part.empty]
+    return PIPELINES[name](**{**dict.fromkeys(needed), "transformer": transformer})
+
+
+@pytest.fixture
+def warned(caplog):
+    """Return what diffusers has warned of, but for what it says of every SD3 adapter without text encoders."""
+    diffusers_logging.enable_propagation()
+    caplog.set_level(logging.WARNING)
+    yield lambda: [
+        record.getMessage()
+        for record in caplog.records
+        if record.name.startswith(("diffusers", "peft"))
+        and "found with the prefix='text_encoder" not in record.getMessage()
+    ]
+    diffusers_logging.disable_propagation()
+
+
+def velocity(adapter: DiTAdapter) -> torch.Tensor:
+    with torch.no_grad():
+        x = initial([1, 2], adapter.latent_shape())
+        return adapter.velocity(x, torch.tensor([0.5, 0.25]), adapter.encode(["12", "34"]), 1.0)
+
+
+def shake(adapter: DiTAdapter) -> None:
+    """Move what is trained away from where it began."""
+    with torch.no_grad():
+        for parameter in trainable(adapter).values():
+            parameter += 0.05 * torch.randn_like(parameter)
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_low_rank_adapters_load_without_a_warning_and_have_their_effect(name, tmp_path, warned):
+    torch.manual_seed(0)
+    adapter = FAMILIES[name].build()
+    adapter.transformer.save_pretrained(tmp_path / "base")
+    freeze_but_trained(adapter, ModelConfig(weights="lora", lora_rank=2, lora_alpha=6))
+    before = velocity(adapter)
+    shake(adapter)
+    (tmp_path / "ema.safetensors").write_bytes(get_weights(trainable(adapter)))
+    model = ModelConfig(weights="lora", lora_rank=2, lora_alpha=6)
+    assert write_for_diffusers(tmp_path / "ema.safetensors", model) == tmp_path / LORA_FILE
+
+    pipeline = pipeline_of(name, type(adapter.transformer).from_pretrained(tmp_path / "base"))
+    pipeline.load_lora_weights(tmp_path)
+    trained, adapter.transformer = velocity(adapter), pipeline.transformer.eval()
+    torch.testing.assert_close(velocity(adapter), trained, atol=1e-5, rtol=0)
+    assert float((trained - before).abs().max()) > 1e-3
+    assert warned() == []
+
+
+def test_full_weights_load_without_a_warning_and_give_the_same_pictures(tmp_path, warned):
+    adapter = load_adapter(ModelConfig())
+    shake(adapter)
+    (tmp_path / "ema.safetensors").write_bytes(get_weights(trainable(adapter)))
+    folder = write_for_diffusers(tmp_path / "ema.safetensors", ModelConfig())
+    assert folder == tmp_path / "transformer"
+    trained = velocity(adapter)
+    adapter.transformer = QwenImageTransformer2DModel.from_pretrained(folder).eval()
+    torch.testing.assert_close(velocity(adapter), trained, atol=1e-5, rtol=0)
+    assert warned() == []
+
+
+def test_an_export_that_failed_leaves_nothing_and_one_that_was_killed_is_made_anew(tmp_path):
+    weights = tmp_path / "ema.safetensors"
+    weights.write_bytes(get_weights(trainable(FAMILIES["sd3"].build())))
+    (tmp_path / "transformer.part").mkdir()
+    (tmp_path / "transformer.part" / "half").write_text("")
+    with pytest.raises(Failure, match="these weights lack"):
+        write_for_diffusers(weights, ModelConfig())
+    assert list(tmp_path.iterdir()) == [weights]
+
+
+def test_weights_of_another_model_are_refused(tmp_path):
+    (tmp_path / "ema.safetensors").write_bytes(get_weights(trainable(FAMILIES["sd3"].build())))
+    with pytest.raises(KeyError, match="these weights lack"):
+        export(ModelConfig(), tmp_path / "ema.safetensors", tmp_path / "transformer")

@@ -1,0 +1,176 @@
+"""A controller's time: the clouds' where it is known, never before the newest time in the ledger."""
+
+import time
+
+import pytest
+from sqlalchemy import select
+
+from engine.clock import boot_ms
+from engine.events import Progress, Warned
+from launcher.cluster.cloud_time import CloudTime, Doubt
+from launcher.cluster.controller import _clock_of
+from launcher.exit_codes import Failure
+from launcher.ledger.models import NodeEvent, ProgressRow, RunStatus
+from launcher.ledger.store import writing
+from tests.launcher.cluster.stage import HandClock, cloud_run, ledger
+from tests.launcher.cluster.test_moving import MINUTE, Stage
+
+HOUR = 60 * MINUTE
+
+
+class Cloud:
+    """Says what time it is, or nothing."""
+
+    def __init__(self, at_ms):
+        self.at_ms = at_ms
+
+    def clock_ms(self):
+        if self.at_ms is None:
+            raise Failure("no route to host")
+        return self.at_ms
+
+
+@pytest.fixture
+def sessions(home):
+    return ledger(home)
+
+
+def test_clocks_that_agree_are_in_no_doubt():
+    asked = CloudTime({"aws": Cloud(1_000_000), "gcp": Cloud(None)}, wall_ms=lambda: 1_060_000)
+    asked.ask()
+    assert (asked.doubt, asked.now_ms()) == (None, 1_060_000)
+
+
+@pytest.mark.parametrize(("off_ms", "side"), [(5 * HOUR, "behind"), (-5 * HOUR, "ahead of")])
+def test_a_clock_that_differs_from_a_clouds_is_said_and_the_clouds_time_counts(off_ms, side):
+    now_ms = 10 * HOUR
+    asked = CloudTime({"gcp": Cloud(now_ms + off_ms)}, wall_ms=lambda: now_ms)
+    asked.ask()
+    assert f"this machine's clock is 5h {side} the clock of gcp" in asked.doubt.text
+    assert "timedatectl set-ntp true" in asked.doubt.text
+    assert asked.now_ms() == now_ms + off_ms
+
+
+def test_a_clock_that_was_set_right_is_in_no_doubt_any_more():
+    wall = HandClock()
+    cloud = Cloud(wall.now_ms())
+    asked = CloudTime({"gcp": cloud}, wall_ms=wall.now_ms)
+    wall.pass_ms(2 * MINUTE)
+    asked.ask()
+    assert asked.doubt is not None
+    cloud.at_ms = wall.now_ms()
+    asked.ask()
+    assert asked.doubt is None
+
+
+def test_times_in_the_ledger_that_are_ahead_of_the_clouds_are_in_doubt_too():
+    run_clock = HandClock()
+    run_clock.at_ms = 100 * HOUR
+    asked = CloudTime({"aws": Cloud(95 * HOUR)}, wall_ms=lambda: 95 * HOUR)
+    asked.ask(run_clock)
+    assert asked.doubt.is_ahead
+    assert "the newest times in the ledger are 5h ahead of the clock of aws" in asked.doubt.text
+
+
+def test_a_controller_whose_clock_is_behind_goes_on_from_the_newest_time_in_the_ledger(sessions):
+    """With the clock 5 h back, $8.13 of $10 became $3.04."""
+    run = cloud_run(sessions)
+    wall_ms = time.time_ns() // 1_000_000
+    with writing(sessions) as session:
+        session.add(RunStatus(run_id=run.id, at_ms=wall_ms + 5 * HOUR, status="running", reason=""))
+    clock = _clock_of(sessions, run, CloudTime({"aws": Cloud(None)}))
+    assert 0 <= clock.now_ms() - (wall_ms + 5 * HOUR) < MINUTE
+    # The cloud knows better than this machine.
+    clock = _clock_of(sessions, run, CloudTime({"aws": Cloud(wall_ms + 6 * HOUR)}))
+    assert 0 <= clock.now_ms() - (wall_ms + 6 * HOUR) < MINUTE
+    assert abs(clock.began_ms + boot_ms() - clock.now_ms()) < MINUTE
+
+
+def test_nothing_is_bought_while_the_time_is_in_doubt_and_the_reason_says_why(sessions):
+    stage = Stage(sessions)
+    stage.passes(3)
+    asked = CloudTime({"gcp": Cloud(stage.clock.now_ms() + 5 * HOUR)}, wall_ms=stage.clock.now_ms)
+    stage.controller._cloud_time = asked
+    asked.ask(stage.clock)
+    stage.cloud.reclaim("demo-spot-0-g0")
+    before = set(stage.records())
+    stage.passes(30)
+    assert set(stage.records()) == before
+    assert stage.reason()[0] == "running"
+    assert "5h behind the clock of gcp: nothing is bought" in stage.reason()[1]
+    with sessions() as session:
+        assert len(session.scalars(select(RunStatus)).all()) < 6, "said once, not in every pass"
+    asked.doubt = None
+    stage.passes(3)
+    assert len(stage.live()) == 3
+    assert stage.reason() == ("running", "")
+
+
+def test_time_that_seems_to_have_passed_ends_no_run_while_the_clock_is_ahead(sessions):
+    stage = Stage(sessions, max_total=10_000_000)
+    stage.passes(3)
+    stage.clock.pass_ms(100 * HOUR)
+    stage.controller._cloud_time = CloudTime({})
+    stage.controller._cloud_time.doubt = Doubt("ahead", is_ahead=True)
+    stage.passes(3)
+    assert stage.reason() == ("running", "ahead")
+    stage.controller._cloud_time.doubt = Doubt("this machine's clock is behind")
+    stage.passes(1)
+    assert stage.reason()[0] == "draining"
+
+
+def test_a_fact_from_the_far_future_or_the_far_past_ends_no_run(sessions):
+    """What a cloud or a node says of a time is kept between the node's request and now."""
+    stage = Stage(sessions, max_total=10_000_000)
+    plain = stage.cloud._up_ms
+
+    def mad(name):
+        up_ms = plain(name)
+        return None if up_ms is None else up_ms + (1000 * HOUR if "spot" in name else -1000 * HOUR)
+
+    stage.cloud._up_ms = mad
+    stage.passes(5)
+    assert stage.reason() == ("running", "")
+    assert 0 < stage.spent() < 1_000_000
+    with sessions() as session:
+        times = [event.at_ms for event in session.scalars(select(NodeEvent))]
+    assert stage.run.created_ms <= min(times)
+    assert max(times) <= stage.clock.now_ms()
+
+
+def test_progress_of_a_node_whose_clock_is_ahead_is_dated_now(sessions, monkeypatch):
+    """Else no later loss of a trainer would count as one after the newest iteration."""
+    stage = Stage(sessions)
+    stage.passes(3)
+    event = Warned(text="this node's clock is ahead")
+    line = Progress(
+        run=stage.run.name, source="trainer", lineage=0, seq=0, at_ms=stage.clock.now_ms() + 900 * HOUR, event=event
+    )
+    told = [[line], []]
+    monkeypatch.setattr(stage.controller._progress, "read", lambda folder: told.pop(0) if told else [])
+    stage.passes(0.3)
+    with sessions() as session:
+        assert session.scalars(select(ProgressRow)).one().at_ms <= stage.clock.now_ms()
+
+
+def test_no_order_lets_a_node_live_longer_than_the_runs_money_lasts_for_it_alone(sessions):
+    stage = Stage(sessions, max_total=10_000_000)
+    stage.passes(3)
+    hours = {name: asked[1].money_longest_ms / HOUR for name, asked in stage.cloud.asked.items()}
+    assert hours["demo-trainer-g0"] == pytest.approx(10, abs=0.5)  # $10 at $1 an hour, its disk beside it
+    assert 25 < hours["demo-spot-0-g0"] < 34  # at $0.30
+
+
+def test_no_deadline_is_moved_while_the_time_is_in_doubt(sessions, monkeypatch):
+    stage = Stage(sessions, max_total=10_000_000)
+    stage.passes(3)
+    moved = []
+    monkeypatch.setattr(stage.cloud, "rearm", lambda name, deadline_ms: moved.append(name))
+    stage.controller._cloud_time = CloudTime({})
+    stage.controller._cloud_time.doubt = Doubt("behind")
+    stage.controller._armed.clear()
+    stage.passes(2)
+    assert moved == []
+    stage.controller._cloud_time.doubt = None
+    stage.passes(1)
+    assert set(moved) == set(stage.live())

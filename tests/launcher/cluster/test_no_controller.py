@@ -1,0 +1,193 @@
+"""A run that is not over keeps a controller: through a full disk, a locked ledger, and after its controller died."""
+
+import contextlib
+import errno
+import itertools
+import json
+import os
+import plistlib
+import signal
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from click.testing import CliRunner
+from sqlalchemy.exc import OperationalError
+
+from launcher.cli.launch import launch
+from launcher.cli.ls import ls
+from launcher.cli.status import status
+from launcher.cluster import runs, service
+from launcher.cluster.controller import LONGEST_PAUSE_SECONDS, run_controller
+from launcher.cluster.local import LocalProvisioner
+from launcher.cluster.runs import bring_down, is_controlled, request_stop, run_clock, run_view, still_running
+from launcher.cluster.service import (
+    NoService,
+    check_service,
+    launchd_agent,
+    remove_service,
+    service_file,
+    start_service,
+)
+from launcher.cluster.stores import StoreError
+from launcher.job import Job
+from launcher.ledger.models import ControllerLease
+from tests.launcher.cluster.stage import FAKE_AGENT, ledger, made_run, wait_until
+
+CONTROLLED = (sys.executable, str(Path(__file__).parent / "controlled.py"))
+FAKE_SYSTEMCTL = Path(__file__).parent / "fake_systemctl.py"
+
+
+@pytest.fixture
+def sessions(home, monkeypatch):
+    monkeypatch.setattr(runs, "CONTROLLER", CONTROLLED)
+    return ledger(home)
+
+
+@pytest.fixture
+def systemctl(home, monkeypatch):
+    """A fake systemctl on PATH; the folder where it writes down what it was asked."""
+    (home / "bin").mkdir()
+    script = home / "bin" / "systemctl"
+    script.write_text(f"#!{sys.executable}\n{FAKE_SYSTEMCTL.read_text()}")
+    script.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{home / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(home / "config"))
+    monkeypatch.setenv("SPOTRL_CONFIG", str(home / "config.yaml"))
+    for key in service.ACCESS_KEYS:
+        monkeypatch.delenv(key, raising=False)
+    yield home
+    if (home / "pid").exists() and psutil.pid_exists(pid := int((home / "pid").read_text())):
+        for process in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
+
+def calls(folder: Path) -> list[str]:
+    return (folder / "calls").read_text().splitlines()
+
+
+def controller_pid(sessions, run) -> int:
+    with sessions() as session:
+        lease = session.get(ControllerLease, run.id)
+        return 0 if lease is None else lease.pid
+
+
+# --- trouble that lasts ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "trouble",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        OperationalError("INSERT", {}, Exception("database is locked")),
+        StoreError("the bucket does not answer"),
+    ],
+    ids=["full disk", "locked ledger", "bucket away"],
+)
+def test_a_controller_tries_for_ever_with_a_growing_pause(sessions, trouble):
+    run = made_run(sessions, spot=0, iterations=1000)
+    pauses: list[float] = []
+
+    class Troubled(LocalProvisioner):
+        def observe(self):
+            if len(pauses) < 60:
+                raise trouble
+            return super().observe()
+
+    provisioner = Troubled(Path(run.folder), run_clock(run), None, FAKE_AGENT)
+    request_stop(sessions, run.name)
+    run_controller(sessions, run.name, provisioner=provisioner, sleep=pauses.append)
+    assert run_view(sessions, run.name).status == "stopped"
+    growing = pauses[:60]
+    assert all(later >= 1.5 * earlier for earlier, later in itertools.pairwise(growing[:7]))
+    assert LONGEST_PAUSE_SECONDS - 1 < min(growing[10:]) <= max(growing) <= LONGEST_PAUSE_SECONDS
+
+
+def test_ls_and_status_say_that_a_run_has_no_controller_and_how_to_start_one(sessions):
+    run = made_run(sessions, spot=0, iterations=1000)
+    for command, arguments in ((ls, []), (status, [run.name])):
+        shown = CliRunner().invoke(command, arguments, obj=sessions, standalone_mode=False).output
+        assert "no controller" in shown
+        assert f"spotrl resume {run.name}" in shown
+    request_stop(sessions, run.name)
+    runs.start_controller(sessions, run.name)
+    wait_until(lambda: not still_running(sessions, run.name))
+    assert "no controller" not in CliRunner().invoke(ls, [], obj=sessions, standalone_mode=False).output
+
+
+# --- the service ----------------------------------------------------------------------------------------
+
+
+def test_a_service_restarts_a_controller_that_was_killed(sessions, systemctl):
+    run = made_run(sessions, spot=0, iterations=1000)
+    file = start_service(sessions, run.name)
+    assert file == systemctl / "config" / "systemd" / "user" / "spotrl-demo.service"
+    assert calls(systemctl) == ["--user daemon-reload", "--user enable --now spotrl-demo.service"]
+    first = controller_pid(sessions, run)
+    os.kill(first, signal.SIGKILL)
+    wait_until(lambda: controller_pid(sessions, run) != first and is_controlled(sessions, run.name))
+    assert bring_down(sessions, run.name, 20) == []
+
+
+def test_the_controller_of_a_run_that_is_over_removes_its_service(sessions, systemctl, monkeypatch):
+    monkeypatch.setattr(runs, "CONTROLLER", (sys.executable, "-m", "launcher.cli.main", "controller"))
+    run = made_run(sessions, max_total=10)  # its trainer cannot be paid for
+    file = service_file(run.name)
+    start_service(sessions, run.name)
+    wait_until(lambda: not file.exists(), 30)
+    assert run_view(sessions, run.name).status == "stopped"
+    assert calls(systemctl)[-1] == "--user disable spotrl-demo.service"
+
+
+def test_a_unit_holds_places_and_no_secrets(sessions, systemctl, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    monkeypatch.setenv("AWS_PROFILE", 'team "100%"')
+    run = made_run(sessions, spot=0, iterations=1000)
+    unit = start_service(sessions, run.name).read_text()
+    assert "hf_secret" not in unit
+    assert r'Environment="AWS_PROFILE=team \"100%%\""' in unit
+    assert f'Environment="SPOTRL_HOME={systemctl}"' in unit
+    assert "Restart=on-failure" in unit
+    assert "KillMode=process" in unit  # its nodes here go on without it
+    assert bring_down(sessions, run.name, 20) == []
+    remove_service(run.name)
+    assert not service_file(run.name).exists()
+
+
+def test_secrets_that_a_service_would_not_have_are_named_before_anything_is_bought(systemctl, monkeypatch):
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
+    job = Job(name="demo", iterations=1, secrets=("HF_TOKEN",))
+    with pytest.raises(NoService, match=r"HF_TOKEN, AWS_SECRET_ACCESS_KEY.*service\.env"):
+        check_service(job, os.environ)
+    (systemctl / "service.env").write_text("# mine\nHF_TOKEN=a\nAWS_SECRET_ACCESS_KEY=b\n")
+    check_service(job, os.environ)
+
+
+@pytest.mark.parametrize(("found", "words"), [("none", "systemctl was not found"), ("broken", "connect to bus")])
+def test_a_launch_without_systemd_says_what_was_found_and_starts_nothing(
+    sessions, systemctl, tmp_path, monkeypatch, found, words
+):
+    (systemctl / "broken").touch()
+    if found == "none":
+        monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+    job = tmp_path / "job.yaml"
+    job.write_text("name: demo\niterations: 3\n")
+    result = CliRunner().invoke(launch, [str(job), "-y", "--detach", "--service"], obj=sessions, standalone_mode=False)
+    assert isinstance(result.exception, NoService)
+    assert words in str(result.exception)
+    assert "spotrl resume" in str(result.exception)
+    assert json.loads(CliRunner().invoke(ls, ["--json"], obj=sessions, standalone_mode=False).output) == []
+
+
+def test_a_service_is_for_detached_runs(sessions, tmp_path):
+    result = CliRunner().invoke(launch, [str(tmp_path / "job.yaml"), "--service"], obj=sessions)
+    assert "add --detach" in result.output
+
+
+def test_launchd_restarts_it_too_and_stops_when_the_run_is_over(systemctl):
+    agent = plistlib.loads(launchd_agent("demo", ["python", "controller", "demo"], {"PATH": "/bin"}, Path("c.log")))
+    assert agent["ProgramArguments"][-3:] == ["python", "controller", "demo"]
+    assert (agent["KeepAlive"], agent["RunAtLoad"]) == ({"SuccessfulExit": False}, True)
+    assert service_file("demo", "darwin").name == "spotrl.demo.plist"

@@ -1,0 +1,248 @@
+"""Outages of spot capacity on paper: the shipped `decide()` at passes of 10 s, over hours of the run's clock.
+
+A launch is answered after one to two minutes, a node works eight minutes after it came up, a release takes 30 s. On
+demand is always to be had. The promise: an hour after spot came back, every spot slot runs on spot, and nothing else.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+import pytest
+
+from engine.events import Market
+from launcher.cluster.brakes import Limits
+from launcher.cluster.reconcile import Buy, Enter, Facts, NodeRecord, Release, Stage, Wanted, decide
+from launcher.ledger.billing import side_micro_usd_per_hour
+from launcher.placement.moves import GIVE_BACK_GAP_MS, LaunchRate, SiteOptions, jitter
+from tests.launcher.cluster.stage import SPOT_RATE, TRAINER_RATE, cloud_site, cloud_slots
+
+MINUTE = 60_000
+PASS_MS = 10_000
+COLD_START_MS = 8 * MINUTE
+RELEASE_MS = 30_000
+COST = {
+    Market.SPOT: SPOT_RATE + side_micro_usd_per_hour("gcp", Market.SPOT),
+    Market.ON_DEMAND: TRAINER_RATE + side_micro_usd_per_hour("gcp", Market.ON_DEMAND),
+}
+SPOT_COST, STEADY_COST = COST[Market.SPOT], COST[Market.ON_DEMAND]
+
+IsOut = Callable[[str, int, int], bool]
+"""(zone, now, nodes that run there): there is no spot capacity for one more. With 0 nodes: all are taken back."""
+
+
+@dataclass
+class Machine:
+    record: NodeRecord
+    answered_ms: int
+    releasing_ms: int | None = None
+    end: tuple[str, int] | None = None
+    is_up: bool = False
+    is_final: bool = False
+    """Nothing that happened to it is missing in `record`."""
+
+
+@dataclass
+class World:
+    """Clouds on paper, and the run that is decided about."""
+
+    wanted: Wanted
+    sites: tuple[SiteOptions, ...]
+    is_out: IsOut
+    now_ms: int = 0
+    stage: Stage = Stage.PLANNED
+    reason: str = ""
+    machines: dict[str, Machine] = field(default_factory=dict)
+    most_hourly: int = 0
+    given_back: dict[str, list[int]] = field(default_factory=dict)
+    """By slot: when a stand-in was released."""
+
+    def run_until(self, until_ms: int) -> "World":
+        while self.now_ms < until_ms:
+            self.now_ms += PASS_MS
+            for machine in self.machines.values():
+                self._live(machine)
+            self._one_pass()
+        return self
+
+    def _live(self, machine: Machine) -> None:
+        if machine.end is not None:
+            return
+        is_spot, zone = machine.record.market is Market.SPOT, machine.record.zone
+        if machine.releasing_ms is not None and self.now_ms >= machine.releasing_ms + RELEASE_MS:
+            machine.end = ("released", self.now_ms)
+        elif machine.is_up and is_spot and self.is_out(zone, self.now_ms, 0):
+            machine.end = ("gone", self.now_ms)
+        elif not machine.is_up and self.now_ms >= machine.answered_ms:
+            there = sum(m.is_up and m.end is None and m.record.zone == zone for m in self.machines.values())
+            machine.is_up = not (is_spot and self.is_out(zone, self.now_ms, there))
+            machine.end = None if machine.is_up else ("no_capacity", self.now_ms)
+
+    def _known(self, machine: Machine) -> NodeRecord:
+        happened = {"requested": machine.record.requested_ms}
+        if machine.is_up:
+            happened["up"] = machine.answered_ms
+            if self.now_ms >= machine.answered_ms + COLD_START_MS:
+                happened["ready"] = machine.answered_ms + COLD_START_MS
+        if machine.releasing_ms is not None:
+            happened["releasing"] = machine.releasing_ms
+        if machine.end is not None:
+            happened[machine.end[0]] = machine.end[1]
+        return replace(machine.record, happened=happened, reclaimed="gone" in happened)
+
+    def records(self) -> list[NodeRecord]:
+        """As the ledger has them."""
+        for machine in self.machines.values():
+            if not machine.is_final:
+                machine.record, machine.is_final = self._known(machine), machine.end is not None
+        return [machine.record for machine in self.machines.values()]
+
+    def _one_pass(self) -> None:
+        facts = Facts(
+            now_ms=self.now_ms,
+            stage=self.stage,
+            reason=self.reason,
+            stage_ms=0,
+            planned_ms=0,
+            nodes=self.records(),
+            metered=0,
+            sites=self.sites,
+        )
+        for action in decide(facts, self.wanted):
+            match action:
+                case Enter():
+                    self.stage, self.reason = action.stage, action.reason
+                case Buy():
+                    self._buy(action)
+                case Release():
+                    self._release(action.nodes)
+        there = [machine.record for machine in self.machines.values() if machine.end is None]
+        self.most_hourly = max(self.most_hourly, sum(COST[record.market] for record in there))
+        assert [record.role for record in there].count("trainer") == 1, "nothing of this touches the trainer"
+
+    def _buy(self, action: Buy) -> None:
+        placement = action.option.placement
+        record = NodeRecord(
+            name=action.name,
+            slot=action.slot.name,
+            generation=action.generation,
+            role=action.slot.role,
+            market=placement.market,
+            micro_usd_per_hour=placement.micro_usd_per_hour,
+            requested_ms=self.now_ms,
+            reserved_micro_usd=action.reserved_micro_usd,
+            happened={},
+            wanted=action.option,
+            zone=placement.zone,
+            instance_type=placement.instance_type,
+        )
+        assert action.name not in self.machines
+        answered_ms = self.now_ms + MINUTE + round(jitter(action.name) * MINUTE)
+        self.machines[action.name] = Machine(record=record, answered_ms=answered_ms)
+
+    def _release(self, names: tuple[str, ...]) -> None:
+        for name in names:
+            machine = self.machines[name]
+            if machine.releasing_ms is None:
+                machine.releasing_ms = self.now_ms
+                if machine.record.role == "rollout" and machine.record.market is Market.ON_DEMAND:
+                    self.given_back.setdefault(machine.record.slot, []).append(self.now_ms)
+
+    def works(self) -> dict[str, list[Market]]:
+        """By spot slot: as what its nodes that work were bought."""
+        slots: dict[str, list[Market]] = {slot.name: [] for slot in self.wanted.slots if slot.role == "rollout"}
+        for record in self.records():
+            if record.slot in slots and record.is_live and "ready" in record.happened:
+                slots[record.slot].append(record.market)
+        return slots
+
+    def count(self, market: Market) -> int:
+        return sum(markets.count(market) for markets in self.works().values())
+
+    def bought(self, market: Market) -> int:
+        return sum(machine.record.market is market for machine in self.machines.values())
+
+
+def a_world(slots: int, zones: str, is_out: IsOut, max_hourly: int | None = None) -> World:
+    sites = (cloud_site("gcp", "g1", zones),)
+    wanted = Wanted(
+        run="demo",
+        slots=cloud_slots(slots, sites),
+        limits=Limits(max_total=None, max_hourly=max_hourly),
+        deadline_ms=None,
+        allowance_ms=5 * MINUTE,
+        settle_ms=MINUTE,
+        launch_rate=LaunchRate(per_minute=10, burst=5),
+    )
+    return World(wanted=wanted, sites=sites, is_out=is_out)
+
+
+START_MS = 12 * MINUTE
+"""When outages begin: by then every node works."""
+
+
+def out_for(minutes: int) -> IsOut:
+    return lambda zone, now_ms, there: START_MS <= now_ms < START_MS + minutes * MINUTE
+
+
+def spot_again_ms(slots: int, zones: str, minutes: int) -> int | None:
+    """How long after an outage all slots were on spot, and on nothing else; None: not within the hour."""
+    world = a_world(slots, zones, out_for(minutes)).run_until(START_MS - PASS_MS)
+    assert world.count(Market.SPOT) == slots
+    end_ms = START_MS + minutes * MINUTE
+    world.run_until(end_ms)
+    while world.now_ms < end_ms + 60 * MINUTE:
+        world.run_until(world.now_ms + PASS_MS)
+        if all(markets == [Market.SPOT] for markets in world.works().values()):
+            return world.now_ms - end_ms
+    return None
+
+
+@pytest.mark.parametrize("minutes", [2, 5, 20, 30, 45])
+@pytest.mark.parametrize("zones", ["a", "ab", "abc"])
+@pytest.mark.parametrize("slots", [2, 4, 8])
+def test_all_slots_are_on_spot_again_an_hour_after_an_outage_of_all_zones(slots, zones, minutes):
+    assert spot_again_ms(slots, zones, minutes) is not None
+
+
+def test_through_a_long_outage_stand_ins_work_and_each_zone_is_asked_by_one_node_in_half_an_hour():
+    world = a_world(4, "ab", out_for(240)).run_until(START_MS + 60 * MINUTE)
+    assert all(markets == [Market.ON_DEMAND] for markets in world.works().values())
+    before = world.bought(Market.SPOT)
+    world.run_until(START_MS + 180 * MINUTE)
+    assert all(markets == [Market.ON_DEMAND] for markets in world.works().values())
+    assert 6 <= world.bought(Market.SPOT) - before <= 10
+
+
+def test_a_slot_does_not_go_back_and_forth_when_spot_comes_and_goes():
+    world = a_world(4, "a", lambda zone, now_ms, there: now_ms >= START_MS and now_ms % (50 * MINUTE) < 30 * MINUTE)
+    world.run_until(10 * 60 * MINUTE)
+    for at_ms in world.given_back.values():
+        assert all(later - earlier >= GIVE_BACK_GAP_MS for earlier, later in pairwise(at_ms))
+
+
+def test_a_stand_in_stays_where_spot_has_room_for_one_node_only():
+    outage = out_for(40)
+    world = a_world(
+        3, "a", lambda zone, now_ms, there: outage(zone, now_ms, there) or (now_ms >= START_MS and there >= 1)
+    )
+    world.run_until(START_MS + 150 * MINUTE)
+    assert (world.count(Market.SPOT), world.count(Market.ON_DEMAND)) == (1, 2)
+
+
+def test_with_room_for_one_more_spot_node_all_slots_come_back_one_after_another_within_the_limit():
+    limit = STEADY_COST + 4 * STEADY_COST + SPOT_COST
+    world = a_world(4, "ab", out_for(45), max_hourly=limit).run_until(START_MS + 45 * MINUTE)
+    assert world.count(Market.ON_DEMAND) == 4
+    world.run_until(START_MS + 105 * MINUTE)
+    assert all(markets == [Market.SPOT] for markets in world.works().values())
+    assert world.most_hourly <= limit
+
+
+def test_with_no_room_for_two_nodes_the_stand_in_goes_first_and_comes_back_if_spot_does_not():
+    limit = STEADY_COST + STEADY_COST + SPOT_COST // 2
+    world = a_world(1, "a", out_for(80), max_hourly=limit).run_until(START_MS + 80 * MINUTE)
+    assert world.bought(Market.ON_DEMAND) >= 3  # the trainer, a stand-in, and another after spot was asked in vain
+    world.run_until(START_MS + 140 * MINUTE)
+    assert world.works() == {"spot-0": [Market.SPOT]}
+    assert world.most_hourly <= limit

@@ -1,0 +1,190 @@
+"""Commands that cannot do what they were asked for: one sentence, the right exit code, no traceback, nothing lost."""
+
+import json
+import os
+import sqlite3
+import subprocess
+import sys
+
+import pytest
+
+from launcher.cli import endings
+from launcher.cli.main import run
+from launcher.exit_codes import ExitCode, Failure
+from launcher.ledger.store import open_ledger, writing
+from tests.launcher.made_ledger import a_long_run
+
+RUN = "digits-ocr"
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    """A user's folder for spotrl, with a finished run in its ledger."""
+    home = tmp_path / "home"
+    monkeypatch.setenv("SPOTRL_HOME", str(home))
+    monkeypatch.setenv("SPOTRL_CONFIG", str(tmp_path / "none.yaml"))
+    monkeypatch.chdir(tmp_path)
+    with writing(open_ledger(home / "ledger.sqlite")) as session:
+        a_long_run(session, folder=str(home / "runs" / RUN))
+    return home
+
+
+def said(capsys) -> str:
+    """The words on stderr, of which there is one sentence."""
+    words = capsys.readouterr().err
+    assert words.startswith("Error: ")
+    assert "Traceback" not in words
+    assert len(words.strip().splitlines()) == 1
+    return words
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("trace", RUN, "-o", "no/such/trace.json"),
+        ("report", RUN, "--html", "no/such/report.html"),
+        ("trace", RUN, "-o", "a-file/trace.json"),
+        ("report", RUN, "--html", "a-file/report.html"),
+    ],
+)
+def test_a_place_that_cannot_be_written_is_named(home, tmp_path, capsys, words):
+    (tmp_path / "a-file").write_text("")
+    assert run(words) == ExitCode.FAILURE
+    assert words[-1].partition("/")[0] in said(capsys)
+
+
+@pytest.mark.parametrize("place", ["a-file", "a-file/below", "x" * 300, "/proc/none"])
+def test_a_home_that_cannot_be_used_is_named(tmp_path, monkeypatch, capsys, place):
+    (tmp_path / "a-file").write_text("")
+    monkeypatch.setenv("SPOTRL_HOME", str(tmp_path / place))
+    assert run(["ls"]) == ExitCode.FAILURE
+    assert place in said(capsys)
+
+
+def damage(ledger, how):
+    whole = ledger.read_bytes()
+    ledger.unlink()
+    if how == "a folder":
+        ledger.mkdir()
+    else:
+        ledger.write_bytes({"garbage": b"garbage" * 1000, "truncated": whole[:5000]}[how])
+
+
+@pytest.mark.parametrize("how", ["garbage", "truncated", "a folder"])
+def test_a_damaged_ledger_is_named_and_what_to_ask_then(home, capsys, how):
+    for file in home.glob("ledger.sqlite-*"):
+        file.unlink()
+    damage(home / "ledger.sqlite", how)
+    assert run(["ls"]) == ExitCode.FAILURE
+    words = said(capsys)
+    assert str(home / "ledger.sqlite") in words
+    assert "spotrl reap" in words
+
+
+def test_the_database_of_another_program_is_left_as_it_is(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("SPOTRL_HOME", str(tmp_path))
+    connection = sqlite3.connect(tmp_path / "ledger.sqlite")
+    connection.execute("CREATE TABLE recipes (name TEXT)")
+    connection.close()
+    assert run(["ls"]) == ExitCode.FAILURE
+    assert "is not a ledger of spotrl: it has tables like recipes" in said(capsys)
+    connection = sqlite3.connect(tmp_path / "ledger.sqlite")
+    assert connection.execute("SELECT name FROM sqlite_master").fetchall() == [("recipes",)]
+    connection.close()
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "words"),
+    [
+        ("--max-total", "", "it has no value"),
+        ("--max-total", "9" * 40, "is not an amount of money"),
+        ("--max-total", "2000000000", "is more than $1,000,000,000"),
+        ("--max-hourly", "'2,000,000,000'", "is more than $1,000,000,000"),
+        ("--deadline", "99999999999999999999h", "is longer than ten years"),
+        ("--seed", "9" * 30, "seed"),
+        ("--iterations", "99999999999", "iterations"),
+    ],
+)
+def test_a_number_that_no_run_can_have_is_refused(home, tmp_path, capsys, flag, value, words):
+    (tmp_path / "job.yaml").write_text("name: a\nbudget: {max_total: $10}\n")
+    assert run(["launch", "job.yaml", "--dry-run", flag, value]) == ExitCode.INVALID_JOB
+    assert words in said(capsys)
+
+
+def test_a_job_file_that_is_empty_or_a_pipe_is_refused(home, tmp_path, capsys):
+    (tmp_path / "empty.yaml").write_text("# nothing yet\n")
+    os.mkfifo(tmp_path / "pipe.yaml")
+    assert run(["launch", "empty.yaml", "--dry-run"]) == ExitCode.INVALID_JOB
+    assert "it is empty" in said(capsys)
+    assert run(["launch", "pipe.yaml", "--dry-run"]) == ExitCode.INVALID_JOB
+    assert "it is not a regular file" in said(capsys)
+
+
+@pytest.mark.parametrize(
+    ("module", "extra"), [("botocore", "prices"), ("google.cloud", "prices"), ("torch", "engine"), ("sky", "sky")]
+)
+def test_a_package_that_is_not_installed_names_the_extra(module, extra):
+    error = ModuleNotFoundError(f"No module named '{module}'", name=module)
+    assert f"pip install 'spotrl[{extra}]'" in (endings.sentence(error) or "")
+
+
+def test_json_answers_errors_as_json(home, capsys):
+    assert run(["status", "nobody", "--json"]) == ExitCode.FAILURE
+    told = capsys.readouterr()
+    assert json.loads(told.out) == {"error": told.err.removeprefix("Error: ").strip(), "exit_code": 1}
+
+
+def test_an_error_keeps_its_exit_code(capsys):
+    class Missing(Failure):
+        exit_code = ExitCode.CREDENTIALS
+
+    assert endings.ending(Missing("no credentials"), []) == ExitCode.CREDENTIALS
+    assert said(capsys) == "Error: no credentials\n"
+
+
+def test_a_fault_of_our_own_says_where_its_traceback_is(capsys):
+    with pytest.raises(KeyError) as caught:
+        raise KeyError("slot")
+    assert endings.ending(caught.value, []) == ExitCode.FAILURE
+    path = said(capsys).rpartition(" ")[2].strip()
+    with open(path) as file:
+        assert 'raise KeyError("slot")' in file.read()
+    os.unlink(path)
+
+
+def test_a_reader_that_left_and_a_full_device_end_no_command_in_a_traceback(tmp_path, monkeypatch):
+    monkeypatch.setenv("SPOTRL_HOME", str(tmp_path))
+    command = [sys.executable, "-m", "launcher.cli.main", "ls"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == ExitCode.FAILURE
+    assert "No space left on device" in done.stderr
+    assert "Traceback" not in done.stderr
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize(("typed", "ours"), [("stop", "down"), ("ps", "ls"), ("cancel", "down")])
+def test_a_command_of_other_tools_names_ours(capsys, typed, ours):
+    assert run([typed]) == ExitCode.USAGE
+    assert f"did you mean `spotrl {ours}`?" in capsys.readouterr().err
+
+
+def test_a_shell_completes_commands_and_the_names_of_runs(home):
+    """As bash does: words so far, and which of them the cursor is in."""
+
+    def completed(words: str, at: int) -> list[str]:
+        environment = {**os.environ, "_SPOTRL_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(at)}
+        command = [sys.executable, "-c", "from launcher.cli.main import main; main()"]
+        told = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert told.stderr == ""
+        return [line.partition(",")[2] for line in told.stdout.split()]
+
+    assert completed("spotrl stat", 1) == ["status"]
+    assert completed("spotrl status dig", 2) == [RUN]
+    assert completed("spotrl status none", 2) == []
+    (home / "ledger.sqlite").write_bytes(b"garbage")
+    assert completed("spotrl logs dig", 2) == []

@@ -1,0 +1,35 @@
+"""The line and the exit code that `make quickstart` ends with."""
+
+import json
+
+import pytest
+
+from launcher.report.verdict import main
+
+
+def result(reached=False, before=0.3, after=0.5):
+    target = {"metric": "exact_match", "value": 0.78, "reached": reached}
+    return {"target": target, "exact_match": {"before": before, "after": after}}
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "given", "expected", "words"),
+    [
+        (0, result(reached=True), 0, "Target reached: exact_match 0.780. The report is in report.html."),
+        (7, result(reached=True), 0, "Target reached"),
+        (7, result(), 0, "went from 0.300 to 0.500, before its budget was used up; the target was not reached"),
+        (8, result(), 0, "before its deadline"),
+        (0, result(after=0.41), 0, "went from 0.300 to 0.410; the target"),
+        (0, result(after=0.39), 1, "went from 0.300 to 0.390: less than 0.10 more"),
+        (7, result(after=None), 1, "before its score was measured twice"),
+        (10, result(reached=True), 1, "ended with exit code 10"),
+        (130, result(reached=True), 1, "ended with exit code 130"),
+        (3, None, 1, "ended with exit code 3"),
+    ],
+)
+def test_the_verdict_follows_target_rise_and_exit_code(tmp_path, capsys, exit_code, given, expected, words):
+    path = tmp_path / "result.json"
+    if given is not None:
+        path.write_text(json.dumps(given))
+    assert main([str(exit_code), str(path), "report.html"]) == expected
+    assert words in capsys.readouterr().out

@@ -1,0 +1,199 @@
+"""Bugs in files, progress, leases, checkpoints and bills: what a run knows of itself, and must not lose or make up."""
+
+import inspect
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from engine import durable
+from engine.runtime import agent, journal, weight_book
+from engine.training.checkpoint import CheckpointStore
+from launcher.cluster import cloud_node, controller, lease, local_nodes, sky_provisioner
+from launcher.cluster.local import LocalProvisioner
+from launcher.ledger import store
+from tests.mutants.faults import Fault
+
+CLUSTER = "tests/launcher/cluster"
+
+
+def changed(function: Callable[..., Any], old: str, new: str) -> Callable[..., Any]:
+    """Return a copy of the function in whose source `old`, which is there once, is `new`."""
+    source = textwrap.dedent(inspect.getsource(function))
+    assert source.count(old) == 1, f"{function.__qualname__} has {source.count(old)} times: {old}"
+    made: dict[str, Any] = {}
+    exec(compile(source.replace(old, new), f"<{function.__name__}, planted>", "exec"), function.__globals__, made)
+    return made[function.__name__]
+
+
+def write_without_sync(path: Path, data: bytes) -> None:
+    """As before: a rename alone."""
+    part = path.with_name(f".{path.name}.part")
+    part.write_bytes(data)
+    part.chmod(0o600)
+    part.replace(path)
+
+
+FAULTS: dict[str, Fault] = {
+    fault.name: fault
+    for fault in (
+        Fault(
+            name="a-file-that-exists-is-trusted",
+            forgets="that a power cut leaves files empty under their names",
+            patches=((cloud_node.CloudNode, "has", cloud_node.CloudNode.is_begun),),
+            found_by=f"{CLUSTER}/test_damaged_files.py::"
+            "test_a_node_with_an_empty_file_is_carried_on_with_or_ended[cleared-ended]",
+        ),
+        Fault(
+            name="a-node-without-its-spec-is-left",
+            forgets="to end a node of which nobody can say any more how its agent is started",
+            patches=((sky_provisioner.SkyProvisioner, "_is_damaged", lambda self, node: False),),
+            found_by=f"{CLUSTER}/test_damaged_files.py::"
+            "test_a_node_with_an_empty_file_is_carried_on_with_or_ended[up-spec]",
+        ),
+        Fault(
+            name="a-node-without-a-place-is-not-looked-for",
+            forgets="to look for a machine by its label where no file says in which region it is",
+            patches=(
+                (sky_provisioner.SkyProvisioner, "_search", lambda self, node: node.region),
+                (sky_provisioner.SkyProvisioner, "_find_machine", lambda self, node: None),
+            ),
+            found_by=f"{CLUSTER}/test_damaged_files.py::"
+            "test_a_machine_of_which_no_file_says_where_it_is_is_found_by_its_label",
+        ),
+        Fault(
+            name="a-local-node-without-its-request-is-not-seen",
+            forgets="that processes may run of which request.json says nothing any more",
+            patches=(
+                (
+                    LocalProvisioner,
+                    "_requested",
+                    changed(LocalProvisioner._requested, "if request is None and file.exists()", "if False"),
+                ),
+            ),
+            found_by=f"{CLUSTER}/test_damaged_files.py::"
+            "test_a_local_node_with_an_empty_file_is_accounted_for[up-request]",
+        ),
+        Fault(
+            name="a-file-is-renamed-without-sync",
+            forgets="to write a file's bytes to the disk before its name",
+            patches=tuple((module, "write_durably", write_without_sync) for module in (durable, cloud_node, agent)),
+            found_by="tests/engine/test_durable.py::"
+            "test_bytes_reach_the_disk_before_the_name_and_the_name_before_the_return[a node's file]",
+        ),
+        Fault(
+            name="published-weights-are-not-durable",
+            forgets="to write published weights to the disk before the journal names them",
+            patches=((weight_book, "write_durably", write_without_sync),),
+            found_by="tests/engine/test_durable.py::"
+            "test_bytes_reach_the_disk_before_the_name_and_the_name_before_the_return[weights]",
+        ),
+        Fault(
+            name="a-damaged-journal-is-cut",
+            forgets="that whole records behind a damaged one were acknowledged",
+            patches=((journal, "_next_record", lambda data, start: None),),
+            found_by="tests/engine/test_journal.py::test_damage_in_the_middle_keeps_the_whole_file_and_stops",
+        ),
+        Fault(
+            name="the-write-ahead-log-is-kept-long",
+            forgets="that a ledger may lose its -wal file",
+            patches=((store, "CHECKPOINT_PAGES", 1000),),
+            found_by="tests/launcher/test_lost_ledger.py::"
+            "test_a_ledger_without_its_write_ahead_log_still_names_every_node",
+        ),
+        Fault(
+            name="reap-forgets-this-machine",
+            forgets="nodes of the local infra that no ledger names",
+            patches=((local_nodes.LocalNodes, "machines", lambda self, region, **more: []),),
+            found_by="tests/launcher/test_lost_ledger.py::test_a_node_here_that_no_ledger_names_is_ended",
+        ),
+        Fault(
+            name="a-controller-gives-up",
+            forgets="to go on while the ledger is locked",
+            patches=(
+                (
+                    controller,
+                    "run_controller",
+                    changed(
+                        controller.run_controller,
+                        'log.exception("this pass failed (%s in a row); trying again", trouble)',
+                        "if trouble >= 40: raise",
+                    ),
+                ),
+            ),
+            found_by=f"{CLUSTER}/test_no_controller.py::test_a_controller_tries_for_ever_with_a_growing_pause",
+        ),
+        Fault(
+            name="pruning-deletes-the-manifest-last",
+            forgets="that a checkpoint counts as long as its manifest is there",
+            patches=(
+                (
+                    CheckpointStore,
+                    "save",
+                    changed(CheckpointStore.save, 'not path.endswith(".json")', 'path.endswith(".json")'),
+                ),
+            ),
+            found_by="tests/engine/test_checkpoint.py::"
+            "test_a_drop_that_was_interrupted_leaves_only_checkpoints_that_can_be_loaded",
+        ),
+        Fault(
+            name="a-lease-without-its-epoch",
+            forgets="that a holder's name may come again",
+            patches=(
+                (
+                    lease,
+                    "renew",
+                    changed(
+                        lease.renew,
+                        "(row.holder, row.epoch) != (lease.holder, lease.epoch)",
+                        "row.holder != lease.holder",
+                    ),
+                ),
+            ),
+            found_by=f"{CLUSTER}/test_kept_facts.py::test_an_older_epoch_of_the_same_holder_has_lost_its_lease",
+        ),
+        Fault(
+            name="a-redone-iteration-stays",
+            forgets="that the first iteration after a checkpoint is done again",
+            patches=((store, "_voids", changed(store._voids, "told >= first", "told > first")),),
+            found_by="tests/launcher/ledger/test_store.py::"
+            "test_the_iteration_that_a_run_goes_back_to_is_void_until_it_is_done_again",
+        ),
+        Fault(
+            name="progress-of-another-run-counts",
+            forgets="to look at which run a line of progress is of",
+            patches=(
+                (
+                    controller.Controller,
+                    "_write_progress",
+                    changed(controller.Controller._write_progress, " if line.run == self._run.name", ""),
+                ),
+            ),
+            found_by=f"{CLUSTER}/test_kept_facts.py::test_progress_of_another_run_is_not_taken_for_ours",
+        ),
+        Fault(
+            name="unwritten-progress-is-forgotten",
+            forgets="to read progress again that could not be written",
+            patches=(
+                (
+                    controller.Controller,
+                    "_write_progress",
+                    changed(controller.Controller._write_progress, "self._progress.forget()", "pass"),
+                ),
+            ),
+            found_by=f"{CLUSTER}/test_kept_facts.py::test_progress_that_could_not_be_written_is_read_again",
+        ),
+        Fault(
+            name="the-first-hour-is-free-though-we-ended-it",
+            forgets="that AWS bills what we told it to terminate",
+            patches=(
+                (
+                    controller,
+                    "_write_note",
+                    changed(controller._write_note, ' and "releasing" not in seen', ""),
+                ),
+            ),
+            found_by=f"{CLUSTER}/test_kept_facts.py::test_the_first_hour_is_not_free_where_we_ended_the_node_ourselves",
+        ),
+    )
+}

@@ -1,0 +1,88 @@
+"""Bugs that could be in the launcher or on a node, planted one at a time, each with the test that finds it.
+
+The catalogue of the queue (catalogue.py) is hunted by the simulator. These are found by tests of the usual kind:
+
+    python -m tests.mutants.faults             plant each of them in turn and run its test
+    python -m tests.mutants.faults NAME ...    only these
+
+The test runs in a forked process, so that a bug is planted in nothing else. This program starts no thread: pytest's
+own process has threads of many libraries, and must not be forked. A bug that no test finds is an error.
+"""
+
+import contextlib
+import importlib
+import io
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.mutants.planted_bug import PlantedBug
+
+AREAS = ("money", "placement", "node", "data")
+"""Modules of this folder that hold a dict FAULTS."""
+
+FOUND, MISSED = "found", "MISSED"
+"""The first word of a bug's line."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault(PlantedBug):
+    """`found_by`: node id of a test that fails with the bug."""
+
+    found_by: str
+
+    def is_found(self) -> bool:
+        """Plant the bug in a forked process, and return whether its test fails there.
+
+        Raises RuntimeError if the test could not be run at all.
+        """
+        pid = os.fork()
+        if pid == 0:
+            code = 70
+            try:
+                forget_tests()
+                with self.planted(), contextlib.redirect_stdout(io.StringIO()):
+                    arguments = ["-q", "-x", "-p", "no:cacheprovider", "--timeout", "120"]
+                    code = int(pytest.main([*arguments, "-m", "", self.found_by]))
+            finally:
+                os._exit(code)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+            raise RuntimeError(f"{self.found_by} could not be run with {self.name} planted: exit code {code}")
+        return code == pytest.ExitCode.TESTS_FAILED
+
+
+def forget_tests() -> None:
+    """Have the tests' own modules imported again: one that was read before keeps what the bug takes the place of."""
+    for name in [name for name in sys.modules if name.startswith("tests.") and not name.startswith("tests.mutants")]:
+        del sys.modules[name]
+
+
+def all_faults() -> dict[str, Fault]:
+    """Return the bugs of all areas by name."""
+    found: dict[str, Fault] = {}
+    for area in AREAS:
+        if (Path(__file__).parent / f"{area}.py").exists():
+            found |= importlib.import_module(f"tests.mutants.{area}").FAULTS
+    return found
+
+
+def main(names: list[str]) -> int:
+    """Print one line for each bug. Return 1 if one was not found."""
+    faults = all_faults()
+    chosen = names or list(faults)
+    for file in {faults[name].found_by.partition("::")[0] for name in chosen}:
+        importlib.import_module(file.removesuffix(".py").replace("/", "."))  # what tests import, once for all of them
+    missed = 0
+    for name in chosen:
+        is_found = faults[name].is_found()
+        missed += not is_found
+        print(f"{FOUND if is_found else MISSED} {name}: it forgets {faults[name].forgets}", flush=True)
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,120 @@
+"""Planted bugs of budget, ownership and time, each with the test that finds it."""
+
+from typing import Any
+
+from engine.runtime.money import Money
+from launcher.cluster import brakes, controller, reconcile, removal, runs
+from launcher.cluster.controller import Controller
+from launcher.cluster.reconcile import Facts
+from launcher.cluster.store_lease import StoreLease
+from tests.mutants.faults import Fault
+
+MOVING = "tests/launcher/cluster/test_moving.py::test_"
+TIME = "tests/launcher/cluster/test_cloud_time.py::test_"
+REMOVAL = "tests/launcher/test_removal.py::test_"
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
+def _own_limit_only(self: Controller, facts: Facts, now_ms: int) -> int | None:
+    return brakes.money_deadline_ms(
+        now_ms=now_ms,
+        metered=facts.metered,
+        max_total=self.wanted.limits.max_total,
+        planned_hourly=reconcile.planned_hourly(facts, self.wanted),
+    )
+
+
+def _plan_only(facts: Facts, wanted: reconcile.Wanted) -> int:
+    return sum(slot.placement.micro_usd_per_hour for slot in wanted.slots)
+
+
+def _only_later(self: Controller, facts: Facts) -> None:
+    deadline_ms = self._ends_itself_ms(facts, facts.now_ms)
+    for node in facts.nodes:
+        armed = self._armed.get(node.name)
+        if deadline_ms is not None and node.is_live and (armed is None or deadline_ms > armed + controller.REARM_MS):
+            self._provisioner.rearm(node.name, deadline_ms)
+            self._armed[node.name] = deadline_ms
+
+
+def _no_longest(self: Money) -> tuple[str, int | None, None]:
+    node, left_ms, _ = _node_order(self)
+    return node, left_ms, None
+
+
+_node_order = Money._node_order
+
+_ALL = (
+    Fault(
+        name="no_lease_over_machines",
+        forgets="that another machine may control the run by now",
+        patches=((StoreLease, "check", _nothing),),
+        found_by=f"{MOVING}a_controller_whose_lease_went_to_another_machine_neither_buys_nor_ends",
+    ),
+    Fault(
+        name="no_time_from_the_ledger",
+        forgets="that the ledger has newer times than this machine's clock",
+        patches=((controller, "newest_ms", lambda session, run: 0),),
+        found_by=f"{TIME}a_controller_whose_clock_is_behind_goes_on_from_the_newest_time_in_the_ledger",
+    ),
+    Fault(
+        name="every_time_is_believed",
+        forgets="that clocks of clouds and nodes may be wrong",
+        patches=((reconcile, "_believed_ms", lambda node, said_ms, now_ms: said_ms),),
+        found_by=f"{TIME}a_fact_from_the_far_future_or_the_far_past_ends_no_run",
+    ),
+    Fault(
+        name="no_longest_life",
+        forgets="that an order may come from a controller that forgot what was spent",
+        patches=((Money, "_node_order", _no_longest),),
+        found_by="tests/engine/test_money.py::"
+        "test_no_order_lets_a_node_live_longer_than_the_money_would_last_for_it_alone",
+    ),
+    Fault(
+        name="own_limit_only_in_deadlines",
+        forgets="limits over all runs when it says how long a node's money lasts",
+        patches=((Controller, "_ends_itself_ms", _own_limit_only),),
+        found_by=f"{MOVING}nodes_that_nobody_looks_after_end_before_all_runs_together_spend_more_than_their_limit",
+    ),
+    Fault(
+        name="no_reserve_of_others",
+        forgets="what other runs hold in reserve",
+        patches=((controller, "reserved_micro_usd", lambda nodes, allowance_ms, now_ms: 0),),
+        found_by=f"{MOVING}what_other_runs_hold_in_reserve_counts_against_the_limit_of_all",
+    ),
+    Fault(
+        name="deadline_by_the_plan_only",
+        forgets="nodes that are dearer than planned when it says how long the money lasts",
+        patches=((controller, "planned_hourly", _plan_only),),
+        found_by=f"{MOVING}a_deadline_is_brought_forward_when_a_node_costs_more_than_planned",
+    ),
+    Fault(
+        name="deadline_never_brought_forward",
+        forgets="to tell nodes that their money lasts less long than they were told",
+        patches=((Controller, "_rearm", _only_later),),
+        found_by=f"{MOVING}a_deadline_is_brought_forward_when_a_node_costs_more_than_planned",
+    ),
+    Fault(
+        name="removed_while_it_costs",
+        forgets="to look for nodes without an end before it deletes a run's files",
+        patches=((removal, "still_running", lambda sessions, run_name: []),),
+        found_by=f"{REMOVAL}a_run_with_a_node_that_has_no_end_on_record_is_refused",
+    ),
+    Fault(
+        name="removed_beside_a_controller",
+        forgets="that a controller may still write to the folder that is deleted",
+        patches=((removal, "is_held", lambda lease: False),),
+        found_by=f"{REMOVAL}a_run_whose_controller_still_writes_is_refused",
+    ),
+    Fault(
+        name="resumed_in_half_a_folder",
+        forgets="that the files of a run may have been deleted",
+        patches=((runs, "check_kept", _nothing),),
+        found_by=f"{REMOVAL}a_removal_that_was_cut_short_is_finished_by_another",
+    ),
+)
+
+FAULTS = {fault.name: fault for fault in _ALL}

@@ -1,0 +1,261 @@
+"""Bugs that could be on a node: in its agent, its guard, its coordinator and the way to its bucket."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from engine.events import Capacity, NodeState
+from engine.rollout.queue import Queue
+from engine.rollout.request import Reply
+from engine.rollout.wire import pack
+from engine.runtime import bucket, money
+from engine.runtime import journal as journals
+from engine.runtime.alone import Alone
+from engine.runtime.child import Deaths
+from engine.runtime.coordinator import Coordinator
+from engine.runtime.journal import Journal
+from engine.runtime.rights import Rights
+from engine.runtime.weight_book import WeightBook
+from launcher.cluster import reconcile
+from tests.mutants.faults import Fault
+
+FAULTS: dict[str, Fault] = {}
+
+
+def _fault(name: str, forgets: str, found_by: str, *patches: tuple[Any, str, Any]) -> None:
+    FAULTS[name] = Fault(name=name, forgets=forgets, patches=patches, found_by=found_by)
+
+
+# --- money of a node that is left alone
+
+
+def _never(self: Alone) -> bool:
+    return False
+
+
+_fault(
+    "node_left_alone_waits_for_its_spend_deadline",
+    "that a node without work and without a controller is still paid for",
+    "tests/engine/test_money.py::test_a_finished_node_without_a_controller_copies_its_logs_and_ends_after_ten_minutes",
+    (Alone, "has_ended", _never),
+)
+
+
+def _whoever_works(self: Alone) -> bool:
+    return False
+
+
+_fault(
+    "working_node_is_ended_without_a_controller",
+    "that an agent which works needs no controller",
+    "tests/engine/test_money.py::test_a_node_whose_agent_works_stays_without_a_controller",
+    (Alone, "_agent_runs", _whoever_works),
+)
+
+_fault(
+    "guard_asks_once",
+    "that a machine may still be there after it was ended",
+    "tests/engine/test_money.py::test_a_machine_that_is_still_there_is_ended_again_and_again",
+    (money, "AGAIN_SECONDS", 1e9),
+)
+
+# --- what dies again and again
+
+
+def _forgive_all(self: Deaths, how: str) -> None:
+    self.exits = [how]
+
+
+_fault(
+    "late_death_is_forgiven",
+    "the deaths of a process that lived for a while each time",
+    "tests/engine/test_agent.py::test_the_same_exit_three_times_without_progress_ends_the_node_however_late[25]",
+    (Deaths, "add", _forgive_all),
+)
+
+
+def _never_forgive(self: Deaths, how: str) -> None:
+    self.exits.append(how)
+
+
+_fault(
+    "progress_forgives_nothing",
+    "that a node which makes progress is worth another start",
+    "tests/engine/test_agent.py::test_a_process_whose_node_makes_progress_is_started_for_ever",
+    (Deaths, "add", _never_forgive),
+)
+
+
+def _always_worth_another(facts: reconcile.Facts, slot: Any) -> None:
+    return None
+
+
+_fault(
+    "slot_is_filled_for_ever",
+    "how the last nodes of a slot ended",
+    "tests/launcher/cluster/test_reconcile.py::"
+    "test_a_slot_whose_nodes_end_in_the_same_way_three_times_is_left_empty_and_says_so",
+    (reconcile, "_given_up", _always_worth_another),
+)
+
+
+def _no_limit(facts: reconcile.Facts, wanted: reconcile.Wanted) -> None:
+    return None
+
+
+_fault(
+    "standstill_is_paid_for",
+    "how long an iteration was predicted to take",
+    "tests/launcher/cluster/test_moving.py::test_a_run_whose_trainer_answers_and_gets_nowhere_ends",
+    (reconcile, "_standstill", _no_limit),
+)
+
+# --- the way to the bucket, and who may say what
+
+
+def _nobody_asks(name: str) -> None:
+    return None
+
+
+_fault(
+    "bucket_is_in_the_default_region",
+    "that a bucket may be outside us-east-1",
+    "tests/engine/test_store.py::test_logs_of_both_roles_are_signed_for_the_region_of_the_bucket",
+    (bucket, "region_of", _nobody_asks),
+)
+
+
+def _any_role(self: Rights, token: str, head: Mapping[str, Any]) -> None:
+    self.check(token, "/call")
+
+
+_fault(
+    "spot_node_may_publish",
+    "which role's token a call bears",
+    "tests/engine/test_server.py::test_a_spot_node_may_not_change_the_run",
+    (Rights, "check_call", _any_role),
+)
+
+# --- leases and drains
+
+
+def _heartbeat_of_anybody(self: Queue, worker: str, node: str, leases: Mapping[int, int], *, now_ms: int) -> Reply:
+    owned = {number: self._leases[number].worker for number in leases if number in self._leases}
+    return _heartbeat(self, next(iter(owned.values()), worker), node, leases, now_ms=now_ms)
+
+
+_heartbeat = Queue.heartbeat
+_fault(
+    "heartbeat_with_another_workers_lease",
+    "whose lease is renewed",
+    "tests/engine/test_queue.py::test_a_worker_cannot_renew_another_workers_lease",
+    (Queue, "heartbeat", _heartbeat_of_anybody),
+)
+
+
+def _commit_of_anybody(self: Queue, worker: str, node: str, number: int, states: Any, **more: Any) -> Reply:
+    lease = self._leases.get(number)
+    return _commit(self, worker if lease is None else lease.worker, node, number, states, **more)
+
+
+_commit = Queue.commit
+_fault(
+    "commit_with_another_workers_lease",
+    "whose lease the committed state belongs to",
+    "tests/engine/test_queue.py::test_a_worker_cannot_commit_under_another_workers_lease",
+    (Queue, "commit", _commit_of_anybody),
+)
+
+
+def _drains_for_good(self: Queue, snapshot: Capacity, *, now_ms: int) -> None:
+    before = {fact.node: self._node(fact.node, now_ms).told_ms for fact in snapshot.nodes}
+    _capacity(self, snapshot, now_ms=now_ms)
+    for fact in snapshot.nodes:
+        if fact.state is NodeState.READY:
+            self._node(fact.node, now_ms).told_ms = before[fact.node]
+
+
+_capacity = Queue.capacity
+_fault(
+    "drain_that_was_called_off_stays",
+    "that a cloud may call off what it announced",
+    "tests/engine/test_queue.py::test_a_drain_that_is_called_off_ends",
+    (Queue, "capacity", _drains_for_good),
+)
+
+# --- what a power cut leaves
+
+
+def _write_without_fsync(self: WeightBook, weights: Any, data: bytes) -> None:
+    self._path(weights).write_bytes(data)
+
+
+_fault(
+    "published_bytes_are_not_durable",
+    "that the record of a publish must not outlive its bytes",
+    "tests/engine/test_coordinator.py::test_weights_that_were_published_survive_a_power_cut",
+    (WeightBook, "write", _write_without_fsync),
+)
+
+
+def _restore_without_sync(self: Coordinator) -> None:
+    sync = self.journal.sync
+    self.journal.sync = lambda: None  # type: ignore[method-assign]
+    try:
+        _restore(self)
+    finally:
+        self.journal.sync = sync  # type: ignore[method-assign]
+
+
+_restore = Coordinator._restore
+_fault(
+    "start_record_is_not_durable",
+    "that the next coordinator must know which lease numbers this one gave",
+    "tests/engine/test_coordinator.py::"
+    "test_no_lease_number_is_given_twice_even_if_the_power_goes_right_after_the_start",
+    (Coordinator, "_restore", _restore_without_sync),
+)
+
+
+def _sync_nothing(self: Journal) -> None:
+    return None
+
+
+_fault(
+    "journal_is_not_synced",
+    "that written is not yet durable",
+    "tests/engine/test_journal.py::test_what_was_synced_survives_a_power_cut",
+    (Journal, "sync", _sync_nothing),
+)
+
+
+def _rewrite_without_fsync(self: Journal, records: Sequence[tuple[dict[str, Any], dict[str, bytes]]]) -> None:
+    fresh = self._path.with_suffix(".new")
+    with fresh.open("wb") as file:
+        for record, blobs in records:
+            body = pack(record, blobs)
+            file.write(journals._HEAD.pack(journals._MAGIC, len(body), journals.zlib.crc32(body)) + body)
+    fresh.replace(self._path)
+    self._file.close()
+    self._blobs = {}
+    self._file = self._open()
+    self._records = []
+
+
+_fault(
+    "journal_is_rewritten_without_fsync",
+    "that a new journal must be durable before it takes the old one's name",
+    "tests/engine/test_journal.py::test_a_rewrite_and_what_follows_it_survive_a_power_cut",
+    (Journal, "rewrite", _rewrite_without_fsync),
+)
+
+
+def _no_folder_sync(folder: Any) -> None:
+    return None
+
+
+_fault(
+    "journals_new_name_is_not_durable",
+    "that a rename is durable only with its folder",
+    "tests/engine/test_journal.py::test_a_rewrite_and_what_follows_it_survive_a_power_cut",
+    (journals, "sync_folder", _no_folder_sync),
+)

@@ -1,0 +1,113 @@
+"""Bugs of what is bought, where, and within which limits; and of who is blamed when a node is preempted."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from engine.rollout.queue import Queue
+from launcher.cluster import brakes, reconcile
+from launcher.placement import moves
+from tests.mutants.faults import Fault
+
+DECISIONS = "tests/launcher/cluster/test_reconcile.py"
+PLACES = "tests/launcher/test_moves.py"
+QUEUE = "tests/engine/test_queue.py"
+
+_needs_successor, _refusal, _next_trainer = reconcile._needs_successor, reconcile._refusal, moves.next_trainer
+
+
+def never_given_back(*_: Any) -> list[Any]:
+    return []
+
+
+def every_refusal(answers: Iterable[tuple[int, int]], within_ms: int = 0) -> int:
+    return len(list(answers))
+
+
+def never_full(*_: Any) -> bool:
+    return False
+
+
+def whatever_trainer_leaves(slot: Any, latest: Any, held: Sequence[Any], facts: Any) -> bool:
+    if slot.role == "trainer" and latest.ended_ms is None:
+        return bool(latest.is_leaving)
+    return _needs_successor(slot, latest, held, facts)
+
+
+def trainer_forgotten(tried: moves.Tried, *rest: Any) -> moves.Move:
+    tried.trainer = None
+    return _next_trainer(tried, *rest)
+
+
+def each_sees_the_whole_limit(facts: Any, wanted: Any, after: Sequence[Any], rate: int, reserve: int) -> Any:
+    return _refusal(facts, wanted, [node for node in after if node in facts.nodes], rate, reserve)
+
+
+def without_pending(micro_usd_per_hour: int, allowance_ms: int, pending: Iterable[int] = ()) -> int:
+    return brakes.worst_case(micro_usd_per_hour, allowance_ms)
+
+
+def nothing_beside(*_: Any) -> int:
+    return 0
+
+
+def blamed_when_it_comes_back(self: Queue, node: str, reason: str, *, now_ms: int) -> None:
+    numbers = {number for number, lease in self._leases.items() if lease.node == node}
+    self._give_away(numbers, node, reason, now_ms)
+
+
+FAULTS = {
+    fault.name: fault
+    for fault in (
+        Fault(
+            name="stand-in-never-given-back",
+            forgets="that a stand-in ends when its spot node works",
+            patches=((reconcile, "_given_back", never_given_back),),
+            found_by=f"{DECISIONS}::test_a_stand_in_works_until_its_spot_node_has_settled",
+        ),
+        Fault(
+            name="burst-counts-each-refusal",
+            forgets="that refusals of one moment say one thing",
+            patches=((moves, "bursts", every_refusal),),
+            found_by=f"{PLACES}::test_a_burst_of_refusals_cools_a_zone_down_as_one_refusal_does",
+        ),
+        Fault(
+            name="full-quota-is-a-denial",
+            forgets="that nodes of ours use up the quota and will end",
+            patches=((moves, "_is_full", never_full),),
+            found_by=f"{DECISIONS}::test_a_spot_node_taken_back_at_a_tight_quota_is_asked_for_again",
+        ),
+        Fault(
+            name="second-trainer-while-the-first-leaves",
+            forgets="that a trainer that is leaving still writes checkpoints",
+            patches=(
+                (reconcile, "_needs_successor", whatever_trainer_leaves),
+                (reconcile, "next_trainer", trainer_forgotten),
+            ),
+            found_by=f"{DECISIONS}::test_a_trainer_on_a_cloud_is_not_bought_while_the_one_before_is_still_leaving",
+        ),
+        Fault(
+            name="each-purchase-sees-the-whole-hourly-limit",
+            forgets="what the same pass has bought already",
+            patches=((reconcile, "_refusal", each_sees_the_whole_limit),),
+            found_by=f"{DECISIONS}::test_purchases_of_one_pass_share_the_hourly_limit",
+        ),
+        Fault(
+            name="guard-without-pending-launches",
+            forgets="what launches under way may bill",
+            patches=((brakes, "reserved", without_pending),),
+            found_by=f"{DECISIONS}::test_a_launch_under_way_holds_its_reserve_until_it_is_billed",
+        ),
+        Fault(
+            name="guard-without-disks-and-addresses",
+            forgets="what a node costs beside its instance",
+            patches=((reconcile, "_beside", nothing_beside),),
+            found_by=f"{DECISIONS}::test_disks_and_addresses_count_against_the_hourly_limit",
+        ),
+        Fault(
+            name="preempted-node-blames-its-requests",
+            forgets="that the cloud ended the worker, not what it worked on",
+            patches=((Queue, "unreachable", blamed_when_it_comes_back),),
+            found_by=f"{QUEUE}::test_a_request_is_not_blamed_for_a_node_that_was_lost_and_comes_back",
+        ),
+    )
+}
