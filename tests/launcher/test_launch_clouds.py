@@ -190,7 +190,7 @@ def test_what_the_cloud_said_of_prices_is_what_the_plan_is_made_from(launch, mon
         monkeypatch.delenv("AWS_PROFILE", raising=False)
         assert run(["prices", "refresh", "--cloud", "aws", "--gpu", "H100"]) == ExitCode.OK
     _, text, _ = launch("--dry-run", "--infra", "aws")
-    assert "price of p5.48xlarge spot in us-west-2a: aws ec2 DescribeSpotPriceHistory, " in text
+    assert "price of p5.48xlarge spot in us-west-2a: aws ec2 DescribeSpotPriceHistory, " in unwrapped(text)
     assert "$11.11/h" in text
     assert "TOO OLD" not in text
 
