@@ -53,7 +53,7 @@ def contact_sheet(pictures: Sequence[tuple[str, bytes]]) -> bytes:
     """
     if not pictures:
         return b""
-    tiles = [Image.fromarray(_to_rgb(load(data)["picture"].numpy())) for _, data in pictures]
+    tiles = [Image.fromarray(to_rgb(load(data)["picture"].numpy())) for _, data in pictures]
     scale = SCALE if tiles[0].width < SMALL else 1
     width, height = tiles[0].width * scale, tiles[0].height * scale + CAPTION
     lines = math.ceil(len(tiles) / COLUMNS)
@@ -78,7 +78,8 @@ def _shortened(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, wi
     return text + "..."
 
 
-def _to_rgb(picture: np.ndarray) -> np.ndarray:
+def to_rgb(picture: np.ndarray) -> np.ndarray:
+    """uint8 [C, H, W], or [C, F, H, W] of which the first frame is taken, to [H, W, 3]. Grey pictures become RGB."""
     if picture.ndim == 4:  # video: its first frame
         picture = picture[:, 0]
     channels = picture if picture.shape[0] == 3 else np.repeat(picture[:1], 3, axis=0)

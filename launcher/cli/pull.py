@@ -12,6 +12,8 @@ from launcher.cluster.removal import buckets_of
 from launcher.cluster.stores import run_stores
 from launcher.exit_codes import Failure
 from launcher.ledger.store import check_kept, find_run
+from launcher.report.build import Report, build_report, clock_of
+from launcher.report.card import CARD, CURVE, model_card
 from launcher.report.diffusers_files import write_for_diffusers
 from launcher.report.weights import pull_metrics, pull_weights
 
@@ -30,6 +32,8 @@ def pull(sessions: sessionmaker[Session], run_name: str, to: Path | None, as_jso
     average is also written for diffusers: pytorch_lora_weights.safetensors (`load_lora_weights`), or the folder
     transformer (`from_pretrained`) where the engine is installed.
 
+    README.md is a model card: the job, the curve of its metric, the cost, and how to load the weights.
+
     Of a run on a cloud, metrics/NODE holds metrics.jsonl and TensorBoard's files of each trainer node.
 
     \b
@@ -40,6 +44,7 @@ def pull(sessions: sessionmaker[Session], run_name: str, to: Path | None, as_jso
         run = find_run(session, run_name)
         if not buckets_of(run):
             check_kept(session, run)
+        report = build_report(session, run, clock_of(run).now_ms())
     name, folder = run.name, to or Path(f"{run.name}-weights")
     stores = run_stores(run.infra, run.job.get("store") or {}, name, Path(run.folder))
     pulled = pull_weights(name, stores, folder)
@@ -51,10 +56,11 @@ def pull(sessions: sessionmaker[Session], run_name: str, to: Path | None, as_jso
         )
     except Failure as failure:
         click.echo(f"The weights are there, but not for diffusers: {failure}", err=True)
+    card = write_card(folder, model_card(report, run.job, pulled, str(folder), for_diffusers is not None), report)
     if as_json:
         files = [{"path": str(file.path), "sha256": file.sha256} for file in pulled.files]
         about = {"run": name, "checkpoint": pulled.checkpoint, "iteration": pulled.iteration, "files": files}
-        about |= {"diffusers": for_diffusers and str(for_diffusers)}
+        about |= {"diffusers": for_diffusers and str(for_diffusers), "card": str(card)}
         click.echo(json.dumps({**about, "metrics": [str(path) for path in metrics]}))
         return
     click.echo(f"iteration {pulled.iteration}, checkpoint {pulled.checkpoint}")
@@ -62,5 +68,16 @@ def pull(sessions: sessionmaker[Session], run_name: str, to: Path | None, as_jso
         click.echo(f"{file.sha256}  {file.path}")
     if for_diffusers is not None:
         click.echo(f"for diffusers: {for_diffusers}")
+    click.echo(f"what they reached, and how to load them: {card}")
     if metrics:
         click.echo(f"{len(metrics)} files of metrics in {folder / 'metrics'}")
+
+
+def write_card(folder: Path, card: str, report: Report) -> Path:
+    """Write the model card, and the curve that it shows if there is one."""
+    if report.curve:
+        from launcher.report.charts import reward_chart  # The charts' libraries take a second to load.
+
+        (folder / CURVE).write_text(reward_chart(report).svg, encoding="utf-8")
+    (folder / CARD).write_text(card, encoding="utf-8")
+    return folder / CARD

@@ -11,12 +11,11 @@ import json
 import os
 import shutil
 import subprocess
-import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from engine.config import ModelConfig
+from launcher.engine_process import engine_command, engine_failure
 from launcher.exit_codes import Failure
 
 LORA_FILE = "pytorch_lora_weights.safetensors"
@@ -39,26 +38,16 @@ def write_for_diffusers(weights: Path, model: ModelConfig) -> Path:
     """
     if model.weights == "lora":
         return write_lora(weights, model.lora_rank, model.lora_alpha)
-    if find_spec("torch") is None:
-        raise Failure("the engine is not installed here; `pip install 'spotrl[engine]'`")
     folder, unfinished = weights.with_name("transformer"), weights.with_name("transformer.part")
+    command = engine_command("engine.models.export", model.model_dump_json(), str(weights), str(unfinished))
     shutil.rmtree(unfinished, ignore_errors=True)  # left by one that was killed
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "engine.models.export",
-        model.model_dump_json(),
-        str(weights),
-        str(unfinished),
-    ]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=EXPORT_SECONDS)
     except subprocess.TimeoutExpired:
         raise Failure(f"the engine took more than {EXPORT_SECONDS} s to save the model") from None
     if done.returncode:
         shutil.rmtree(unfinished, ignore_errors=True)
-        raise Failure((done.stderr.strip().splitlines() or ["the engine ended without a word"])[-1])
+        raise engine_failure(done.stderr)
     shutil.rmtree(folder, ignore_errors=True)
     unfinished.rename(folder)
     return folder

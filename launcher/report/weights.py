@@ -38,8 +38,10 @@ class Pulled:
     files: tuple[PulledFile, ...]
 
 
-def pull_weights(run_name: str, stores: Sequence[ObjectStore], to: Path) -> Pulled:
+def pull_weights(run_name: str, stores: Sequence[ObjectStore], to: Path, wanted: Sequence[str] = WANTED) -> Pulled:
     """Copy weights and EMA weights of the newest complete checkpoint in any of `stores` to the folder `to`.
+
+    `wanted`: some of WANTED.
 
     Raises Failure when there is none or it is damaged, StoreError when a store cannot be read.
     """
@@ -55,7 +57,7 @@ def pull_weights(run_name: str, stores: Sequence[ObjectStore], to: Path) -> Pull
                 path=to / name,
                 sha256=_copy(store, f"checkpoints/{newest}/{name}", to / name, manifest["files"][name]),
             )
-            for name in WANTED
+            for name in wanted
         )
     return Pulled(checkpoint=newest, iteration=int(manifest["iteration"]), files=files)
 

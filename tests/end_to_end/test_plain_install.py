@@ -32,6 +32,7 @@ MISTAKES = {
     "report": ("report", "nobody", "--html", "no/such/report.html"),
     "resume": ("resume", "nobody"),
     "rm": ("rm", "nobody", "-y"),
+    "sample": ("sample", "nobody", "1234"),
     "ssh": ("ssh", "nobody", "node"),
     "status": ("status", "nobody"),
     "trace": ("trace", "nobody", "-o", "no/such/trace.json"),

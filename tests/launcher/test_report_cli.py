@@ -11,7 +11,9 @@ from launcher.cli.pull import pull
 from launcher.cli.report import report
 from launcher.cluster.stores import open_store
 from launcher.exit_codes import Failure
-from launcher.report.weights import pull_weights
+from launcher.report.build import build_report
+from launcher.report.card import model_card
+from launcher.report.weights import Pulled, pull_weights
 from tests.launcher.made_ledger import a_long_run, a_run, a_session
 
 
@@ -115,7 +117,41 @@ def test_pull_copies_the_newest_complete_checkpoint(sessions, tmp_path, monkeypa
     assert (answer["checkpoint"], answer["iteration"]) == ("l0002-i000009", 9)
     assert (tmp_path / "out" / "ema.safetensors").read_bytes() == b"ema l0002-i000009"
     assert answer["files"][0]["sha256"] == hashlib.sha256(b"weights l0002-i000009").hexdigest()
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["ema.safetensors", "weights.safetensors"]
+    found = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert found == ["README.md", "curve.svg", "ema.safetensors", "weights.safetensors"]
+    assert answer["card"] == str(tmp_path / "out" / "README.md")
+
+
+def test_the_model_card_says_what_the_weights_are_and_what_they_cost(sessions, tmp_path, monkeypatch):
+    folder = tmp_path / "out"
+    monkeypatch.setattr("launcher.cli.pull.write_for_diffusers", lambda weights, model: weights.parent / "transformer")
+    a_checkpoint(tmp_path / "store", "l0001-i000042", 42)
+    told = CliRunner().invoke(pull, ["digits-ocr", "--to", str(folder)], obj=sessions)
+    assert told.exit_code == 0, told.output
+    card = (folder / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: diffusers\n")
+    assert "All weights of the transformer of digits-ocr" in card
+    assert f'QwenImageTransformer2DModel.from_pretrained("{folder}/transformer")' in card
+    assert "exact_match 0.8 was reached at iteration 42 for $5.18 in 3.83 h." in card
+    rows = [line.split("|")[1:4] for line in card.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) == 12
+    assert [cell.strip() for cell in rows[0]] == ["0", "0.470", "0.470"]
+    assert [cell.strip() for cell in rows[-1]] == ["42", "0.833", "0.833"]
+    assert (folder / "curve.svg").read_text().startswith("<svg")
+
+
+def test_a_model_card_without_evaluations_has_no_curve(tmp_path):
+    with a_session(tmp_path / "ledger.sqlite") as session:
+        made = a_run(session, "demo", folder=str(tmp_path))
+        made.run.job = {**made.run.job, "model": {"weights": "lora", "lora_rank": 4}}
+        made.status("running", 0)
+        report = build_report(session, made.run, 60_000)
+        pulled = Pulled(checkpoint="l0001-i000001", iteration=1, files=())
+        card = model_card(report, made.run.job, pulled, "weights", has_diffusers_files=True)
+    assert "Low-rank adapters (rank 4) of digits-ocr" in card
+    assert 'pipeline.load_lora_weights("weights")' in card
+    assert "Nothing has been evaluated yet." in card
+    assert "curve.svg" not in card
 
 
 def test_pull_refuses_weights_that_are_not_the_ones_their_manifest_names(tmp_path):

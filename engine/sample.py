@@ -1,0 +1,86 @@
+"""Pictures of a model to look at: `python -m engine.sample < REQUEST.json`, where the request is a `SampleRequest`.
+
+Drawn as an evaluation draws them: ODE steps, fp32 latents, the noise of a seed. So they depend on the weights, the
+prompt and the seed alone. One picture at a time, so that a model that fits also fits here; a line of JSON on stdout
+after each.
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import torch
+from PIL import Image
+from pydantic import Field
+from torch import Tensor
+
+from engine.config import ModelConfig, SamplerConfig, Strict
+from engine.evaluation import to_rgb
+from engine.models.adapter import DiTAdapter
+from engine.models.load import load_adapter, trainable
+from engine.rollout.sampler import Plan, denoise, evaluation_plan
+from engine.runtime.worker import as_bytes, set_weights
+
+FRAME_MS = 1000 / 16
+"""Wan makes 16 frames a second."""
+
+
+class Wanted(Strict):
+    """One picture, and the file it is written to."""
+
+    prompt: str
+    seed: Annotated[int, Field(ge=0, lt=2**63)]
+    file: Path
+
+
+class SampleRequest(Strict):
+    model: ModelConfig
+    sampler: SamplerConfig
+    steps: Annotated[int, Field(ge=1)]
+    weights: Path | None
+    """Trained weights as checkpoints have them; None: the base model as it is."""
+    pictures: tuple[Wanted, ...]
+
+
+def load_trained(model: ModelConfig, weights: Path | None, device: str) -> DiTAdapter:
+    """Return the model with these weights. Raises KeyError when they are those of another model."""
+    adapter = load_adapter(model, device)
+    if weights is not None:
+        set_weights(trainable(adapter), weights.read_bytes())
+    return adapter
+
+
+@torch.no_grad()
+def draw(adapter: DiTAdapter, plan: Plan, prompt: str, seed: int) -> Tensor:
+    """Return one picture in [-1, 1]: [C, H, W], or [C, F, H, W] for video."""
+    return adapter.decode(denoise(adapter, plan, adapter.encode([prompt]), [seed]))[0].float().cpu()
+
+
+def write_picture(picture: Tensor, file: Path) -> None:
+    """Write a PNG; of a video an animated one. `picture`: in [-1, 1], [C, H, W] or [C, F, H, W]."""
+    data = as_bytes(picture)
+    frames = [data] if data.dim() == 3 else list(data.unbind(1))
+    first, *more = (Image.fromarray(to_rgb(frame.numpy())) for frame in frames)
+    animated = {"save_all": True, "append_images": more, "duration": FRAME_MS, "loop": 0} if more else {}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = file.with_name(f"{file.name}.part")
+    first.save(unfinished, "PNG", **animated)
+    unfinished.replace(file)
+
+
+def sample(request: SampleRequest, device: str) -> Iterator[Wanted]:
+    """Write the pictures one after the other, and yield each that is written."""
+    adapter = load_trained(request.model, request.weights, device)
+    plan = evaluation_plan(request.sampler, request.steps)
+    for wanted in request.pictures:
+        write_picture(draw(adapter, plan, wanted.prompt, wanted.seed), wanted.file)
+        yield wanted
+
+
+if __name__ == "__main__":
+    for done in sample(
+        SampleRequest.model_validate_json(sys.stdin.read()), "cuda" if torch.cuda.is_available() else "cpu"
+    ):
+        print(json.dumps({"file": str(done.file)}), flush=True)

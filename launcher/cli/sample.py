@@ -1,0 +1,126 @@
+"""`spotrl sample`: pictures of a run's trained weights for prompts of your own."""
+
+import contextlib
+import json
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+from sqlalchemy.orm import Session, sessionmaker
+
+from engine.config import EvaluationConfig
+from launcher.cli.run_argument import run_argument
+from launcher.cluster.removal import buckets_of
+from launcher.cluster.stores import run_stores
+from launcher.engine_process import engine_command, engine_failure
+from launcher.ledger.store import check_kept, find_run
+from launcher.report.weights import pull_weights
+
+
+@click.command()
+@run_argument
+@click.argument("prompts", metavar="PROMPT...", nargs=-1, required=True)
+@click.option("--to", type=click.Path(file_okay=False, path_type=Path), help="Folder; without it, ./RUN-samples.")
+@click.option("--seed", type=click.IntRange(0, 2**62), default=0, show_default=True, help="Of the noise.")
+@click.option("--count", type=click.IntRange(1, 10_000), default=1, show_default=True, help="Seeds for each prompt.")
+@click.option("--steps", type=click.IntRange(1, 1000), help="Denoising steps; without it, those of evaluations.")
+@click.option("--base", is_flag=True, help="The model as it was before training, to compare with.")
+@click.option(
+    "--model",
+    "model_folder",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Where the base model lies here, if not where the job says.",
+)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.pass_obj
+def sample(
+    sessions: sessionmaker[Session],
+    run_name: str,
+    prompts: tuple[str, ...],
+    to: Path | None,
+    seed: int,
+    count: int,
+    steps: int | None,
+    base: bool,
+    model_folder: Path | None,
+    as_json: bool,
+) -> None:
+    """Draw pictures with the trained weights of RUN.
+
+    The weights are those that evaluations use, of the newest complete checkpoint. Pictures are drawn on this machine,
+    as an evaluation draws them: one prompt, one seed and the same weights give the same picture.
+
+    Files are named after the prompt's number and the seed: 001-seed0.png. With --base, 001-seed0-base.png. Videos
+    become animated PNG files.
+
+    \b
+    Example:
+      spotrl sample digits-ocr 1234 0077 --count 4 --to pictures
+      spotrl sample digits-ocr 1234 0077 --count 4 --to pictures --base
+    """
+    command = engine_command("engine.sample")
+    with sessions() as session:
+        run = find_run(session, run_name)
+        if not buckets_of(run) and not base:
+            check_kept(session, run)
+    folder = (to or Path(f"{run.name}-samples")).absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    job = run.job
+    model = dict(job.get("model") or {}) | ({} if model_folder is None else {"path": str(model_folder.absolute())})
+    wanted = [
+        {
+            "prompt": prompt,
+            "seed": seed + more,
+            "file": str(folder / f"{number:03}-seed{seed + more}{'-base' * base}.png"),
+        }
+        for number, prompt in enumerate(prompts, 1)
+        for more in range(count)
+    ]
+    with tempfile.TemporaryDirectory(prefix=".weights-", dir=folder) as place:
+        pulled = None
+        if not base:
+            stores = run_stores(run.infra, job.get("store") or {}, run.name, Path(run.folder))
+            pulled = pull_weights(run.name, stores, Path(place), ["ema.safetensors"])
+        request = {
+            "model": model,
+            "sampler": job.get("sampler") or {},
+            "steps": steps or EvaluationConfig.model_validate(job.get("evaluation") or {}).steps,
+            "weights": None if pulled is None else str(pulled.files[0].path),
+            "pictures": wanted,
+        }
+        what = "the base model" if pulled is None else f"iteration {pulled.iteration}, checkpoint {pulled.checkpoint}"
+        if not as_json:
+            click.echo(f"{what}; loading it", err=True)
+        for number, _ in enumerate(drawn(command, request)):
+            if not as_json:
+                picture = wanted[number]
+                click.echo(f"{picture['file']}  {picture['prompt']}")
+    if as_json:
+        checkpoint = {"checkpoint": pulled and pulled.checkpoint, "iteration": pulled and pulled.iteration}
+        click.echo(json.dumps({"run": run.name, **checkpoint, "steps": request["steps"], "pictures": wanted}))
+
+
+def drawn(command: list[str], request: dict[str, Any]) -> Iterator[str]:
+    """Yield a line for each picture that is written. Raises Failure with the engine's words."""
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, bufsize=1
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            with contextlib.suppress(BrokenPipeError):  # it ended already; its error says why
+                process.stdin.write(json.dumps(request))
+                process.stdin.close()
+            yield from process.stdout
+        except BaseException:
+            process.kill()
+            raise
+        finally:
+            process.wait()
+        if process.returncode:
+            errors.seek(0)
+            raise engine_failure(errors.read())

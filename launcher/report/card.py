@@ -1,0 +1,104 @@
+"""The model card of pulled weights: what they are, how to load them, what they reached, and what that cost."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from engine.config import ModelConfig
+from launcher.money import dollars
+from launcher.report.build import Moment, Report
+from launcher.report.weights import Pulled
+from launcher.report.words import headline, hours, score
+
+CARD = "README.md"
+CURVE = "curve.svg"
+
+ROWS = 12
+"""Evaluations that the card's table shows, the first and the last among them; the curve has them all."""
+
+LOAD_LORA = """\
+pipeline.load_lora_weights("{folder}")
+"""
+
+LOAD_FULL = """\
+from diffusers import {model_class}
+
+pipeline.transformer = {model_class}.from_pretrained("{folder}/transformer")
+"""
+
+CLASSES = {
+    "digits-ocr": "QwenImageTransformer2DModel",
+    "shapes": "QwenImageTransformer2DModel",
+    "qwen-image": "QwenImageTransformer2DModel",
+    "sd3": "SD3Transformer2DModel",
+    "flux": "FluxTransformer2DModel",
+    "wan": "WanTransformer3DModel",
+}
+
+
+def model_card(report: Report, job: Mapping[str, Any], pulled: Pulled, folder: str, has_diffusers_files: bool) -> str:
+    """Return the card as Markdown.
+
+    `folder`: where the weights lie, as the reader will name it.
+    """
+    model = ModelConfig.model_validate(job.get("model") or {})
+    run, metric = report.run, report.target.metric
+    parts = [
+        _front(model),
+        f"# {run.name}",
+        f"{_kind(model)} of {_base(model)}, trained with reinforcement learning by spotrl: "
+        f"iteration {pulled.iteration}, checkpoint {pulled.checkpoint}.",
+        headline(report),
+        "## Use",
+    ]
+    if has_diffusers_files:
+        load = LOAD_LORA if model.weights == "lora" else LOAD_FULL
+        parts.append(f"```python\n{load.format(folder=folder, model_class=CLASSES[model.name])}```")
+    parts += [
+        f"`spotrl sample {run.name} PROMPT` draws pictures with them. `ema.safetensors` is the average of the weights "
+        "that evaluations use, and what the files for diffusers hold; training goes on from `weights.safetensors`.",
+        "## Results",
+        f"{metric} on held-out prompts. Smoothed: the mean of the last three evaluations.",
+        _table(report.curve),
+    ]
+    if report.curve:
+        parts.append(f"![{metric} against dollars; circles: one evaluation; line: smoothed]({CURVE})")
+    parts += [
+        "## Cost",
+        f"{dollars(report.costs.total)} in {hours(report.run.hours)} on the run's clock, {run.iterations} iterations. "
+        f"Money is {report.money_note}.",
+        "## Job",
+        f"Job {run.job_digest}, code {run.code_version}, seeds {', '.join(map(str, run.seeds))}.",
+        f"```json\n{json.dumps(job, indent=2)}\n```",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _front(model: ModelConfig) -> str:
+    """What model hubs read."""
+    kind = "text-to-video" if model.name == "wan" else "text-to-image"
+    lines = ["library_name: diffusers", f"pipeline_tag: {kind}", "tags: [reinforcement-learning, spotrl"]
+    return "\n".join(["---", *lines[:2], lines[2] + (", lora]" if model.weights == "lora" else "]"), "---"])
+
+
+def _kind(model: ModelConfig) -> str:
+    return (
+        f"Low-rank adapters (rank {model.lora_rank})" if model.weights == "lora" else "All weights of the transformer"
+    )
+
+
+def _base(model: ModelConfig) -> str:
+    return model.name if model.path is None else f"{model.name} ({model.path})"
+
+
+def _table(curve: Sequence[Moment]) -> str:
+    if not curve:
+        return "Nothing has been evaluated yet."
+    last = len(curve) - 1
+    shown = sorted({round(last * number / (ROWS - 1)) for number in range(ROWS)}) if last >= ROWS else range(last + 1)
+    rows = [
+        f"| {curve[one].iteration} | {score(curve[one].score)} | {score(curve[one].smoothed)} | "
+        f"{dollars(curve[one].micro_usd)} | {hours(curve[one].hours)} |"
+        for one in shown
+    ]
+    return "\n".join(["| iteration | score | smoothed | spent | after |", "|---:|---:|---:|---:|---:|", *rows])

@@ -1,0 +1,83 @@
+"""`spotrl sample`, called as a person does."""
+
+import hashlib
+import json
+import sys
+
+import pytest
+import torch
+from click.testing import CliRunner
+from PIL import Image
+from sqlalchemy.orm import sessionmaker
+
+from engine.models.digits import load_digits
+from engine.runtime.worker import get_weights
+from launcher.cli.sample import sample
+from launcher.exit_codes import Failure
+from tests.launcher.made_ledger import a_run, a_session
+
+
+@pytest.fixture
+def sessions(tmp_path):
+    with a_session(tmp_path / "ledger.sqlite") as session:
+        a_run(session, "demo", folder=str(tmp_path))
+        session.commit()
+        return sessionmaker(session.get_bind())
+
+
+def a_checkpoint(store, weights):
+    folder = store / "checkpoints" / "l0001-i000012"
+    folder.mkdir(parents=True)
+    (folder / "ema.safetensors").write_bytes(weights)
+    files = {"ema.safetensors": hashlib.sha256(weights).hexdigest()}
+    (folder / "manifest.json").write_text(json.dumps({"iteration": 12, "files": files}))
+
+
+def sampled(sessions, *words):
+    told = CliRunner(mix_stderr=False).invoke(sample, ["demo", *words], obj=sessions, standalone_mode=False)
+    if told.exception is not None:
+        raise told.exception
+    return told.stdout
+
+
+def stands_in(monkeypatch, program):
+    monkeypatch.setattr("launcher.cli.sample.engine_command", lambda module: [sys.executable, "-c", program])
+
+
+def test_pictures_of_the_newest_checkpoint_are_written(sessions, tmp_path):
+    adapter = load_digits()
+    with torch.no_grad():
+        adapter.transformer.proj_out.bias -= 9.0
+    a_checkpoint(tmp_path / "store", get_weights(dict(adapter.transformer.named_parameters())))
+    out = tmp_path / "out"
+    told = json.loads(sampled(sessions, "12", "34", "--count", "2", "--seed", "5", "--to", str(out), "--json"))
+    assert (told["checkpoint"], told["iteration"], told["steps"]) == ("l0001-i000012", 12, 8)
+    assert [(one["prompt"], one["seed"]) for one in told["pictures"]] == [("12", 5), ("12", 6), ("34", 5), ("34", 6)]
+    names = ["001-seed5.png", "001-seed6.png", "002-seed5.png", "002-seed6.png"]
+    assert sorted(path.name for path in out.iterdir()) == names
+    # So large a bias makes every picture white: these are the trained weights, not the base.
+    assert all(Image.open(one["file"]).getextrema() == ((255, 255),) * 3 for one in told["pictures"])
+
+
+def test_the_base_needs_no_checkpoint_and_has_names_of_its_own(sessions, tmp_path, monkeypatch):
+    stands_in(monkeypatch, "import json, sys; [print(p['file']) for p in json.load(sys.stdin)['pictures']]")
+    told = sampled(sessions, "12", "--base", "--to", str(tmp_path / "out"))
+    assert told == f"{tmp_path / 'out' / '001-seed0-base.png'}  12\n"
+
+
+def test_the_engine_is_told_where_the_base_model_lies_here(sessions, tmp_path, monkeypatch):
+    stands_in(monkeypatch, "import json, sys; sys.exit(json.load(sys.stdin)['model']['path'])")
+    with pytest.raises(Failure, match=f"^{tmp_path}$"):
+        sampled(sessions, "12", "--base", "--to", str(tmp_path / "out"), "--model", str(tmp_path))
+
+
+def test_an_error_of_the_engine_is_told_in_its_words(sessions, tmp_path, monkeypatch):
+    stands_in(monkeypatch, "raise ValueError('prompt has 9 bytes')")
+    with pytest.raises(Failure, match=r"^prompt has 9 bytes$"):
+        sampled(sessions, "123456789", "--base", "--to", str(tmp_path / "out"))
+
+
+def test_without_a_checkpoint_it_says_so_and_leaves_nothing(sessions, tmp_path):
+    with pytest.raises(Failure, match="no complete checkpoint yet"):
+        sampled(sessions, "12", "--to", str(tmp_path / "out"))
+    assert list((tmp_path / "out").iterdir()) == []
