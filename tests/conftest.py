@@ -1,9 +1,11 @@
 """Settings of all tiers: threads of torch, and which tests stay together when pytest-xdist spreads them."""
 
+import contextlib
 import multiprocessing
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from xdist.scheduler import LoadScopeScheduling
@@ -24,6 +26,20 @@ if MEMORY_DISK.is_dir() and shutil.disk_usage(MEMORY_DISK).free > MEMORY_DISK_BY
 # A process has one forkserver, and what it preloads is settled when the first test uses it. Without this, every process
 # that a later test starts would import torch and diffusers by itself: six seconds of a core.
 multiprocessing.get_context("forkserver").set_forkserver_preload(["engine.models.digits", "engine.parallel.ulysses"])
+
+with contextlib.suppress(ImportError):
+    from botocore.loaders import JSONFileLoader
+
+    # Each session of boto3 reads its clouds' API from JSON again: a second for EC2. The files never change.
+    _load_file = JSONFileLoader._load_file
+    _loaded: dict[str, Any] = {}
+
+    def _load_once(self: JSONFileLoader, full_path: str, open_method: Any) -> Any:
+        if full_path not in _loaded:
+            _loaded[full_path] = _load_file(self, full_path, open_method)
+        return _loaded[full_path]
+
+    JSONFileLoader._load_file = _load_once
 
 DIVIDED = {"tests/end_to_end/test_launch.py"}
 """Files whose tests share nothing that takes long to make: each test may run in another worker."""

@@ -14,6 +14,7 @@ import atexit
 import functools
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -41,6 +42,15 @@ class Forked:
         if self.returncode is None:
             self.returncode = self._nursery.ask({"poll": self.pid})
         return self.returncode
+
+    def send_signal(self, number: signal.Signals) -> None:
+        os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
 
     def wait(self, timeout: float = 60.0) -> int:
         until = time.monotonic() + timeout

@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 
 import psutil
@@ -101,7 +102,7 @@ def test_a_run_across_hosts_survives_that_one_vanishes(hosts, tmp_path, monkeypa
             trains = name == "trainer"
             machines[name] = Machine(
                 tmp_path / name,
-                inside=hosts.inside(name),
+                program=[*hosts.inside(name), sys.executable],
                 node=name,
                 role="trainer" if trains else "rollout",
                 market=Market.ON_DEMAND if trains else Market.SPOT,
