@@ -4,6 +4,7 @@ import contextlib
 import multiprocessing
 import os
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -96,3 +97,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Put the longest groups first in a worker of pytest-xdist."""
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: rank(item.nodeid))
+
+
+@pytest.fixture
+def forked_engine(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork the engine's processes that commands of the launcher start: none imports torch for six seconds."""
+    from tests.engine.nursery import forked_python
+
+    monkeypatch.setattr(sys, "executable", forked_python(tmp_path_factory.mktemp("python")))

@@ -1,6 +1,10 @@
 """Nodes in a tenth of a second: one process that has imported what a node needs, and forks node agents.
 
-    python -m tests.engine.nursery    one JSON line in, one out: {"fork": ...} -> pid, {"poll": pid} -> exit code
+    python -m tests.engine.nursery SOCKET    one JSON line in, one out: {"fork": ...} -> pid, {"poll": pid} -> exit code
+
+A module of the engine that a command starts (`python -m engine.preflight`) can be forked too. `forked_python` makes a
+program to put in the place of `sys.executable`: it sends its command line and its standard files through SOCKET, and
+ends with the exit code that the forked process had.
 
 `python -m engine.runtime.agent` imports torch, diffusers and the recogniser for each node: six seconds of a core.
 The nursery imports them once for all tests of a pytest process. The forked agent is the same code in a process session
@@ -14,9 +18,13 @@ import atexit
 import functools
 import json
 import os
+import runpy
+import select
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Mapping
@@ -65,8 +73,10 @@ class Nursery:
     """The process that forks, seen from the test that asks for agents."""
 
     def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="nursery")  # a socket's path is short, a test's folder is not
+        self.socket = Path(self._folder.name) / "socket"
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.engine.nursery"],
+            [sys.executable, "-m", "tests.engine.nursery", str(self.socket)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,
@@ -96,12 +106,37 @@ class Nursery:
     def close(self) -> None:
         """End the nursery and what it forked."""
         self._process.communicate()
+        self._folder.cleanup()
 
 
 @functools.cache
 def nursery() -> Nursery:
     """The nursery of this pytest process, started when it is first needed."""
     return Nursery()
+
+
+PROGRAM = """\
+#!{python} -SE
+import array, json, os, socket, sys
+
+line = socket.socket(socket.AF_UNIX)
+line.connect({socket!r})
+order = json.dumps({{"argv": sys.argv[1:], "env": dict(os.environ), "cwd": os.getcwd()}}).encode()
+files = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0, 1, 2]))]
+line.sendmsg([len(order).to_bytes(4, "big")], files)
+line.sendall(order)
+sys.exit(int(line.recv(16) or 1))
+"""
+
+
+def forked_python(folder: Path) -> str:
+    """Write the program that has `-P -m MODULE WORD ...` done by a process that the nursery forks. Return its path."""
+    program = folder / "forked-python"
+    ask = nursery()
+    ask.ask({"poll": None})  # it listens when it answers
+    program.write_text(PROGRAM.format(python=sys.executable, socket=str(ask.socket)))
+    program.chmod(0o755)
+    return str(program)
 
 
 class NurseryFleet(Fleet):
@@ -118,18 +153,70 @@ def main() -> None:
 
     load_adapter(EngineConfig().model)  # imports diffusers
     getproctitle()  # finds where the title is kept, before a forked process changes its environment
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(sys.argv[1])
+    listener.listen()
     sessions: set[int] = set()
-    for line in sys.stdin:
-        match json.loads(line):
-            case {"fork": order}:
-                answer = os.fork()
-                if answer == 0:
-                    _become(order)
-                sessions.add(answer)
-            case {"poll": pid}:
-                answer = _exit_code(pid)
-        print(json.dumps(answer), flush=True)
+    modules: set[int] = set()
+    while True:
+        ready, _, _ = select.select([sys.stdin, listener], [], [], 1.0 if modules else None)
+        modules -= {pid for pid in modules if os.waitpid(pid, os.WNOHANG)[0]}
+        if listener in ready:
+            line, _ = listener.accept()
+            answer = os.fork()
+            if answer == 0:
+                listener.close()
+                _run_module(line)
+            modules.add(answer)
+            line.close()
+        if sys.stdin in ready:
+            if not (text := sys.stdin.readline()):
+                break
+            print(json.dumps(_answer(json.loads(text), sessions)), flush=True)
     _kill_sessions(sessions)
+
+
+def _answer(order: Mapping[str, Any], sessions: set[int]) -> int | None:
+    match order:
+        case {"fork": agent}:
+            pid = os.fork()
+            if pid == 0:
+                _become(agent)
+            sessions.add(pid)
+            return pid
+        case {"poll": int(pid)}:
+            return _exit_code(pid)
+        case _:
+            return None
+
+
+def _run_module(line: socket.socket) -> None:
+    """Be the process that PROGRAM stands for: its standard files, environment, folder and command line."""
+    head, files, _, _ = socket.recv_fds(line, 4, 3)
+    text = b""
+    while len(text) < int.from_bytes(head, "big"):
+        text += line.recv(65536)
+    order = json.loads(text)
+    for number, file in enumerate(files):
+        os.dup2(file, number)
+        os.close(file)
+    os.environ.clear()
+    os.environ.update(order["env"])
+    os.chdir(order["cwd"])
+    _, _, module, *words = order["argv"]
+    code: object = 0
+    try:
+        sys.argv = [module, *words]
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        code = end.code
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    line.sendall(str(code if isinstance(code, int) else int(code is not None)).encode())
+    os._exit(0)
 
 
 def _exit_code(pid: int) -> int | None:

@@ -86,7 +86,7 @@ def test_low_rank_adapters_load_without_a_warning_and_have_their_effect(name, tm
     assert warned() == []
 
 
-def test_full_weights_load_without_a_warning_and_give_the_same_pictures(tmp_path, warned):
+def test_full_weights_load_without_a_warning_and_give_the_same_pictures(tmp_path, warned, forked_engine):
     adapter = load_adapter(ModelConfig())
     shake(adapter)
     (tmp_path / "ema.safetensors").write_bytes(get_weights(trainable(adapter)))
@@ -98,7 +98,7 @@ def test_full_weights_load_without_a_warning_and_give_the_same_pictures(tmp_path
     assert warned() == []
 
 
-def test_an_export_that_failed_leaves_nothing_and_one_that_was_killed_is_made_anew(tmp_path):
+def test_an_export_that_failed_leaves_nothing_and_one_that_was_killed_is_made_anew(tmp_path, forked_engine):
     weights = tmp_path / "ema.safetensors"
     weights.write_bytes(get_weights(trainable(FAMILIES["sd3"].build())))
     (tmp_path / "transformer.part").mkdir()

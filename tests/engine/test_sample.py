@@ -29,7 +29,7 @@ def trained(request, tmp_path):
     return request.param, weights
 
 
-def test_pictures_are_those_of_the_weights_that_diffusers_loads(trained):
+def test_pictures_are_those_of_the_weights_that_diffusers_loads(trained, forked_engine):
     model, weights = trained
     written = write_for_diffusers(weights, model)
     theirs = load_adapter(FULL)

@@ -48,7 +48,7 @@ def test_whatever_the_engine_answers_is_one_clear_error(tmp_path, monkeypatch, s
     assert words in str(caught.value)
 
 
-def test_a_reward_that_raises_ends_with_3_its_line_and_no_run(tmp_path, monkeypatch, capsys):
+def test_a_reward_that_raises_ends_with_3_its_line_and_no_run(tmp_path, monkeypatch, capsys, forked_engine):
     monkeypatch.setenv("SPOTRL_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("SPOTRL_CONFIG", str(tmp_path / "none.yaml"))
     (tmp_path / "my_reward.py").write_text("def score(pictures, prompts):\n    return [1 / 0]\n")
@@ -61,7 +61,7 @@ def test_a_reward_that_raises_ends_with_3_its_line_and_no_run(tmp_path, monkeypa
 
 
 @pytest.mark.parametrize(("returned", "words"), [("float('nan')", "not finite"), ("exit(3)", "called sys.exit(3)")])
-def test_a_reward_that_gives_no_number_is_refused(tmp_path, monkeypatch, capsys, returned, words):
+def test_a_reward_that_gives_no_number_is_refused(tmp_path, monkeypatch, capsys, forked_engine, returned, words):
     monkeypatch.setenv("SPOTRL_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("SPOTRL_CONFIG", str(tmp_path / "none.yaml"))
     (tmp_path / "no_number.py").write_text(f"def score(pictures, prompts):\n    return [{returned}]\n")

@@ -26,6 +26,9 @@ from tests.launcher.made_ledger import a_run, a_session
 URL = "s3://runs/ours/demo"
 
 
+pytestmark = pytest.mark.usefixtures("forked_engine")
+
+
 @pytest.fixture
 def engine_store(s3, monkeypatch):  # noqa: F811
     """The bucket as nodes see it: their region is settled by the agent."""
