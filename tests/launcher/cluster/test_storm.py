@@ -55,6 +55,8 @@ class Machine:
     heard_up_ms: int
     ended_ms: int | None = None
     heard_end_ms: int | None = None
+    known_end: NodeRecord | None = None
+    """As the ledger has it once its end was heard of: it changes no more, and there are thousands."""
 
     def cost(self, now_ms: int) -> int:
         end_ms = now_ms if self.ended_ms is None else min(now_ms, self.ended_ms)
@@ -97,13 +99,17 @@ class Storm:
 
     def known(self, machine: Machine) -> NodeRecord:
         """As the ledger has it."""
+        if machine.known_end is not None:
+            return machine.known_end
         happened = {"requested": machine.since_ms}
         if machine.heard_up_ms <= self.now_ms:
             happened |= {"up": machine.since_ms, "ready": machine.since_ms}
         ended = machine.heard_end_ms is not None and machine.heard_end_ms <= self.now_ms
         if ended:
             happened["gone"] = machine.ended_ms
-        return replace(machine.record, happened=happened, reclaimed=ended)
+        known = replace(machine.record, happened=happened, reclaimed=ended)
+        machine.known_end = known if ended else None
+        return known
 
     def metered(self) -> int:
         """What the ledger would say by now: what is not known to have ended goes on."""
@@ -198,7 +204,7 @@ def carried_out(storm: Storm) -> Storm:
     return storm
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_thousand_preemptions_a_minute_with_the_launch_limiter_off_stay_within_the_bound(seed, monkeypatch):
     monkeypatch.setattr(reconcile, "FIRST_WAIT_MS", 0)  # nothing holds it back but the money
     storm = carried_out(a_storm(seed, None, LATE_MS, spot=64, max_total=9 * DOLLAR))
