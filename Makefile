@@ -7,6 +7,9 @@ BIN := $(VENV)/bin
 LOCK := engine/versions.lock
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(LOCK)
 
+# A test run starts hundreds of Python processes. Without bytecode files each would compile all of our code again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: env tools bench quickstart fake-clouds-demo test test-slow test-gpu test-clouds test-clouds-run test-clouds-parts test-clouds-faults format clean
 
 env: $(VENV)/.everything
