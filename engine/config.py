@@ -31,6 +31,9 @@ SHIPPED = {"digits-ocr": "digits", "shapes": "shapes"}
 class ModelConfig(Strict):
     """Which diffusion transformer, and what of it is trained."""
 
+    # `from` is a word of Python's own, so the field has another name; every file and message says `from`.
+    model_config = ConfigDict(validate_by_name=True, validate_by_alias=True, serialize_by_alias=True)
+
     name: Literal["digits-ocr", "shapes", "qwen-image", "sd3", "flux", "wan"] = "digits-ocr"
     path: str | None = None
     """Folder of a diffusers model (transformer, vae, ...). None: the weights that ship with spotrl."""
@@ -38,6 +41,10 @@ class ModelConfig(Strict):
     """What is trained: every weight of the transformer, or low-rank adapters beside them."""
     lora_rank: Positive = 16
     lora_alpha: Positive = 32
+    start: Annotated[str, Field(min_length=1)] | None = Field(default=None, alias="from")
+    """Start weights: a run's name, or a folder that `spotrl pull` wrote (with a / in it, relative to the job file).
+    Training goes on from its weights, with a new optimizer and a new average. They take the place of the base wherever
+    a run is compared with the model before training: the first evaluation, the KL divergence, `sample --base`."""
 
     @model_validator(mode="after")
     def _weights_exist(self) -> Self:

@@ -40,7 +40,7 @@ from engine.events import (
 from engine.exploration.batch import ExplorationOrder
 from engine.exploration.explorer import Explorer
 from engine.models.adapter import DiTAdapter
-from engine.models.load import ReferencePolicy, trainable
+from engine.models.load import ReferencePolicy, load_start, trainable
 from engine.prompts import PromptSource
 from engine.rewards.reward import Reward
 from engine.rollout.queue import Task
@@ -100,8 +100,12 @@ class Loop:
         self.config = config
         self.place = place
         self.prompts = prompts
+        self.lineage = 0
         self.parameters = trainable(adapter)
-        reference = ReferencePolicy.of(adapter) if config.algorithm.kl_beta > 0 else None
+        self.started_from = self._load_start()
+        reference = None
+        if config.algorithm.kl_beta > 0:
+            reference = ReferencePolicy.of(adapter, is_started=config.model.start is not None)
         self.trainer = Trainer(adapter, self.parameters, config.algorithm, reference)
         self.average = Average(self.parameters, config.algorithm.ema_decay)
         self.worker = Worker(
@@ -124,7 +128,6 @@ class Loop:
         self.usage: Usage = self.worker.usage
         self._boot, self._orders = time.time_ns(), itertools.count(1)
         self.iteration = 0
-        self.lineage = 0
         self.std = RunningStd()
         self.evaluations: list[tuple[int, dict[str, float]]] = []
         self.skipped_in_a_row = 0
@@ -137,7 +140,8 @@ class Loop:
         self._untold_seconds = 0.0
         """Time since the last report that belongs to the next: checkpoint and publish."""
         # It is the same job wherever it computes.
-        job = config.model_dump_json(exclude={"runtime": {"device"}})
+        new_since = {"start"} if config.model.start is None else set()  # so that older checkpoints keep their digest
+        job = config.model_dump_json(exclude={"runtime": {"device"}, "model": new_since})
         self.config_digest = hashlib.sha256(job.encode()).hexdigest()[:16]
 
     # --- the run ----------------------------------------------------------------------------------------
@@ -179,10 +183,22 @@ class Loop:
             config_digest=self.config_digest,
             devices=str(next(iter(self.parameters.values())).device),
             versions=installed_versions(),
+            started_from=self.started_from,
         )
         self.place.progress.write(self.lineage, started)
         self._publish_live(get_weights(self.parameters))
         self._withdraw_trained()
+
+    def _load_start(self) -> str:
+        """Put start weights in place, if the job names any. Returns whose they are, in words.
+
+        Also of a run that goes on from a checkpoint: the KL divergence is one from the start weights.
+        """
+        if self.config.model.start is None:
+            return ""
+        start = self._store(self.place.store.start)
+        load_start(self.parameters, start.weights)
+        return start.text
 
     def _settle_lineage(self, newest: Checkpoint | None) -> int:
         known = self._say({"call": "peek"})

@@ -9,17 +9,23 @@ file appears in the target folder whole or not at all.
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import obstore
 from obstore.store import ObjectStore
 
+from engine.durable import write_durably
 from launcher.cluster.stores import bucket_errors, newest_checkpoint, paths_in
 from launcher.exit_codes import Failure
 
 WANTED = ("weights.safetensors", "ema.safetensors")
+
+PULLED_MANIFEST = "manifest.json"
+"""In the folder that `spotrl pull` writes: whose weights these are, and their digests. Another run can start from them
+(launcher/cluster/start.py)."""
 
 METRICS = "metrics/"
 """In a store: `metrics/NODE/metrics.jsonl` and TensorBoard's event files (engine/runtime/ship.py)."""
@@ -60,6 +66,20 @@ def pull_weights(run_name: str, stores: Sequence[ObjectStore], to: Path, wanted:
             for name in wanted
         )
     return Pulled(checkpoint=newest, iteration=int(manifest["iteration"]), files=files)
+
+
+def write_pulled_manifest(folder: Path, run_name: str, model: Mapping[str, Any], pulled: Pulled) -> Path:
+    """Write what the weights in `folder` are. `model`: of the job, as the ledger has it."""
+    file = folder / PULLED_MANIFEST
+    content = {
+        "run": run_name,
+        "checkpoint": pulled.checkpoint,
+        "iteration": pulled.iteration,
+        "model": dict(model),
+        "files": {one.path.name: one.sha256 for one in pulled.files},
+    }
+    write_durably(file, (json.dumps(content, indent=1) + "\n").encode())
+    return file
 
 
 def pull_metrics(run_name: str, stores: Sequence[ObjectStore], to: Path) -> tuple[Path, ...]:
