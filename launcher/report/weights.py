@@ -57,15 +57,19 @@ def pull_weights(run_name: str, stores: Sequence[ObjectStore], to: Path, wanted:
             raise Failure(f"{run_name} has no complete checkpoint yet; `spotrl status {run_name}` shows how far it is")
         newest, store = max(found, key=lambda one: one[0])
         manifest = json.loads(bytes(obstore.get(store, f"checkpoints/{newest}/manifest.json").bytes()))
+        try:
+            iteration, digests = int(manifest["iteration"]), {name: str(manifest["files"][name]) for name in wanted}
+        except (KeyError, TypeError, ValueError):
+            raise Failure(
+                f"the manifest of checkpoint {newest} of {run_name} is damaged; move checkpoints/{newest} away in its "
+                "store to pull the checkpoint before it"
+            ) from None
         to.mkdir(parents=True, exist_ok=True)
         files = tuple(
-            PulledFile(
-                path=to / name,
-                sha256=_copy(store, f"checkpoints/{newest}/{name}", to / name, manifest["files"][name]),
-            )
-            for name in wanted
+            PulledFile(path=to / name, sha256=_copy(store, f"checkpoints/{newest}/{name}", to / name, digest))
+            for name, digest in digests.items()
         )
-    return Pulled(checkpoint=newest, iteration=int(manifest["iteration"]), files=files)
+    return Pulled(checkpoint=newest, iteration=iteration, files=files)
 
 
 def write_pulled_manifest(folder: Path, run_name: str, model: Mapping[str, Any], pulled: Pulled) -> Path:
