@@ -103,7 +103,8 @@ def main() -> int:
     torch.set_num_threads(1)
     config = EngineConfig.model_validate_json(sys.argv[1])
     try:
-        found = check(config, *sys.argv[2:3], *map(Path, sys.argv[3:4]))
+        workdir, start = ([*sys.argv[2:], None, None])[:2]
+        found = check(config, workdir, None if start is None else Path(start))
     except JobUnfit as unfit:
         print(json.dumps({"field": unfit.field, "found": unfit.found, "remedy": unfit.remedy}))
         return 3

@@ -146,24 +146,25 @@ def launch(
     check_sp_degree(checked)
     if service:
         check_service(checked.job, os.environ)
-    weights = None
+    weights, weights_file = None, None
     if checked.job.model.start is not None:
         place = click.get_current_context().with_resource(TemporaryDirectory(prefix=".start-", dir=home()))
         weights = find_start(sessions, checked, Path(place))
+        weights_file = weights.file
         out.print(f"Starts from {weights.text}.", highlight=False, markup=False, soft_wrap=True)
     if checked.job.clouds:
         on_clouds = _plan_on_clouds(sessions, checked, out)
         plan, printed = on_clouds.as_plan(), cloud_plan_json(on_clouds)
         printed["bound_micro_usd"] = bound_of_plan(plan, on_clouds.deadline_ms)
         if not dry_run:
-            _check_clouds(checked, plan, out, allow_old_prices, weights and weights.file)
+            _check_clouds(checked, plan, out, allow_old_prices, weights_file)
     else:
         plan = plan_local(checked.job, _own_prices(checked.job, read_catalog()))
         check_budget(plan)
         printed = plan_dict(plan)
         for line in plan_lines(checked.job, plan):
             out.print(line, highlight=False, markup=False, soft_wrap=True)
-        found = preflight(checked, home(), start=weights and weights.file)
+        found = preflight(checked, home(), start=weights_file)
         out.print("Checked: reward, prompts and disk.", highlight=False)
         if checked.job.clock_factor == "auto":
             checked = checked.with_clock_factor(auto_clock_factor(found["slowness"]))
