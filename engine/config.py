@@ -238,10 +238,21 @@ class EvaluationConfig(Strict):
     """Held-out prompts, fixed noise, ODE sampler, EMA weights: the curve that a target is read from."""
 
     prompts: Positive = 512
+    on_the_way: Positive | None = None
+    """Prompts of an evaluation on the way, the first of all; None: all. The first and the last evaluation use all, and
+    so does one that would reach the target: a share p of n prompts has a standard error of sqrt(p (1 - p) / n)."""
     every: Positive = 3
     steps: Annotated[int, Field(ge=1)] = 8
     shape: Positive = 48
     """Pictures per forward pass."""
+
+    @model_validator(mode="after")
+    def _some_of_all(self) -> Self:
+        if self.on_the_way is not None and self.on_the_way > self.prompts:
+            raise ValueError(
+                f"on_the_way is {self.on_the_way}, and prompts {self.prompts}; use at most as many, or leave it out"
+            )
+        return self
 
 
 class TargetConfig(Strict):

@@ -495,3 +495,57 @@ def test_the_kl_divergence_of_a_started_run_is_one_from_its_start_weights(tmp_pa
         with reference.active():
             assert torch.equal(adapter.velocity(latents, time_of, prompt, 1.0), start)
         assert not torch.equal(adapter.velocity(latents, time_of, prompt, 1.0), start)
+
+
+# --- few prompts on the way, all before a figure counts
+
+
+def by_prompt(values):
+    """A reward that gives each held-out prompt what `values` names for it, and every other prompt its brightness."""
+
+    def reward(pictures, prompts):
+        given = dict(zip(held_out_digits(), values, strict=False))
+        return [
+            Score(reward=float(picture.mean()), metrics={"right": given.get(prompt, 0.0)})
+            for picture, prompt in zip(pictures, prompts, strict=True)
+        ]
+
+    return reward
+
+
+def some_on_the_way(folder, values, value, iterations):
+    config = TINY.model_copy(
+        update={
+            "iterations": iterations,
+            "evaluation": EvaluationConfig(prompts=4, on_the_way=1, every=1, steps=2),
+            "target": TargetConfig(metric="right", value=value, evaluations=1),
+        }
+    )
+    finished = finish(config, folder, reward=by_prompt(values))
+    return finished, [
+        (event.iteration, event.prompts, event.metrics["right"]) for event in progress(folder, "evaluated")
+    ]
+
+
+def test_a_target_that_few_prompts_reach_and_all_do_not_is_not_reached(tmp_path):
+    finished, told = some_on_the_way(tmp_path, [1.0, 0.0, 0.0, 0.0], value=0.5, iterations=2)
+    assert finished.reason == "iterations"
+    # Iteration 1: one prompt says 1, which would reach the target; all four are asked, and their word counts.
+    assert told == [(0, 4, 0.25), (1, 1, 1.0), (1, 4, 0.25), (2, 4, 0.25)]
+    assert not progress(tmp_path, "target_reached")
+    assert [metrics["right"] for _, metrics in newest(tmp_path).evaluations] == [0.25, 0.25]
+
+
+def test_few_prompts_are_enough_while_the_target_is_far(tmp_path):
+    _, told = some_on_the_way(tmp_path, [0.0, 1.0, 0.0, 0.0], value=0.5, iterations=2)
+    assert told == [(0, 4, 0.25), (1, 1, 0.0), (2, 4, 0.25)]
+
+
+def test_a_target_is_reached_by_all_held_out_prompts(tmp_path):
+    finished, told = some_on_the_way(tmp_path, [1.0, 1.0, 1.0, 0.0], value=0.7, iterations=2)
+    assert (finished.reason, told) == ("target", [(0, 4, 0.75)])
+
+
+def test_more_prompts_on_the_way_than_there_are_is_refused():
+    with pytest.raises(ValueError, match="on_the_way is 5, and prompts 4; use at most as many"):
+        EvaluationConfig(prompts=4, on_the_way=5)
