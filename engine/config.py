@@ -31,6 +31,9 @@ SHIPPED = {"digits-ocr": "digits", "shapes": "shapes"}
 class ModelConfig(Strict):
     """Which diffusion transformer, and what of it is trained."""
 
+    # `from` is a word of Python's own, so the field has another name; every file and message says `from`.
+    model_config = ConfigDict(validate_by_name=True, validate_by_alias=True, serialize_by_alias=True)
+
     name: Literal["digits-ocr", "shapes", "qwen-image", "sd3", "flux", "wan"] = "digits-ocr"
     path: str | None = None
     """Folder of a diffusers model (transformer, vae, ...). None: the weights that ship with spotrl."""
@@ -38,6 +41,10 @@ class ModelConfig(Strict):
     """What is trained: every weight of the transformer, or low-rank adapters beside them."""
     lora_rank: Positive = 16
     lora_alpha: Positive = 32
+    start: Annotated[str, Field(min_length=1)] | None = Field(default=None, alias="from")
+    """Start weights: a run's name, or a folder that `spotrl pull` wrote (with a / in it, relative to the job file).
+    Training goes on from its weights, with a new optimizer and a new average. They take the place of the base wherever
+    a run is compared with the model before training: the first evaluation, the KL divergence, `sample --base`."""
 
     @model_validator(mode="after")
     def _weights_exist(self) -> Self:
@@ -231,10 +238,21 @@ class EvaluationConfig(Strict):
     """Held-out prompts, fixed noise, ODE sampler, EMA weights: the curve that a target is read from."""
 
     prompts: Positive = 512
+    on_the_way: Positive | None = None
+    """Prompts of an evaluation on the way, the first of all; None: all. The first and the last evaluation use all, and
+    so does one that would reach the target: a share p of n prompts has a standard error of sqrt(p (1 - p) / n)."""
     every: Positive = 3
     steps: Annotated[int, Field(ge=1)] = 8
     shape: Positive = 48
     """Pictures per forward pass."""
+
+    @model_validator(mode="after")
+    def _some_of_all(self) -> Self:
+        if self.on_the_way is not None and self.on_the_way > self.prompts:
+            raise ValueError(
+                f"on_the_way is {self.on_the_way}, and prompts {self.prompts}; use at most as many, or leave it out"
+            )
+        return self
 
 
 class TargetConfig(Strict):

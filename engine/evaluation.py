@@ -13,7 +13,7 @@ from engine.config import TargetConfig
 from engine.rollout.request import Finished
 
 SMOOTHED_OVER = 3
-"""A score is the mean of so many evaluations; one evaluation of 512 pictures has a standard error of about .02."""
+"""A score is the mean of so many evaluations; one of 512 pictures has a standard error of about .02, of 128 of .04."""
 
 COLUMNS = 4
 BORDER = 6

@@ -96,6 +96,8 @@ class EngineStarted:
     config_digest: str
     devices: str
     versions: Mapping[str, str]
+    started_from: str = ""
+    """Whose weights the run started from, in words; empty: the base model's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

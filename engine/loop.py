@@ -40,7 +40,7 @@ from engine.events import (
 from engine.exploration.batch import ExplorationOrder
 from engine.exploration.explorer import Explorer
 from engine.models.adapter import DiTAdapter
-from engine.models.load import ReferencePolicy, trainable
+from engine.models.load import ReferencePolicy, load_start, trainable
 from engine.prompts import PromptSource
 from engine.rewards.reward import Reward
 from engine.rollout.queue import Task
@@ -100,8 +100,12 @@ class Loop:
         self.config = config
         self.place = place
         self.prompts = prompts
+        self.lineage = 0
         self.parameters = trainable(adapter)
-        reference = ReferencePolicy.of(adapter) if config.algorithm.kl_beta > 0 else None
+        self.started_from = self._load_start()
+        reference = None
+        if config.algorithm.kl_beta > 0:
+            reference = ReferencePolicy.of(adapter, is_started=config.model.start is not None)
         self.trainer = Trainer(adapter, self.parameters, config.algorithm, reference)
         self.average = Average(self.parameters, config.algorithm.ema_decay)
         self.worker = Worker(
@@ -124,7 +128,6 @@ class Loop:
         self.usage: Usage = self.worker.usage
         self._boot, self._orders = time.time_ns(), itertools.count(1)
         self.iteration = 0
-        self.lineage = 0
         self.std = RunningStd()
         self.evaluations: list[tuple[int, dict[str, float]]] = []
         self.skipped_in_a_row = 0
@@ -137,7 +140,12 @@ class Loop:
         self._untold_seconds = 0.0
         """Time since the last report that belongs to the next: checkpoint and publish."""
         # It is the same job wherever it computes.
-        job = config.model_dump_json(exclude={"runtime": {"device"}})
+        # What is newer than a checkpoint and not used changes nothing for it.
+        newer = {"model": {"start"}, "evaluation": {"on_the_way"}}
+        unused = {
+            room: {key for key in keys if getattr(getattr(config, room), key) is None} for room, keys in newer.items()
+        }
+        job = config.model_dump_json(exclude={"runtime": {"device"}, **unused})
         self.config_digest = hashlib.sha256(job.encode()).hexdigest()[:16]
 
     # --- the run ----------------------------------------------------------------------------------------
@@ -179,10 +187,22 @@ class Loop:
             config_digest=self.config_digest,
             devices=str(next(iter(self.parameters.values())).device),
             versions=installed_versions(),
+            started_from=self.started_from,
         )
         self.place.progress.write(self.lineage, started)
         self._publish_live(get_weights(self.parameters))
         self._withdraw_trained()
+
+    def _load_start(self) -> str:
+        """Put start weights in place, if the job names any. Returns whose they are, in words.
+
+        Also of a run that goes on from a checkpoint: the KL divergence is one from the start weights.
+        """
+        if self.config.model.start is None:
+            return ""
+        start = self._store(self.place.store.start)
+        load_start(self.parameters, start.weights)
+        return start.text
 
     def _settle_lineage(self, newest: Checkpoint | None) -> int:
         known = self._say({"call": "peek"})
@@ -406,12 +426,42 @@ class Loop:
         last = self.iteration == self.config.iterations
         if done or (self.iteration % self.config.evaluation.every and not last):
             return
-        self._evaluate()
+        self._evaluate(is_whole=last or self.iteration == 0)
 
-    def _evaluate(self) -> None:
-        """Held-out prompts with fixed noise, ODE steps and averaged weights; everybody helps."""
+    def _evaluate(self, *, is_whole: bool) -> None:
+        """Evaluate held-out prompts: some on the way, but all before a target counts as reached."""
+        prompts, target = self.prompts.held_out(), self.config.target
+        some = None if is_whole else self.config.evaluation.on_the_way
+        results, blobs = self._evaluated(prompts[:some], pictures=PICTURES_SHOWN)
+        metrics = self._record(results, blobs)
+        if target is not None and target.metric not in metrics:
+            raise Unhealthy(f"target.metric is {target.metric!r}, but the reward reports {sorted(metrics)}")
+        if len(results) < len(prompts) and self._target_held():
+            rest, _ = self._evaluated(prompts[some:], pictures=0)
+            metrics = self._record([*results, *rest], blobs)
+        if target is not None and self._target_held():
+            reached = TargetReached(iteration=self.iteration, metric=target.metric, value=metrics[target.metric])
+            self.place.progress.write(self.lineage, reached)
+
+    def _record(self, results: Sequence[Finished], blobs: Mapping[str, bytes]) -> dict[str, float]:
+        """Keep and tell the metrics of this version, in place of those of fewer prompts. Returns them."""
+        metrics = mean_metrics(results)
+        sheet = f"evaluation/l{self.lineage:04d}-i{self.iteration:06d}.png"
+        shown = [(one.request.prompt, blobs[one.trajectory]) for one in results if one.trajectory is not None]
+        with self.usage.measure(Phase.EVALUATION):
+            self._store(lambda: self.place.store.put(sheet, contact_sheet(shown)))
+        self.evaluations = [one for one in self.evaluations if one[0] != self.iteration] + [(self.iteration, metrics)]
+        event = Evaluated(iteration=self.iteration, metrics=metrics, prompts=len(results), pictures=sheet)
+        self.place.progress.write(self.lineage, event)
+        self.place.metrics.evaluation(event)
+        return metrics
+
+    def _evaluated(self, prompts: Sequence[str], *, pictures: int) -> tuple[list[Finished], dict[str, bytes]]:
+        """Held-out prompts with fixed noise, ODE steps and averaged weights; everybody helps.
+
+        Returns the results in the order of the prompts, and the first `pictures` pictures by name.
+        """
         weights = WeightsKey(version=self.iteration, average=True)
-        prompts = self.prompts.held_out()
         requests = [
             RequestId(
                 run=self.place.run,
@@ -429,7 +479,7 @@ class Loop:
         with self.usage.measure(Phase.EVALUATION):
             published = self._say({"call": "publish", "weights": weights_to_list(weights)}, {"weights": data})
             plan = evaluation_plan(self.config.sampler, self.config.evaluation.steps)
-            self._submit(requests, plan, Kind.EVALUATE, weights=weights, pictures=PICTURES_SHOWN)
+            self._submit(requests, plan, Kind.EVALUATE, weights=weights, pictures=pictures)
             results: dict[RequestId, Finished] = {}
             blobs: dict[str, bytes] = {}
             with self._averaged():
@@ -444,22 +494,8 @@ class Loop:
             self.worker.kinds = kinds
             if live is not None:
                 self.worker.assume(*live)
-            ordered = [results[request] for request in requests]
-            metrics = mean_metrics(ordered)
-            sheet = f"evaluation/l{self.lineage:04d}-i{self.iteration:06d}.png"
-            shown = [(r.request.prompt, blobs[r.trajectory]) for r in ordered if r.trajectory is not None]
-            self._store(lambda: self.place.store.put(sheet, contact_sheet(shown)))
             self._say({"call": "withdraw", "batches": [["evaluate", self.iteration]]})
-        self.evaluations.append((self.iteration, metrics))
-        event = Evaluated(iteration=self.iteration, metrics=metrics, prompts=len(prompts), pictures=sheet)
-        self.place.progress.write(self.lineage, event)
-        self.place.metrics.evaluation(event)
-        target = self.config.target
-        if target is not None and target.metric not in metrics:
-            raise Unhealthy(f"target.metric is {target.metric!r}, but the reward reports {sorted(metrics)}")
-        if target is not None and self._target_held():
-            reached = TargetReached(iteration=self.iteration, metric=target.metric, value=metrics[target.metric])
-            self.place.progress.write(self.lineage, reached)
+        return [results[request] for request in requests], blobs
 
     def _target_held(self) -> bool:
         target = self.config.target

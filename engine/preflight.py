@@ -1,7 +1,7 @@
-"""Before anything is bought: does the job's own code work? `python -m engine.preflight ENGINE_JSON [WORKDIR]`.
+"""Before anything is bought: does the job's own code work? `python -m engine.preflight ENGINE_JSON WORKDIR [START]`.
 
-Reads the prompts, lets the model read some of them, imports the reward and calls it once on one picture, measures how
-fast this machine is, and says in one JSON line what was found.
+Reads the prompts, puts start weights (the file START) into the model, lets the model read some prompts, imports the
+reward and calls it once on one picture, measures how fast this machine is, and says in one JSON line what was found.
 Exit code 0: fine; 3: {"field", "found", "remedy"}. A process of its own, so that the launcher never loads torch.
 """
 
@@ -10,12 +10,13 @@ import json
 import math
 import sys
 import traceback
+from pathlib import Path
 
 import torch
 
 from engine.config import SHIPPED, EngineConfig
 from engine.machine_speed import slowness
-from engine.models.load import load_adapter
+from engine.models.load import load_adapter, load_start, trainable
 from engine.parallel.ulysses import problem_with_degree
 from engine.prompts import prompt_source
 from engine.rewards.load import load_reward
@@ -30,7 +31,7 @@ class JobUnfit(Exception):
         self.field, self.found, self.remedy = field, found, remedy
 
 
-def check(config: EngineConfig, workdir: str | None) -> dict[str, object]:
+def check(config: EngineConfig, workdir: str | None, start: Path | None = None) -> dict[str, object]:
     """What was tried, as values to show. Raises JobUnfit."""
     if config.runtime.name == "ray" and importlib.util.find_spec("ray") is None:
         remedy = "pip install 'spotrl[ray]', or use runtime: local"
@@ -46,6 +47,12 @@ def check(config: EngineConfig, workdir: str | None) -> dict[str, object]:
         adapter = load_adapter(config.model)
     except (ValueError, OSError, KeyError) as error:
         raise JobUnfit("model", str(error), "check model.name and model.path") from error
+    if start is not None:
+        try:
+            load_start(trainable(adapter), start.read_bytes())
+        except ValueError as error:
+            found, _, remedy = str(error).partition("; ")
+            raise JobUnfit("model.from", found, remedy) from error
     degree = config.runtime.sp_degree
     if degree != "auto" and (problem := problem_with_degree(adapter.transformer, degree)):
         found, _, remedy = problem.partition("; ")
@@ -96,7 +103,8 @@ def main() -> int:
     torch.set_num_threads(1)
     config = EngineConfig.model_validate_json(sys.argv[1])
     try:
-        found = check(config, sys.argv[2] if len(sys.argv) > 2 else None)
+        workdir, start = ([*sys.argv[2:], None, None])[:2]
+        found = check(config, workdir, None if start is None else Path(start))
     except JobUnfit as unfit:
         print(json.dumps({"field": unfit.field, "found": unfit.found, "remedy": unfit.remedy}))
         return 3

@@ -138,7 +138,9 @@ def _known_keys(section: Place, model: type[BaseModel]) -> set[str]:
         fields = [outer.model_fields[key].annotation for outer in models if key in outer.model_fields]
         models = [inner for annotation in fields for inner in _models_in(annotation)]
         is_mapping = any(get_origin(annotation) is dict for annotation in fields)
-    return set() if is_mapping else {key for each in models for key in each.model_fields}
+    if is_mapping:
+        return set()
+    return {field.alias or key for each in models for key, field in each.model_fields.items()}
 
 
 def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:

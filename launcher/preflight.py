@@ -26,11 +26,16 @@ ENGINE_SECONDS = 300
 """Importing torch and loading a recogniser takes seconds; on a busy machine, a minute."""
 
 
-def preflight(checked: CheckedJob, folder: Path, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """What the engine said of the job. `folder` is where runs are kept. Raises JobError, or Failure."""
+def preflight(
+    checked: CheckedJob, folder: Path, environ: Mapping[str, str] = os.environ, start: Path | None = None
+) -> dict[str, Any]:
+    """What the engine said of the job. `folder` is where runs are kept. Raises JobError, or Failure.
+
+    `start`: the file with its start weights, if it has any
+    """
     check_disk(folder)
     check_secrets(checked, environ)
-    return ask_engine(checked)
+    return ask_engine(checked, start)
 
 
 def check_disk(folder: Path) -> None:
@@ -51,13 +56,15 @@ def check_secrets(checked: CheckedJob, environ: Mapping[str, str]) -> None:
             )
 
 
-def ask_engine(checked: CheckedJob) -> dict[str, Any]:
-    """Runs `python -m engine.preflight CONFIG WORKDIR`: one JSON line, exit code 0, or 3 with field, found, remedy."""
+def ask_engine(checked: CheckedJob, start: Path | None = None) -> dict[str, Any]:
+    """Runs `python -m engine.preflight CONFIG WORKDIR [START]`: one JSON line, exit code 0, or 3 with field, found,
+    remedy."""
     if find_spec("torch") is None:
         raise Failure("the engine is not installed here, and the job is tried with it; `pip install 'spotrl[engine]'`")
     config = checked.job.engine().model_dump_json()
     # -P: a `torch.py` in the user's folder must not shadow the real one while ours is found.
     command = [sys.executable, "-P", "-m", "engine.preflight", config, str(checked.workdir)]
+    command += [] if start is None else [str(start)]
     try:
         done = subprocess.run(
             command, cwd=checked.workdir, capture_output=True, text=True, timeout=ENGINE_SECONDS, check=False

@@ -13,6 +13,8 @@ from typing import assert_never
 import torch
 from peft import LoraConfig
 from peft.tuners.tuners_utils import BaseTunerLayer
+from safetensors import SafetensorError
+from safetensors.torch import load
 from torch import Tensor, nn
 
 from engine.config import ModelConfig
@@ -104,11 +106,37 @@ def trainable(adapter: DiTAdapter) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in adapter.transformer.named_parameters() if parameter.requires_grad}
 
 
-class ReferencePolicy:
-    """The model as it was before training, for the KL divergence from it.
+def load_start(parameters: Mapping[str, nn.Parameter], data: bytes) -> None:
+    """Put the start weights of a run in place. Raises ValueError when they are those of another model.
 
-    With low-rank adapters the base is still there, so it costs nothing: they are switched off. With full weights a
-    copy is kept and changes places with the trained weights while `active`.
+    `data`: safetensors, as checkpoints have them
+    """
+    try:
+        tensors = load(data)
+    except SafetensorError as error:
+        raise ValueError(f"the start weights cannot be read ({error}); pull them again") from None
+    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    wanted = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+    for name in sorted(found.keys() | wanted.keys()):
+        if found.get(name) != wanted.get(name):
+            raise ValueError(
+                f"the start weights are of another model: {name} is {_shape(found.get(name))} there and "
+                f"{_shape(wanted.get(name))} in this model; name a run of the same model, weights and lora_rank"
+            )
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(tensors[name])
+
+
+def _shape(shape: tuple[int, ...] | None) -> str:
+    return "missing" if shape is None else f"{list(shape)}"
+
+
+class ReferencePolicy:
+    """The model as it was before training, for the KL divergence from it: the base, or the start weights of the run.
+
+    Low-rank adapters of a run without start weights are switched off, which costs nothing: the base is still there.
+    Otherwise a copy of what is trained is kept, and changes places with the trained weights while `active`.
     """
 
     def __init__(self, adapter: DiTAdapter, base: Mapping[str, Tensor] | None) -> None:
@@ -120,9 +148,12 @@ class ReferencePolicy:
             raise ValueError("the model has no low-rank adapters to switch off; give a copy of its base weights")
 
     @classmethod
-    def of(cls, adapter: DiTAdapter) -> "ReferencePolicy":
-        """The model as it is now: make it right after `load_adapter`, before a checkpoint is read."""
-        if any(isinstance(module, BaseTunerLayer) for module in adapter.transformer.modules()):
+    def of(cls, adapter: DiTAdapter, *, is_started: bool = False) -> "ReferencePolicy":
+        """The model as it is now: make it right after `load_adapter`, before a checkpoint is read.
+
+        `is_started`: after `load_start` too, so that the base without adapters is not what training began with.
+        """
+        if not is_started and any(isinstance(module, BaseTunerLayer) for module in adapter.transformer.modules()):
             return cls(adapter, None)
         return cls(adapter, {name: weight.detach().clone() for name, weight in trainable(adapter).items()})
 

@@ -29,7 +29,7 @@ from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
@@ -150,6 +150,11 @@ class Front:
                 self._call_trouble = None
 
 
+async def _left(_request: Request, _error: Exception) -> Response:
+    """Answer a caller that left within its own call, as a killed worker does: for nobody, but without a traceback."""
+    return Response(status_code=499)
+
+
 class CoordinatorServer:
     """Carries HTTP to a front. `ray_address`: of this run's Ray cluster, if it has one.
 
@@ -173,7 +178,7 @@ class CoordinatorServer:
             Route("/ray", self._ray),
             Route("/ship", self._ship, methods=["POST"]),
         ]
-        self.app = Starlette(routes=routes, lifespan=self._lifespan)
+        self.app = Starlette(routes=routes, lifespan=self._lifespan, exception_handlers={ClientDisconnect: _left})
 
     async def serve(self, listener: socket.socket) -> None:
         config = uvicorn.Config(self.app, log_level="warning", access_log=False, timeout_keep_alive=120, ws="none")

@@ -2,6 +2,7 @@
 
     checkpoints/l0001-i000012/{weights,ema,optimizer}.safetensors, then manifest.json
     lineages/0001                                                  one per lineage, created once
+    start/weights.safetensors, then manifest.json                  start weights, written by the launcher (model.from)
 
 A checkpoint counts when its manifest is there, and the manifest is written last; the files may be written earlier,
 while what the manifest says is not all known. It carries the manifest of the
@@ -31,6 +32,9 @@ from engine.runtime.bucket import open_store
 from engine.runtime.disk import AWAY, FULL
 
 SCHEMA = 1
+
+START_WEIGHTS, START_MANIFEST = "start/weights.safetensors", "start/manifest.json"
+"""launcher/cluster/start.py writes both; the manifest is {"sha256", "text"}."""
 
 
 class CheckpointDamaged(Exception):
@@ -63,6 +67,14 @@ class Checkpoint:
 
 def checkpoint_name(lineage: int, iteration: int) -> str:
     return f"l{lineage:04d}-i{iteration:06d}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """Weights that a run starts from. `text`: whose they are, in words."""
+
+    text: str
+    weights: bytes
 
 
 class CheckpointStore:
@@ -167,6 +179,21 @@ class CheckpointStore:
             config_digest=raw["config_digest"],
             exploration=raw.get("exploration", {}),  # none in what an earlier version wrote
         )
+
+    def start(self) -> Start:
+        """Return the start weights of the run. Raises CheckpointDamaged when they are not there, or not whole."""
+        try:
+            raw = json.loads(self._get(START_MANIFEST))
+            data, digest, text = self._get(START_WEIGHTS), str(raw["sha256"]), str(raw["text"])
+        except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointDamaged(
+                f"the start weights (model.from) are not in {self.url} ({error}); launch the run again under a new name"
+            ) from None
+        if hashlib.sha256(data).hexdigest() != digest:
+            raise CheckpointDamaged(
+                f"{START_WEIGHTS} in {self.url} is not what its manifest names; launch the run again under a new name"
+            )
+        return Start(text=text, weights=data)
 
     def put(self, path: str, data: bytes) -> None:
         """One object, e.g. something to look at beside the checkpoints: evaluation/000012.png."""

@@ -25,6 +25,7 @@ from launcher.cluster.checks import (
     without_a_job,
 )
 from launcher.cluster.clouds.limits import CloudLimits, build_limits
+from launcher.cluster.lease import is_held
 from launcher.company import NOTHING_NAMED, Named
 from launcher.exit_codes import ExitCode, Failure
 from launcher.job import CheckedJob, JobError, load_job
@@ -123,7 +124,7 @@ def _clouds(
 def _plan(checked: CheckedJob) -> Plan:
     from launcher.cluster.planning import cloud_plan  # numpy, and everything that a plan takes
 
-    return cloud_plan(open_ledger(ledger_path()), checked.job, home() / "catalogs", _now_ms()).as_plan()
+    return cloud_plan(open_ledger(ledger_path(), is_held), checked.job, home() / "catalogs", _now_ms()).as_plan()
 
 
 def _now_ms() -> int:

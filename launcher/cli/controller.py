@@ -1,6 +1,8 @@
 """`spotrl controller`: the process that looks after one run. `launch` starts it, detached; so may anybody."""
 
 import logging
+from importlib.metadata import version
+from pathlib import Path
 
 import click
 from sqlalchemy.orm import Session, sessionmaker
@@ -27,6 +29,7 @@ def controller(sessions: sessionmaker[Session], run_name: str) -> ExitCode:
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
+    logging.info("spotrl %s looks after %s, from %s", version("spotrl"), run_name, Path(__file__).parents[2])
     run_controller(sessions, run_name)
     if run_view(sessions, run_name).status not in OVER:
         return ExitCode.FAILURE  # its lease is lost: a service starts it again, in case the other one dies

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import click
@@ -43,6 +44,7 @@ from launcher.cluster.runs import (
     wait_released,
 )
 from launcher.cluster.service import check_service, start_service
+from launcher.cluster.start import StartWeights, find_start, send_start
 from launcher.exit_codes import BudgetError, ExitCode, Failure
 from launcher.job import CheckedJob, Job, JobError, auto_clock_factor, load_job
 from launcher.ledger.models import Run
@@ -144,19 +146,25 @@ def launch(
     check_sp_degree(checked)
     if service:
         check_service(checked.job, os.environ)
+    weights, weights_file = None, None
+    if checked.job.model.start is not None:
+        place = click.get_current_context().with_resource(TemporaryDirectory(prefix=".start-", dir=home()))
+        weights = find_start(sessions, checked, Path(place))
+        weights_file = weights.file
+        out.print(f"Starts from {weights.text}.", highlight=False, markup=False, soft_wrap=True)
     if checked.job.clouds:
         on_clouds = _plan_on_clouds(sessions, checked, out)
         plan, printed = on_clouds.as_plan(), cloud_plan_json(on_clouds)
         printed["bound_micro_usd"] = bound_of_plan(plan, on_clouds.deadline_ms)
         if not dry_run:
-            _check_clouds(checked, plan, out, allow_old_prices)
+            _check_clouds(checked, plan, out, allow_old_prices, weights_file)
     else:
         plan = plan_local(checked.job, _own_prices(checked.job, read_catalog()))
         check_budget(plan)
         printed = plan_dict(plan)
         for line in plan_lines(checked.job, plan):
             out.print(line, highlight=False, markup=False, soft_wrap=True)
-        found = preflight(checked, home())
+        found = preflight(checked, home(), start=weights_file)
         out.print("Checked: reward, prompts and disk.", highlight=False)
         if checked.job.clock_factor == "auto":
             checked = checked.with_clock_factor(auto_clock_factor(found["slowness"]))
@@ -174,7 +182,9 @@ def launch(
         say = partial(out.print, highlight=False, markup=False, soft_wrap=True)
         prepare_folder(runs_folder() / name, checked.job, cloud_apis(checked.job.clouds), checked.workdir, say)
     follow = Follow(name=checked.job.name, out=out, on_exit=on_exit, release_seconds=release_seconds(checked.job.infra))
-    start = start_service if service else start_controller
+    start: Callable[[sessionmaker[Session], str], object] = start_service if service else start_controller
+    if weights is not None:
+        start = partial(_send_and_start, weights, checked.job, start)
     answer = _start_and_follow(sessions, checked, plan, follow, detach, {"result": result, "html": html}, start)
     _print_json(as_json, answer)
     return int(answer["exit_code"])
@@ -206,7 +216,9 @@ def _plan_on_clouds(sessions: sessionmaker[Session], checked: CheckedJob, out: C
     return plan
 
 
-def _check_clouds(checked: CheckedJob, plan: Plan, out: Console, allow_old_prices: bool) -> None:
+def _check_clouds(
+    checked: CheckedJob, plan: Plan, out: Console, allow_old_prices: bool, weights: Path | None = None
+) -> None:
     """Whether buying can work, before anything is bought. Raises Failure."""
     from launcher.cluster.provide import cloud_apis, ssh_from  # the clouds' libraries: not for a local launch
 
@@ -217,7 +229,7 @@ def _check_clouds(checked: CheckedJob, plan: Plan, out: Console, allow_old_price
     if checked.job.model.path is not None:
         out.print("A model of this size is not loaded here, so reward and prompts were not tried.", highlight=False)
     elif find_spec("torch") is not None:
-        ask_engine(checked)
+        ask_engine(checked, weights)
     else:
         out.print("The engine is not installed here, so reward and prompts were not tried.", highlight=False)
     places = {site.place for site in plan.sites}
@@ -315,6 +327,19 @@ class Follow:
             self.out.print(text, highlight=False, markup=False, soft_wrap=True)
         except OSError:
             self.out = Console(file=open(os.devnull, "w"))  # noqa: SIM115
+
+
+def _send_and_start(
+    weights: StartWeights,
+    job: Job,
+    start: Callable[[sessionmaker[Session], str], object],
+    sessions: sessionmaker[Session],
+    name: str,
+) -> object:
+    """Put the start weights into the run's stores, then start its controller. Returns what `start` does."""
+    send_start(weights, job, runs_folder() / name)
+    weights.file.unlink()  # a run is followed for hours, and weights may be large
+    return start(sessions, name)
 
 
 def _start_and_follow(

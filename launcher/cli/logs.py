@@ -9,6 +9,7 @@ from sqlalchemy.orm import Session, sessionmaker
 
 from launcher.cli.run_argument import run_argument
 from launcher.cluster.runs import node_logs, still_running
+from launcher.harmless import harmless
 
 LOOK_SECONDS = 0.5
 
@@ -35,7 +36,7 @@ def logs(sessions: sessionmaker[Session], run_name: str, node: str | None, follo
             if lines and not as_json and path != shown:
                 click.echo(f"==> {_title(path)} <==")
             for line in lines:
-                click.echo(json.dumps({"file": _title(path), "line": line}) if as_json else line)
+                click.echo(json.dumps({"file": _title(path), "line": line}) if as_json else harmless(line))
             shown = path if lines else shown
         if is_over:
             return

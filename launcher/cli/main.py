@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import click
 
@@ -64,6 +64,13 @@ def summaries() -> dict[str, str]:
     return found
 
 
+def _is_held(lease: Any) -> bool:
+    """Whether a controller holds this lease. Asked only when the ledger is of an older version."""
+    from launcher.cluster.lease import is_held
+
+    return is_held(lease)
+
+
 class CommandFolder(click.Group):
     """Commands by file name, imported late."""
 
@@ -93,7 +100,7 @@ class CommandFolder(click.Group):
             from launcher.ledger.store import open_ledger
             from launcher.settings import ledger_path
 
-            ctx.obj = open_ledger(ledger_path())
+            ctx.obj = open_ledger(ledger_path(), _is_held)
         return name, command, rest
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -15,7 +15,7 @@ from launcher.ledger.store import check_kept, find_run
 from launcher.report.build import Report, build_report, clock_of
 from launcher.report.card import CARD, CURVE, model_card
 from launcher.report.diffusers_files import write_for_diffusers
-from launcher.report.weights import pull_metrics, pull_weights
+from launcher.report.weights import pull_metrics, pull_weights, write_pulled_manifest
 
 
 @click.command()
@@ -31,6 +31,8 @@ def pull(sessions: sessionmaker[Session], run_name: str, to: Path | None, as_jso
     weights.safetensors is what training goes on from; ema.safetensors is their average, which evaluations use. That
     average is also written for diffusers: pytorch_lora_weights.safetensors (`load_lora_weights`), or the folder
     transformer (`from_pretrained`) where the engine is installed.
+
+    manifest.json says whose weights these are: a job with `model: {name: ..., from: ./FOLDER}` starts from them.
 
     README.md is a model card: the job, the curve of its metric, the cost, and how to load the weights.
 
@@ -48,6 +50,7 @@ def pull(sessions: sessionmaker[Session], run_name: str, to: Path | None, as_jso
     name, folder = run.name, to or Path(f"{run.name}-weights")
     stores = run_stores(run.infra, run.job.get("store") or {}, name, Path(run.folder))
     pulled = pull_weights(name, stores, folder)
+    write_pulled_manifest(folder, name, run.job.get("model") or {}, pulled)
     metrics = pull_metrics(name, stores, folder)
     for_diffusers = None
     try:

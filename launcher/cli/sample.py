@@ -14,6 +14,7 @@ from sqlalchemy.orm import Session, sessionmaker
 from engine.config import EvaluationConfig
 from launcher.cli.run_argument import run_argument
 from launcher.cluster.removal import buckets_of
+from launcher.cluster.start import copy_start
 from launcher.cluster.stores import run_stores
 from launcher.engine_process import engine_command, engine_failure
 from launcher.ledger.store import check_kept, find_run
@@ -27,7 +28,7 @@ from launcher.report.weights import pull_weights
 @click.option("--seed", type=click.IntRange(0, 2**62), default=0, show_default=True, help="Of the noise.")
 @click.option("--count", type=click.IntRange(1, 10_000), default=1, show_default=True, help="Seeds for each prompt.")
 @click.option("--steps", type=click.IntRange(1, 1000), help="Denoising steps; without it, those of evaluations.")
-@click.option("--base", is_flag=True, help="The model as it was before training, to compare with.")
+@click.option("--base", is_flag=True, help="The model before training, or the run's start weights.")
 @click.option(
     "--model",
     "model_folder",
@@ -80,18 +81,22 @@ def sample(
         for more in range(count)
     ]
     with tempfile.TemporaryDirectory(prefix=".weights-", dir=folder) as place:
-        pulled = None
+        pulled, weights = None, None
+        stores = run_stores(run.infra, job.get("store") or {}, run.name, Path(run.folder))
         if not base:
-            stores = run_stores(run.infra, job.get("store") or {}, run.name, Path(run.folder))
             pulled = pull_weights(run.name, stores, Path(place), ["ema.safetensors"])
+            weights = pulled.files[0].path
+        elif model.get("from"):
+            weights = copy_start(stores, Path(place) / "start.safetensors")
         request = {
             "model": model,
             "sampler": job.get("sampler") or {},
             "steps": steps or EvaluationConfig.model_validate(job.get("evaluation") or {}).steps,
-            "weights": None if pulled is None else str(pulled.files[0].path),
+            "weights": weights and str(weights),
             "pictures": wanted,
         }
-        what = "the base model" if pulled is None else f"iteration {pulled.iteration}, checkpoint {pulled.checkpoint}"
+        base_text = "the base model" if weights is None else f"the start weights ({model['from']})"
+        what = base_text if pulled is None else f"iteration {pulled.iteration}, checkpoint {pulled.checkpoint}"
         if not as_json:
             click.echo(f"{what}; loading it", err=True)
         for number, _ in enumerate(drawn(command, request)):

@@ -26,9 +26,11 @@ from engine.events import Evaluated, IterationDone, Regrouped
 from launcher.cluster.controller import metered_micro_usd, node_records
 from launcher.cluster.lease import is_given_up, is_held
 from launcher.cluster.local import node_folder, nodes_folder
+from launcher.cluster.own_code import environment_for, keep_code
 from launcher.cluster.processes import processes_of
 from launcher.cluster.reconcile import OVER, NodeRecord, Stage
 from launcher.exit_codes import Failure
+from launcher.harmless import harmless
 from launcher.job import CheckedJob
 from launcher.ledger.billing import LOCAL
 from launcher.ledger.models import ControllerLease, Node, NodeEvent, ProgressRow, Removal, Run, RunStatus
@@ -189,6 +191,8 @@ def start_controller(sessions: sessionmaker[Session], run_name: str, timeout_s: 
     folder = Path(run.folder)
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     log = folder / "controller.log"
+    home = _ledger_file(sessions).parent
+    code = keep_code(home)
     with log.open("ab") as output:
         child = subprocess.Popen(
             [*CONTROLLER, run_name],
@@ -196,7 +200,7 @@ def start_controller(sessions: sessionmaker[Session], run_name: str, timeout_s: 
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env={**os.environ, "SPOTRL_HOME": str(_ledger_file(sessions).parent)},
+            env=environment_for(code, {**os.environ, "SPOTRL_HOME": str(home)}),
         )
     until = time.monotonic() + timeout_s
     while time.monotonic() < until:
@@ -336,7 +340,7 @@ def event_lines(session: Session, run: Run, after: tuple[int, int, int] = (0, 0,
     )
     lines += [(row.at_ms, row.source, row.kind, text) for row in progress if (text := _words(row)) is not None]
     return [
-        EventLine(at_ms=at_ms, elapsed_ms=at_ms - run.created_ms, source=source, kind=kind, text=text)
+        EventLine(at_ms=at_ms, elapsed_ms=at_ms - run.created_ms, source=source, kind=kind, text=harmless(text))
         for at_ms, source, kind, text in sorted(lines, key=lambda line: line[0])
     ]
 
@@ -398,7 +402,7 @@ def _view(session: Session, run: Run) -> RunView:
     return RunView(
         name=run.name,
         status=status.status,
-        reason=status.reason,
+        reason=harmless(status.reason),
         iteration=iteration,
         iterations=iterations,
         reward=done[-1].event["reward_mean"] if done else None,

@@ -20,6 +20,7 @@ from sqlalchemy.orm import Session, sessionmaker
 
 from engine.durable import write_durably
 from launcher.cluster import runs
+from launcher.cluster.own_code import environment_for, keep_code
 from launcher.exit_codes import Failure
 from launcher.job import Job
 from launcher.ledger.store import find_run
@@ -105,7 +106,7 @@ def start_service(sessions: sessionmaker[Session], run_name: str, timeout_s: flo
     file = service_file(run_name)
     file.parent.mkdir(parents=True, exist_ok=True)
     environ = {name: value for name, value in os.environ.items() if name in KEPT or name.startswith("SPOTRL_")}
-    environ |= {"SPOTRL_HOME": str(home())}
+    environ = environment_for(keep_code(home()), {**environ, "SPOTRL_HOME": str(home())})
     command = [*runs.CONTROLLER, run_name]
     if sys.platform == "darwin":
         write_durably(file, launchd_agent(run_name, command, environ, log))

@@ -9,7 +9,7 @@ lineage counts once (`progress_of`).
 
 import fcntl
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -25,7 +25,16 @@ from sqlalchemy.orm import Session, sessionmaker
 
 from engine.events import EngineStarted, Progress
 from launcher.exit_codes import Failure
-from launcher.ledger.models import BillingInterval, Node, NodeEvent, ProgressRow, Removal, Run, RunStatus
+from launcher.ledger.models import (
+    BillingInterval,
+    ControllerLease,
+    Node,
+    NodeEvent,
+    ProgressRow,
+    Removal,
+    Run,
+    RunStatus,
+)
 
 REVISION = "0004"
 """The newest migration. A ledger that has it opens without loading alembic; a test compares it with the folder."""
@@ -39,8 +48,13 @@ CHECKPOINT_PAGES = 1
 allow: a ledger whose `-wal` file is lost or was not copied with it must still name every node. It costs 0.3 ms."""
 
 
-def open_ledger(path: Path) -> sessionmaker[Session]:
-    """The ledger in the file `path`, made or brought up to date if need be. Only its owner may read it."""
+def open_ledger(path: Path, is_in_use: Callable[[ControllerLease], bool] = lambda _: False) -> sessionmaker[Session]:
+    """The ledger in the file `path`, made or brought up to date if need be. Only its owner may read it.
+
+    `is_in_use`: whether a controller holds this lease. Tables are not changed under one of an older spotrl.
+
+    Raises Failure when the ledger is none, is of a newer spotrl, or a controller of an older one uses it.
+    """
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     # Never opened when it exists: closing a file ends all POSIX locks that this process has on it, SQLite's too, and
     # a ledger whose reader has lost its lock is taken apart under it by the next process that closes it.
@@ -57,6 +71,7 @@ def open_ledger(path: Path) -> sessionmaker[Session]:
     if _revision(engine) != REVISION:
         with _only_one(path.with_name(path.name + ".lock")):
             if _revision(engine) != REVISION:
+                _check_unused(engine, is_in_use)
                 _migrate(engine)
     return sessionmaker(engine, expire_on_commit=False)
 
@@ -219,6 +234,23 @@ def _only_one(lock: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
+def _check_unused(engine: Engine, is_in_use: Callable[[ControllerLease], bool]) -> None:
+    """Raise Failure if a controller uses this ledger: one of an older spotrl, as the tables are older than ours."""
+    if (_revision(engine) or REVISION) >= REVISION:
+        return  # it is new, or of a newer spotrl
+    with Session(engine) as session:
+        held = [lease.run_id for lease in session.scalars(select(ControllerLease)) if is_in_use(lease)]
+        rows = session.execute(select(Run.name, Run.code_version).where(Run.id.in_(held))).all()
+    if rows:
+        names = ", ".join(name for name, _ in rows)
+        versions = ", ".join(sorted({version for _, version in rows}))
+        raise Failure(
+            f"{names} is looked after by a controller of an older spotrl ({versions}), and its ledger "
+            f"{engine.url.database} has older tables ({_revision(engine)}; this spotrl needs {REVISION}), which are "
+            f"not changed under it; use spotrl {versions} until it is over, or set SPOTRL_HOME to another folder"
+        )
+
+
 def _migrate(engine: Engine) -> None:
     tables = [name for name in inspect(engine).get_table_names() if name != "alembic_version"]
     if _revision(engine) is None and tables:
@@ -242,7 +274,11 @@ def _migrate(engine: Engine) -> None:
         try:
             command.upgrade(config, "head")
         except CommandError:
+            newest = None
+            with suppress(OperationalError):  # what a newer spotrl may have renamed
+                newest = connection.exec_driver_sql("SELECT code_version FROM run ORDER BY id DESC LIMIT 1").scalar()
+            its_run = f"; its newest run was launched by spotrl {newest}" if newest else ""
             raise Failure(
                 f"{engine.url.database} was written by a newer spotrl (its tables are {_revision(engine)}, this one "
-                f"knows {REVISION} at most); use that version, or another folder (SPOTRL_HOME)"
+                f"knows {REVISION} at most{its_run}); use that version, or another folder (SPOTRL_HOME)"
             ) from None

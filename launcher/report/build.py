@@ -76,6 +76,8 @@ class RunFacts:
     lock_digest: str
     seeds: tuple[int, ...]
     devices: str
+    started_from: str = ""
+    """Whose weights the run started from; empty: the base model's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -323,6 +325,7 @@ def build_report(
             lock_digest=run.lock_digest,
             seeds=(run.seed,),
             devices=str(started[-1].event.get("devices", "")) if started else "",
+            started_from=str(started[-1].event.get("started_from", "")) if started else "",
         ),
         money_basis=run.money_basis,
         money_note=BASIS.get(run.money_basis, run.money_basis),

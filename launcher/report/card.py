@@ -48,6 +48,7 @@ def model_card(report: Report, job: Mapping[str, Any], pulled: Pulled, folder: s
         f"# {run.name}",
         f"{_kind(model)} of {_base(model)}, trained with reinforcement learning by spotrl: "
         f"iteration {pulled.iteration}, checkpoint {pulled.checkpoint}.",
+        *([f"Training started from the weights of {run.started_from}."] if run.started_from else []),
         headline(report),
         "## Use",
     ]

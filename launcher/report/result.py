@@ -24,7 +24,7 @@ def result_dict(session: Session, run_name: str, leftovers: Sequence[int]) -> di
     target = report.target
     there = target.confirmed
     scores = sorted(
-        (row.event["iteration"], row.event["metrics"][METRIC])
+        (row.event["iteration"], row.event["metrics"][METRIC], row.event["prompts"])
         for row in progress_of(session, run, Evaluated.KIND)
         if METRIC in row.event["metrics"]
     )
@@ -41,6 +41,8 @@ def result_dict(session: Session, run_name: str, leftovers: Sequence[int]) -> di
         "exact_match": {
             "before": scores[0][1] if scores else None,
             "after": scores[-1][1] if scores else None,
+            "prompts_before": scores[0][2] if scores else None,
+            "prompts_after": scores[-1][2] if scores else None,
         },
         "exploration": asdict(report.exploration) if report.exploration else None,
         "preemptions": [_preemption(line) for line in report.preemptions],

@@ -174,6 +174,8 @@ def _provenance(report: Report, console: Console) -> None:
         console.print(f"Prices: {price.source}, observed {price.observed_at}, {age(price.age_days)} when used")
     run = report.run
     console.print(f"Job {run.job_digest}, code {run.code_version}, lock {run.lock_digest}")
+    if run.started_from:
+        console.print(f"Started from {run.started_from}")
     console.print(f"Seeds {', '.join(map(str, run.seeds))}; {moment(run.created_at)} to {moment(run.until)}")
     for note in report.notes:
         console.print(note, style="dim")

@@ -9,17 +9,23 @@ file appears in the target folder whole or not at all.
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import obstore
 from obstore.store import ObjectStore
 
+from engine.durable import write_durably
 from launcher.cluster.stores import bucket_errors, newest_checkpoint, paths_in
 from launcher.exit_codes import Failure
 
 WANTED = ("weights.safetensors", "ema.safetensors")
+
+PULLED_MANIFEST = "manifest.json"
+"""In the folder that `spotrl pull` writes: whose weights these are, and their digests. Another run can start from them
+(launcher/cluster/start.py)."""
 
 METRICS = "metrics/"
 """In a store: `metrics/NODE/metrics.jsonl` and TensorBoard's event files (engine/runtime/ship.py)."""
@@ -51,15 +57,33 @@ def pull_weights(run_name: str, stores: Sequence[ObjectStore], to: Path, wanted:
             raise Failure(f"{run_name} has no complete checkpoint yet; `spotrl status {run_name}` shows how far it is")
         newest, store = max(found, key=lambda one: one[0])
         manifest = json.loads(bytes(obstore.get(store, f"checkpoints/{newest}/manifest.json").bytes()))
+        try:
+            iteration, digests = int(manifest["iteration"]), {name: str(manifest["files"][name]) for name in wanted}
+        except (KeyError, TypeError, ValueError):
+            raise Failure(
+                f"the manifest of checkpoint {newest} of {run_name} is damaged; move checkpoints/{newest} away in its "
+                "store to pull the checkpoint before it"
+            ) from None
         to.mkdir(parents=True, exist_ok=True)
         files = tuple(
-            PulledFile(
-                path=to / name,
-                sha256=_copy(store, f"checkpoints/{newest}/{name}", to / name, manifest["files"][name]),
-            )
-            for name in wanted
+            PulledFile(path=to / name, sha256=_copy(store, f"checkpoints/{newest}/{name}", to / name, digest))
+            for name, digest in digests.items()
         )
-    return Pulled(checkpoint=newest, iteration=int(manifest["iteration"]), files=files)
+    return Pulled(checkpoint=newest, iteration=iteration, files=files)
+
+
+def write_pulled_manifest(folder: Path, run_name: str, model: Mapping[str, Any], pulled: Pulled) -> Path:
+    """Write what the weights in `folder` are. `model`: of the job, as the ledger has it."""
+    file = folder / PULLED_MANIFEST
+    content = {
+        "run": run_name,
+        "checkpoint": pulled.checkpoint,
+        "iteration": pulled.iteration,
+        "model": dict(model),
+        "files": {one.path.name: one.sha256 for one in pulled.files},
+    }
+    write_durably(file, (json.dumps(content, indent=1) + "\n").encode())
+    return file
 
 
 def pull_metrics(run_name: str, stores: Sequence[ObjectStore], to: Path) -> tuple[Path, ...]:

@@ -27,6 +27,7 @@ def run_once(name: str, seed: int, trace: str, iterations: int, folder: Path) ->
     """One run's result.json, with `curve`: exact match by iteration."""
     result = folder / f"{name}.json"
     changed = [f"seed={seed}", f"iterations={iterations}", f"reclaims.trace={trace}", "target=null"]
+    changed.append("evaluation.on_the_way=512")  # a curve of all held-out strings
     command = [
         *(sys.executable, "-m", "launcher.cli.main", "launch", str(ROOT / "sky_yamls" / "quickstart.yaml"), "--yes"),
         *("--name", name, "--on-exit", "down", "--result", str(result)),

@@ -1,6 +1,10 @@
 """The demonstration's story: a run on the fake clouds, what is done to it, and what must be true in the end.
 
-    three nodes on Google Cloud -> a reclaim with notice -> one without -> no trainer there any more -> on AWS -> target
+    three nodes on Google Cloud -> a reclaim with notice -> one without -> no trainer there any more -> on AWS
+    -> the target is opened -> target
+
+No step depends on how fast nodes install or train: each waits for its own evidence and says for what, the run may train
+for as long as the story takes, and its target cannot be reached before the last step opens it (demo_reward.py).
 
 Everything goes through the `spotrl launch` that users get, with unmodified SkyPilot; only what the clouds do is played.
 """
@@ -13,6 +17,7 @@ from functools import partial
 from typing import Any, TextIO
 
 from launcher.cluster.runs import NodeView
+from tests.clouds.demo_reward import GATE
 from tests.clouds.launched import Launched
 from tests.clouds.planted import on_host
 from tests.fakes.clouds.world import World
@@ -27,15 +32,15 @@ infra: aws,gcp
 store: {{aws: s3://spotrl-runs/demo, gcp: gs://spotrl-runs/demo}}
 ssh_from: 192.0.2.1/32
 seed: 0
-iterations: 60
+iterations: 10000
 model: digits-ocr
 prompts: digits
-reward: ocr
+reward: demo_reward:told
 sampler: {{name: flow-sde, steps: 8, noise_level: 0.7}}
 algorithm: {{name: flow-grpo, prompts_per_batch: 12, images_per_prompt: 4}}
 exploration: {{mode: stale, budget: {{candidates: 96}}}}
 evaluation: {{prompts: 192, every: 3}}
-target: {{metric: exact_match, value: {target}, evaluations: 2}}
+target: {{metric: after_story, value: {target}, evaluations: 1}}
 runtime: {{device: cpu, name: {runtime}, shape: 12, step_seconds: {step_seconds}}}
 recovery: {{trainer_wait: 30s}}
 resources:
@@ -43,7 +48,10 @@ resources:
   rollout: {{accelerators: L4:1, use_spot: true, num_nodes: 2}}
 budget: {{max_total: $40, max_hourly: $3, deadline: 1h}}
 """
-"""The digits-ocr job. A denoising step takes at least `step_seconds`, so that there is a run to do something to."""
+"""The digits-ocr job; the budget and the deadline end it if nothing else does.
+
+A denoising step takes at least `step_seconds`, so that there is a run to do something to.
+"""
 
 
 @dataclass
@@ -59,6 +67,10 @@ class Told:
         self.moments[moment] = round(seconds, 1)
         print(f"[{seconds:6.1f} s] {moment}{': ' if text else ''}{text}", file=self.out, flush=True)
 
+    def waits(self, moment: str) -> None:
+        """Say what the story waits for now."""
+        print(f"[{time.monotonic() - self.began:6.1f} s] waits until: {moment}", file=self.out, flush=True)
+
 
 @dataclass
 class Story:
@@ -71,6 +83,8 @@ class Story:
     """Secrets of the client that no host may have."""
     found: list[str] = field(default_factory=list)
     """Where on hosts one of them was found all the same."""
+    opened: set[str] = field(default_factory=set)
+    """Nodes that count matches for the target."""
 
     def play(self) -> None:
         run = self.run
@@ -83,6 +97,7 @@ class Story:
             self.told(moment, lost.name)
             self._when(f"its successor serves ({moment})", partial(self._is_replaced, lost))
         run.world.fault("capacity", "gcp", market="on_demand")
+        self._when("the trainer is at work on Google Cloud", lambda: run.ready("trainer", cloud="gcp"))
         (trainer,) = run.ready("trainer", cloud="gcp")
         before = run.view().iteration
         run.world.reclaim(trainer.name)
@@ -91,6 +106,15 @@ class Story:
         self._when("it trains there", lambda: run.view().iteration > before)
         self._when("two spot nodes serve there", lambda: len(run.ready(cloud="aws")) == 3)
         self._look_for_secrets()
+        self.open_target()
+
+    def open_target(self) -> None:
+        """Let every node at work count matches for the target from now on. May be repeated, for nodes that are new."""
+        for node in self.run.ready():
+            if node.name not in self.opened:
+                self.run.world.on(node.name, ["touch", str(GATE)])
+                self.opened.add(node.name)
+                self.told(f"the target is open on {node.name}")
 
     def _look_for_secrets(self) -> None:
         """On every host there is now."""
@@ -102,6 +126,7 @@ class Story:
         return any(node.slot == lost.slot and node.name != lost.name for node in self.run.ready(cloud="gcp"))
 
     def _when(self, moment: str, holds: Callable[[], object]) -> None:
+        self.told.waits(moment)
         self.run.until(moment, holds, self.until - time.monotonic())
         view = self.run.view()
         self.told(moment, f"iteration {view.iteration}, {view.metric} {view.score or 0:.3f}")

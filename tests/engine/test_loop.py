@@ -1,5 +1,7 @@
 """A whole run in one process: it goes on exactly where it was, and ends for a reason."""
 
+import hashlib
+import json
 import math
 import shutil
 import time
@@ -26,9 +28,11 @@ from engine.config import (
 )
 from engine.events import Progress
 from engine.exploration.selection import variance
+from engine.models.load import ReferencePolicy, load_adapter, trainable
 from engine.prompts import held_out_digits, prompt_source
 from engine.rollout.request import Kind, Score
 from engine.runtime.inproc import build_inproc
+from engine.runtime.worker import get_weights
 from engine.training.checkpoint import CheckpointStore
 
 CANDIDATES = 8
@@ -442,3 +446,106 @@ def test_every_way_to_train_goes_on_exactly_where_it_was(tmp_path, way):
         finish(config, tmp_path / "killed", at=("publish", 3))
     finish(config, tmp_path / "killed")
     assert outcome(tmp_path / "killed") == outcome(tmp_path / "straight")
+
+
+# --- start weights
+
+
+def a_started_run(folder, weights, **algorithm):
+    """A run of `TINY` with these start weights in its store, before its first step."""
+    store = CheckpointStore(f"file://{folder}/store")
+    store.put("start/weights.safetensors", weights)
+    digest = hashlib.sha256(weights).hexdigest()
+    store.put("start/manifest.json", json.dumps({"sha256": digest, "text": "first, iteration 3"}).encode())
+    model = ModelConfig(start="first", **algorithm.pop("model", {}))
+    config = TINY.model_copy(
+        update={"iterations": 1, "model": model, "algorithm": TINY.algorithm.model_copy(update=algorithm)}
+    )
+    return build(config, folder)
+
+
+@pytest.mark.parametrize("model", [{}, {"weights": "lora", "lora_rank": 2}])
+def test_start_weights_are_those_before_the_first_step_bit_for_bit(tmp_path, model):
+    trained = trainable(load_adapter(ModelConfig(**model)))
+    with torch.no_grad():
+        for value in trained.values():
+            value += 0.01
+    weights = get_weights(trained)
+    one = a_started_run(tmp_path, weights, kl_beta=0.1, model=model)
+    assert get_weights(one.loop.parameters) == weights
+    assert all(torch.equal(one.loop.average.tensors[name], value) for name, value in trained.items())
+    one.loop._begin()
+    assert progress(tmp_path, "engine_started")[0].started_from == "first, iteration 3"
+
+
+@pytest.mark.parametrize("model", [{}, {"weights": "lora", "lora_rank": 2}])
+def test_the_kl_divergence_of_a_started_run_is_one_from_its_start_weights(tmp_path, model):
+    adapter = load_adapter(ModelConfig(**model))
+    parameters = trainable(adapter)
+    with torch.no_grad():
+        for value in parameters.values():
+            value += 0.01
+    latents, prompt = torch.randn(1, *adapter.latent_shape()), adapter.encode(["1234"])
+    time_of = torch.tensor([0.5])
+    with torch.no_grad():
+        start = adapter.velocity(latents, time_of, prompt, 1.0)
+        reference = ReferencePolicy.of(adapter, is_started=True)
+        for value in parameters.values():
+            value += 0.01
+        with reference.active():
+            assert torch.equal(adapter.velocity(latents, time_of, prompt, 1.0), start)
+        assert not torch.equal(adapter.velocity(latents, time_of, prompt, 1.0), start)
+
+
+# --- few prompts on the way, all before a figure counts
+
+
+def by_prompt(values):
+    """A reward that gives each held-out prompt what `values` names for it, and every other prompt its brightness."""
+
+    def reward(pictures, prompts):
+        given = dict(zip(held_out_digits(), values, strict=False))
+        return [
+            Score(reward=float(picture.mean()), metrics={"right": given.get(prompt, 0.0)})
+            for picture, prompt in zip(pictures, prompts, strict=True)
+        ]
+
+    return reward
+
+
+def some_on_the_way(folder, values, value, iterations):
+    config = TINY.model_copy(
+        update={
+            "iterations": iterations,
+            "evaluation": EvaluationConfig(prompts=4, on_the_way=1, every=1, steps=2),
+            "target": TargetConfig(metric="right", value=value, evaluations=1),
+        }
+    )
+    finished = finish(config, folder, reward=by_prompt(values))
+    return finished, [
+        (event.iteration, event.prompts, event.metrics["right"]) for event in progress(folder, "evaluated")
+    ]
+
+
+def test_a_target_that_few_prompts_reach_and_all_do_not_is_not_reached(tmp_path):
+    finished, told = some_on_the_way(tmp_path, [1.0, 0.0, 0.0, 0.0], value=0.5, iterations=2)
+    assert finished.reason == "iterations"
+    # Iteration 1: one prompt says 1, which would reach the target; all four are asked, and their word counts.
+    assert told == [(0, 4, 0.25), (1, 1, 1.0), (1, 4, 0.25), (2, 4, 0.25)]
+    assert not progress(tmp_path, "target_reached")
+    assert [metrics["right"] for _, metrics in newest(tmp_path).evaluations] == [0.25, 0.25]
+
+
+def test_few_prompts_are_enough_while_the_target_is_far(tmp_path):
+    _, told = some_on_the_way(tmp_path, [0.0, 1.0, 0.0, 0.0], value=0.5, iterations=2)
+    assert told == [(0, 4, 0.25), (1, 1, 0.0), (2, 4, 0.25)]
+
+
+def test_a_target_is_reached_by_all_held_out_prompts(tmp_path):
+    finished, told = some_on_the_way(tmp_path, [1.0, 1.0, 1.0, 0.0], value=0.7, iterations=2)
+    assert (finished.reason, told) == ("target", [(0, 4, 0.75)])
+
+
+def test_more_prompts_on_the_way_than_there_are_is_refused():
+    with pytest.raises(ValueError, match="on_the_way is 5, and prompts 4; use at most as many"):
+        EvaluationConfig(prompts=4, on_the_way=5)

@@ -1,9 +1,11 @@
 """The coordinator over real HTTP: tokens, patience, and nothing acknowledged that is not durable."""
 
+import asyncio
 import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -383,3 +385,20 @@ def test_a_full_disk_under_the_progress_file_delays_the_news_and_stops_nothing(t
         assert disk.told == ["node_seen"]
     finally:
         front.close()
+
+
+def test_a_caller_that_leaves_within_its_call_is_no_error_of_the_server(monkeypatch):
+    """Killed workers do. Without an answer for it, each fills the log with a traceback."""
+    rights = SimpleNamespace(check=lambda token, path: None)
+    app = CoordinatorServer(SimpleNamespace(), rights).app
+    sent = []
+
+    async def receive():
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/call", "headers": [], "query_string": b""}
+    asyncio.run(app(scope, receive, send))
+    assert sent[0]["status"] == 499

@@ -20,6 +20,7 @@ from launcher.cli.live import panel, plain_line, sparkline
 from launcher.cli.main import GROUPS, HIDDEN, CommandFolder, cli, run, summaries
 from launcher.cli.status import node_table
 from launcher.cluster.runs import NodeView, RunView
+from launcher.cluster.start import StartWeights
 from launcher.exit_codes import ExitCode
 from launcher.job import Job, load_job
 from launcher.ledger.store import open_ledger
@@ -278,7 +279,7 @@ class Ended:
 def launch(tmp_path, monkeypatch, capsys):
     """Calls `spotrl launch` on a job that checks out, with made-up runs behind it."""
     monkeypatch.setenv("SPOTRL_CONFIG", str(tmp_path / "none.yaml"))
-    monkeypatch.setattr(launch_module, "preflight", lambda checked, folder: {"slowness": 1.0})
+    monkeypatch.setattr(launch_module, "preflight", lambda checked, folder, start=None: {"slowness": 1.0})
     monkeypatch.setattr(launch_module, "LOOK_SECONDS", 0)
     job = tmp_path / "job.yaml"
     job.write_text("name: quickstart\nbudget: {max_total: $10}\n")
@@ -381,6 +382,26 @@ def test_a_dry_run_starts_nothing(launch):
     result = launch(runs, "--dry-run", "--json")
     assert json.loads(result.stdout)["started"] is False
     assert runs.started == []
+
+
+def test_start_weights_are_in_the_stores_before_a_controller_starts(launch, tmp_path, monkeypatch):
+    monkeypatch.setenv("SPOTRL_HOME", str(tmp_path))
+    runs, done = FakeRuns([DONE]), []
+
+    def find_start(sessions, checked, place):
+        (place / "weights").write_text("")
+        return StartWeights(file=place / "weights", sha256="", text="first, checkpoint l0001-i000007")
+
+    monkeypatch.setattr(launch_module, "find_start", find_start)
+    monkeypatch.setattr(
+        launch_module, "send_start", lambda start, job, folder: done.append((folder, list(runs.started)))
+    )
+    told = launch(runs, "-y", "--set", "model.from=first")
+    assert told.return_value == ExitCode.OK
+    assert done == [(tmp_path / "runs" / "quickstart", [])]
+    assert runs.started == ["quickstart"]
+    assert "Starts from first, checkpoint l0001-i000007." in told.output
+    assert not list(tmp_path.glob(".start-*"))  # what was copied for it is gone
 
 
 def test_without_a_terminal_nothing_starts_unasked(launch):

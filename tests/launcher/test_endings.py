@@ -11,7 +11,7 @@ import pytest
 from launcher.cli import endings
 from launcher.cli.main import run
 from launcher.exit_codes import ExitCode, Failure
-from launcher.ledger.store import open_ledger, writing
+from launcher.ledger.store import append_status, find_run, open_ledger, writing
 from tests.launcher.made_ledger import a_long_run
 
 RUN = "digits-ocr"
@@ -45,12 +45,42 @@ def said(capsys) -> str:
         ("report", RUN, "--html", "no/such/report.html"),
         ("trace", RUN, "-o", "a-file/trace.json"),
         ("report", RUN, "--html", "a-file/report.html"),
+        ("pull", RUN, "--to", "a-file/weights"),
     ],
 )
 def test_a_place_that_cannot_be_written_is_named(home, tmp_path, capsys, words):
     (tmp_path / "a-file").write_text("")
+    a_manifest(home, {"iteration": 1, "files": {"weights.safetensors": "0", "ema.safetensors": "0"}})
     assert run(words) == ExitCode.FAILURE
     assert words[-1].partition("/")[0] in said(capsys)
+
+
+def a_manifest(home, content):
+    file = home / "runs" / RUN / "store" / "checkpoints" / "l0001-i000001" / "manifest.json"
+    file.parent.mkdir(parents=True)
+    file.write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize("manifest", [{}, [], {"iteration": 1, "files": {}}, {"iteration": "x", "files": []}])
+def test_a_damaged_manifest_is_named_by_pull(home, capsys, manifest):
+    a_manifest(home, manifest)
+    assert run(["pull", RUN, "--to", "weights"]) == ExitCode.FAILURE
+    assert "the manifest of checkpoint l0001-i000001" in said(capsys)
+
+
+def test_escape_sequences_of_a_node_are_shown_and_not_done(home, capsys):
+    with writing(open_ledger(home / "ledger.sqlite")) as session:
+        made = find_run(session, RUN)
+        made.job = {**made.job, "iterations": 5}
+        append_status(session, made, "running", "red \x1b[31m, title \x1b]0;x\x07", 10**15)
+    log = home / "runs" / RUN / "controller.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    log.write_text("clear \x1b[2J\n")
+    for command in ("events", "logs", "status"):
+        assert run([command, RUN]) == ExitCode.OK
+        told = capsys.readouterr().out
+        assert "\x1b" not in told
+        assert "\\x1b[" in told, command
 
 
 @pytest.mark.parametrize("place", ["a-file", "a-file/below", "x" * 300, "/proc/none"])

@@ -14,6 +14,7 @@ from engine.models.digits import load_digits
 from engine.runtime.worker import get_weights
 from launcher.cli.sample import sample
 from launcher.exit_codes import Failure
+from launcher.ledger.store import find_run
 from tests.launcher.made_ledger import a_run, a_session
 
 
@@ -63,6 +64,17 @@ def test_the_base_needs_no_checkpoint_and_has_names_of_its_own(sessions, tmp_pat
     stands_in(monkeypatch, "import json, sys; [print(p['file']) for p in json.load(sys.stdin)['pictures']]")
     told = sampled(sessions, "12", "--base", "--to", str(tmp_path / "out"))
     assert told == f"{tmp_path / 'out' / '001-seed0-base.png'}  12\n"
+
+
+def test_the_base_of_a_started_run_is_its_start_weights(sessions, tmp_path, monkeypatch):
+    (tmp_path / "store" / "start").mkdir(parents=True)
+    (tmp_path / "store" / "start" / "weights.safetensors").write_bytes(b"start")
+    with sessions() as session, session.begin():
+        run = find_run(session, "demo")
+        run.job = {**run.job, "model": {"name": "digits-ocr", "from": "first"}}
+    stands_in(monkeypatch, "import json, sys; sys.exit(open(json.load(sys.stdin)['weights']).read())")
+    with pytest.raises(Failure, match=r"^start$"):
+        sampled(sessions, "12", "--base", "--to", str(tmp_path / "out"))
 
 
 def test_the_engine_is_told_where_the_base_model_lies_here(sessions, tmp_path, monkeypatch):

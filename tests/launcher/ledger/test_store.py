@@ -15,7 +15,7 @@ from sqlalchemy.exc import IntegrityError
 
 from engine.events import EngineStarted, Evaluated, IterationDone, NodeSeen, Progress
 from launcher.exit_codes import Failure
-from launcher.ledger.models import Base, Node, Removal, Run
+from launcher.ledger.models import Base, ControllerLease, Node, Removal, Run
 from launcher.ledger.store import (
     REVISION,
     append_progress,
@@ -133,6 +133,58 @@ def test_a_ledger_from_before_removals_keeps_its_runs_and_none_is_removed(sessio
         session.commit()
     with open_ledger(tmp_path / "state" / "ledger.sqlite")() as session:
         assert session.get(Removal, find_run(session, "demo").id) is None
+
+
+def older(sessions):
+    """Take the tables back to those of an older spotrl, as its controller left them."""
+    from alembic import command
+
+    config = Config()
+    config.set_main_option("script_location", "launcher.ledger:migrations")
+    with sessions() as session:
+        config.attributes["connection"] = session.connection()
+        command.downgrade(config, "0003")
+        session.commit()
+
+
+def hold(sessions, **lease):
+    values = {"holder": "1@1.0", "pid": 1, "epoch": 1, "expires_wall_ms": 1} | lease
+    with sessions() as session, session.begin():
+        run = find_run(session, "demo")
+        run.code_version = "0.0.9"
+        session.add(ControllerLease(run_id=run.id, **values))
+
+
+def test_an_older_ledger_is_not_changed_under_a_controller_that_runs(sessions, tmp_path):
+    add_run(sessions)
+    hold(sessions)
+    older(sessions)
+    path = tmp_path / "state" / "ledger.sqlite"
+    with pytest.raises(Failure, match=r"demo is looked after by .* older spotrl \(0\.0\.9\).*use spotrl 0\.0\.9 until"):
+        open_ledger(path, lambda lease: lease.pid == 1)
+    tables = "SELECT count(*) FROM sqlite_master WHERE name = 'removal'"
+    assert sqlite3.connect(path).execute(tables).fetchone() == (0,)
+    with sessions() as session:  # the controller goes on as before
+        append_status(session, find_run(session, "demo"), "running", "", 1)
+        session.commit()
+
+
+def test_an_older_ledger_is_brought_up_to_date_once_its_controllers_are_gone(sessions, tmp_path):
+    add_run(sessions)
+    hold(sessions)
+    older(sessions)
+    with open_ledger(tmp_path / "state" / "ledger.sqlite", lambda _: False)() as session:
+        assert session.get(Removal, find_run(session, "demo").id) is None
+
+
+def test_a_newer_ledger_says_which_version_its_newest_run_is_of(sessions, tmp_path):
+    add_run(sessions)
+    hold(sessions)  # a live controller of the newer version is no reason to call it older
+    with writing(sessions) as session:
+        find_run(session, "demo").code_version = "9.9.0"
+        session.execute(text("UPDATE alembic_version SET version_num = '9999'"))
+    with pytest.raises(Failure, match=r"newer spotrl .*launched by spotrl 9\.9\.0\); use that version"):
+        open_ledger(tmp_path / "state" / "ledger.sqlite", lambda _: True)
 
 
 def test_a_ledger_of_a_newer_version_is_left_alone_and_says_so(sessions, tmp_path):

@@ -1,0 +1,121 @@
+"""The demonstration's story does not race with the run that it is about. Needs no cloud: the run is a fake."""
+
+import io
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from launcher.job import load_job
+from tests.clouds import demo_reward
+from tests.clouds.story import JOB, Story, Told
+
+
+@dataclass
+class World:
+    """Writes down what is done to it; a reclaimed node is replaced some looks later."""
+
+    run: "Run"
+    done: list[str] = field(default_factory=list)
+
+    def reclaim(self, name, seconds=0.0, notice=False):
+        self.done.append(f"reclaim {name}{' with notice' if notice else ''}")
+        self.run.lose(name)
+
+    def fault(self, kind, cloud, market):
+        self.done.append(f"no {market} on {cloud}")
+
+    def hosts(self):
+        return []
+
+    def on(self, name, command):
+        self.done.append(f"open {name}")
+
+
+class Run:
+    """A run that trains `pace` iterations a look, and whose nodes take `install` looks."""
+
+    def __init__(self, pace, install):
+        self.world = World(self)
+        self.pace, self.install, self.iteration, self.looks = pace, install, 0, 0
+        self.nodes = {
+            "trainer": ("trainer-g0", "gcp", 0),
+            "spot-0": ("spot-0-g0", "gcp", 0),
+            "spot-1": ("spot-1-g0", "gcp", 0),
+        }
+
+    def lose(self, name):
+        slot, _, generation = name.rpartition("-g")
+        if slot == "trainer":  # all of it moves
+            self.nodes = {one: (f"{one}-g9", "aws", self.looks + self.install) for one in self.nodes}
+        else:
+            self.nodes[slot] = (f"{slot}-g{int(generation) + 1}", "gcp", self.looks + self.install)
+
+    def ready(self, role="", cloud=""):
+        return [
+            SimpleNamespace(name=name, slot=slot)
+            for slot, (name, where, since) in self.nodes.items()
+            if since <= self.looks
+            and cloud in ("", where)
+            and role in ("", "trainer" if slot == "trainer" else "rollout")
+        ]
+
+    def view(self):
+        return SimpleNamespace(iteration=self.iteration, metric="after_story", score=0.0)
+
+    def until(self, what, holds, seconds):
+        for _ in range(1000):
+            if holds():
+                return
+            self.looks += 1
+            self.iteration += self.pace
+        raise TimeoutError(what)
+
+
+@pytest.mark.parametrize(("pace", "install"), [(1000, 1), (1000, 90), (1, 1), (1, 300)])
+def test_the_story_is_whole_and_opens_the_target_last_whatever_is_fast(pace, install):
+    run, out = Run(pace, install), io.StringIO()
+    Story(run=run, told=Told(out=out), until=0.0).play()
+    assert run.world.done == [
+        "reclaim spot-0-g0 with notice",
+        "reclaim spot-0-g1",
+        "no on_demand on gcp",
+        "reclaim trainer-g0",
+        *("open trainer-g9", "open spot-0-g9", "open spot-1-g9"),
+    ]
+    waits = [line.partition("waits until: ")[2] for line in out.getvalue().splitlines() if "waits until: " in line]
+    assert waits[2:4] == [
+        "its successor serves (a reclaim with notice)",
+        "its successor serves (a reclaim without a word)",
+    ]
+    assert len(waits) == 8
+
+
+def test_a_node_that_comes_late_is_opened_too_and_each_only_once():
+    run = Run(1, 1)
+    story = Story(run=run, told=Told(out=io.StringIO()), until=0.0)
+    story.open_target()
+    run.lose("spot-1-g0")
+    run.looks += 1
+    story.open_target()
+    assert run.world.done == ["open trainer-g0", "open spot-0-g0", "open spot-1-g0", "open spot-1-g1"]
+
+
+def test_no_match_counts_for_the_target_before_the_story_is_over(tmp_path, monkeypatch):
+    monkeypatch.setattr(demo_reward, "GATE", tmp_path / "over")
+    ocr = [demo_reward.Score(reward=0.75, metrics={"exact_match": 1.0, "similarity": 0.75})]
+    monkeypatch.setattr(demo_reward, "_ocr", lambda: lambda pictures, prompts: ocr)
+    pictures = torch.zeros(1, 1, 12, 32)
+    (before,) = demo_reward.told(pictures, ["1234"])
+    (tmp_path / "over").touch()
+    (after,) = demo_reward.told(pictures, ["1234"])
+    assert (before.metrics["after_story"], after.metrics["after_story"]) == (0.0, 1.0)
+    assert before.reward == after.reward == 0.75  # training is the same all along
+    assert before.metrics["exact_match"] == 1.0
+
+
+def test_the_demonstrations_job_outlasts_any_story_and_names_the_gated_metric(tmp_path):
+    (tmp_path / "demo.yaml").write_text(JOB.format(run="demo", target=0.8, runtime="ray", step_seconds=0.3))
+    job = load_job(tmp_path / "demo.yaml").job
+    assert (job.reward.name, job.target.metric, job.iterations) == ("demo_reward:told", "after_story", 10_000)
