@@ -81,13 +81,15 @@ def sample(
         for more in range(count)
     ]
     with tempfile.TemporaryDirectory(prefix=".weights-", dir=folder) as place:
-        pulled, weights = None, None
+        pulled, weights, what = None, None, "the base model"
         stores = run_stores(run.infra, job.get("store") or {}, run.name, Path(run.folder))
         if not base:
             pulled = pull_weights(run.name, stores, Path(place), ["ema.safetensors"])
             weights = pulled.files[0].path
+            what = f"iteration {pulled.iteration}, checkpoint {pulled.checkpoint}"
         elif model.get("from"):
             weights = copy_start(stores, Path(place) / "start.safetensors")
+            what = f"the start weights ({model['from']})"
         request = {
             "model": model,
             "sampler": job.get("sampler") or {},
@@ -95,8 +97,6 @@ def sample(
             "weights": weights and str(weights),
             "pictures": wanted,
         }
-        base_text = "the base model" if weights is None else f"the start weights ({model['from']})"
-        what = base_text if pulled is None else f"iteration {pulled.iteration}, checkpoint {pulled.checkpoint}"
         if not as_json:
             click.echo(f"{what}; loading it", err=True)
         for number, _ in enumerate(drawn(command, request)):
