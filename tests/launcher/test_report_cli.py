@@ -118,7 +118,7 @@ def test_pull_copies_the_newest_complete_checkpoint(sessions, tmp_path, monkeypa
     assert (tmp_path / "out" / "ema.safetensors").read_bytes() == b"ema l0002-i000009"
     assert answer["files"][0]["sha256"] == hashlib.sha256(b"weights l0002-i000009").hexdigest()
     found = sorted(path.name for path in (tmp_path / "out").iterdir())
-    assert found == ["README.md", "curve.svg", "ema.safetensors", "weights.safetensors"]
+    assert found == ["README.md", "curve.svg", "ema.safetensors", "manifest.json", "weights.safetensors"]
     assert answer["card"] == str(tmp_path / "out" / "README.md")
 
 
