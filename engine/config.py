@@ -224,6 +224,8 @@ class RewardConfig(Strict):
     """What is optimised: a scorer of ours by name, or `package.module:function` of the user's own."""
 
     name: str = "ocr"
+    """`ocr` and `ocr_strict` read pictures of at most 48 x 144 pixels as one line of text; in larger ones they find the
+    lines first. `ocr_smooth` reads one line only."""
     placed: Literal["with_rollout"] = "with_rollout"
 
 
