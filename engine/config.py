@@ -239,6 +239,17 @@ class EvaluationConfig(Strict):
     """Pictures per forward pass."""
 
 
+DRIFT = "drift"
+"""The metric that every evaluation has of its own: how far its pictures are from the base model's (engine/drift.py)."""
+
+
+class GuardConfig(Strict):
+    """A metric of evaluations that must not pass `max`: `drift`, or one of the reward's."""
+
+    metric: str = DRIFT
+    max: float
+
+
 class TargetConfig(Strict):
     """When the run has what it was started for."""
 
@@ -246,6 +257,8 @@ class TargetConfig(Strict):
     value: float
     evaluations: Positive = 3
     """The smoothed score must hold for this many evaluations in a row."""
+    guards: tuple[GuardConfig, ...] = ()
+    """The target counts as reached only in evaluations in which every guard holds."""
 
 
 class CheckpointConfig(Strict):
