@@ -57,8 +57,7 @@ def _neighbours(frames: NDArray[np.float32]) -> NDArray[np.float32]:
     padded = np.pad(frames, ((0, 0), (1, 1), (1, 1)), mode="edge")
     above, below = padded[:, :-2, 1:-1], padded[:, 2:, 1:-1]
     left, right = padded[:, 1:-1, :-2], padded[:, 1:-1, 2:]
-    mean: NDArray[np.float32] = (above + below + left + right) / 4
-    return mean
+    return ((above + below + left + right) / 4).astype(np.float32)
 
 
 def _counts(values: NDArray[np.float32]) -> NDArray[np.int64]:
