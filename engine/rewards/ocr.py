@@ -136,7 +136,9 @@ class PageReader:
         """
         colour = pictures.float().cpu().expand(-1, 3, -1, -1).flip(1)  # OpenCV's order: blue, green, red
         pixels = ((colour + 1.0) * 127.5).round().clamp(0.0, 255.0).to(torch.uint8).permute(0, 2, 3, 1)
-        return [_normalised("".join(self._read(one).txts or ())) for one in pixels.contiguous().numpy()]
+        found = [self._read(one) for one in pixels.contiguous().numpy()]
+        # Anything but its usual output means that rapidocr found boxes and read nothing in them.
+        return [_normalised("".join(getattr(one, "txts", None) or ())) for one in found]
 
 
 class OcrReward:
