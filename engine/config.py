@@ -231,6 +231,8 @@ class RewardConfig(Strict):
     """What is optimised: a scorer of ours by name, or `package.module:function` of the user's own."""
 
     name: str = "ocr"
+    """`ocr` and `ocr_strict` read pictures of at most 48 x 144 pixels as one line of text; in larger ones they find the
+    lines first. `ocr_smooth` reads one line only."""
     placed: Literal["with_rollout"] = "with_rollout"
 
 
@@ -255,6 +257,17 @@ class EvaluationConfig(Strict):
         return self
 
 
+DRIFT = "drift"
+"""The metric that every evaluation has of its own: how far its pictures are from the base model's (engine/drift.py)."""
+
+
+class GuardConfig(Strict):
+    """A metric of evaluations that must not pass `max`: `drift`, or one of the reward's."""
+
+    metric: str = DRIFT
+    max: float
+
+
 class TargetConfig(Strict):
     """When the run has what it was started for."""
 
@@ -262,6 +275,8 @@ class TargetConfig(Strict):
     value: float
     evaluations: Positive = 3
     """The smoothed score must hold for this many evaluations in a row."""
+    guards: tuple[GuardConfig, ...] = ()
+    """The target counts as reached only in evaluations in which every guard holds."""
 
 
 class CheckpointConfig(Strict):

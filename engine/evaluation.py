@@ -3,13 +3,13 @@
 import io
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 from safetensors.torch import load
 
-from engine.config import TargetConfig
+from engine.config import GuardConfig, TargetConfig
 from engine.rollout.request import Finished
 
 SMOOTHED_OVER = 3
@@ -40,10 +40,22 @@ def smoothed(values: Sequence[float]) -> list[float]:
     return [statistics.mean(values[max(0, i + 1 - SMOOTHED_OVER) : i + 1]) for i in range(len(values))]
 
 
-def held(values: Sequence[float], target: TargetConfig) -> bool:
-    """Whether the smoothed score has been at or above the target for the last `target.evaluations` evaluations."""
-    last = smoothed(values)[-target.evaluations :]
-    return len(last) == target.evaluations and all(value >= target.value for value in last)
+def guards_hold(metrics: Mapping[str, float], guards: Sequence[GuardConfig]) -> bool:
+    """Whether no guarded metric of an evaluation is above its limit; a metric that is not reported does not hold."""
+    return all(metrics.get(guard.metric, math.inf) <= guard.max for guard in guards)
+
+
+def held(evaluations: Sequence[Mapping[str, float]], target: TargetConfig) -> bool:
+    """Whether the target held for the last `target.evaluations` evaluations.
+
+    It holds in an evaluation if the smoothed score is at or above `target.value` and every guard holds.
+    """
+    scores = smoothed([metrics.get(target.metric, -math.inf) for metrics in evaluations])
+    last = [
+        score >= target.value and guards_hold(metrics, target.guards)
+        for score, metrics in zip(scores, evaluations, strict=True)
+    ][-target.evaluations :]
+    return len(last) == target.evaluations and all(last)
 
 
 def contact_sheet(pictures: Sequence[tuple[str, bytes]]) -> bytes:

@@ -126,7 +126,8 @@ class IterationDone:
 class Evaluated:
     """Held-out prompts with fixed noise, ODE sampler, EMA weights of version `iteration`.
 
-    `metrics` holds the target's metric by name (exact_match, similarity, reward, ...).
+    `metrics` holds the target's metric by name (exact_match, similarity, reward, ...), and `drift`: how far the
+    pictures are from the base model's (engine/drift.py).
     `pictures` is a PNG contact sheet, relative to the checkpoint store, if one was kept.
     """
 

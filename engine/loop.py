@@ -12,7 +12,6 @@ trainer still holds the version that an unfinished rollout needs.
 import hashlib
 import itertools
 import json
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,7 +23,8 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from engine.clock import Clock
-from engine.config import CandidateBudget, EngineConfig
+from engine.config import DRIFT, CandidateBudget, EngineConfig
+from engine.drift import Look, drift, look_of
 from engine.evaluation import contact_sheet, held, mean_metrics
 from engine.events import (
     CheckpointSaved,
@@ -130,6 +130,8 @@ class Loop:
         self.iteration = 0
         self.std = RunningStd()
         self.evaluations: list[tuple[int, dict[str, float]]] = []
+        self.base: Look | None = None
+        """How the base model's evaluation pictures look; None before the first evaluation."""
         self.skipped_in_a_row = 0
         self._spent_before: dict[str, float] = {}
         self._exploring_seconds = self._told_exploring = 0.0
@@ -216,6 +218,7 @@ class Loop:
     def _restore(self, checkpoint: Checkpoint) -> None:
         self.iteration = checkpoint.iteration
         self.evaluations = [(iteration, dict(metrics)) for iteration, metrics in checkpoint.evaluations]
+        self.base = checkpoint.base
         self.std = RunningStd(checkpoint.std)
         self.skipped_in_a_row = checkpoint.skipped_in_a_row
         self.next_batch = checkpoint.next_batch
@@ -435,7 +438,8 @@ class Loop:
         results, blobs = self._evaluated(prompts[:some], pictures=PICTURES_SHOWN)
         metrics = self._record(results, blobs)
         if target is not None and target.metric not in metrics:
-            raise Unhealthy(f"target.metric is {target.metric!r}, but the reward reports {sorted(metrics)}")
+            reported = sorted(metrics.keys() - {DRIFT})
+            raise Unhealthy(f"target.metric is {target.metric!r}, but the reward reports {reported}")
         if len(results) < len(prompts) and self._target_held():
             rest, _ = self._evaluated(prompts[some:], pictures=0)
             metrics = self._record([*results, *rest], blobs)
@@ -450,6 +454,7 @@ class Loop:
         shown = [(one.request.prompt, blobs[one.trajectory]) for one in results if one.trajectory is not None]
         with self.usage.measure(Phase.EVALUATION):
             self._store(lambda: self.place.store.put(sheet, contact_sheet(shown)))
+            metrics |= self._drift([data for _, data in shown])
         self.evaluations = [one for one in self.evaluations if one[0] != self.iteration] + [(self.iteration, metrics)]
         event = Evaluated(iteration=self.iteration, metrics=metrics, prompts=len(results), pictures=sheet)
         self.place.progress.write(self.lineage, event)
@@ -497,11 +502,21 @@ class Loop:
             self._say({"call": "withdraw", "batches": [["evaluate", self.iteration]]})
         return [results[request] for request in requests], blobs
 
+    def _drift(self, pictures: Sequence[bytes]) -> dict[str, float]:
+        """Return how far these pictures are from the base model's; empty when nothing is known of those.
+
+        pictures: safetensors bytes of uint8 [C, H, W] or [C, F, H, W], of the same prompts in each evaluation
+        """
+        if not pictures:
+            return {}
+        look = look_of([load(data)["picture"].numpy() for data in pictures])
+        if self.iteration == 0:
+            self.base = look
+        return {DRIFT: drift(look, self.base)} if self.base is not None else {}
+
     def _target_held(self) -> bool:
         target = self.config.target
-        if target is None:
-            return False
-        return held([metrics.get(target.metric, -math.inf) for _, metrics in self.evaluations], target)
+        return target is not None and held([metrics for _, metrics in self.evaluations], target)
 
     @contextmanager
     def _averaged(self) -> Iterator[None]:
@@ -543,6 +558,7 @@ class Loop:
             skipped_in_a_row=self.skipped_in_a_row,
             config_digest=self.config_digest,
             exploration=self.explorer.to_dict(),
+            base=self.base,
         )
         keep = self.config.checkpoint.keep
         digest = self._store(lambda: self.place.store.save(checkpoint, keep=keep, digests=digests))

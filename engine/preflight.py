@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from engine.config import SHIPPED, EngineConfig
+from engine.config import DRIFT, SHIPPED, EngineConfig
 from engine.machine_speed import slowness
 from engine.models.load import load_adapter, load_start, trainable
 from engine.parallel.ulysses import problem_with_degree
@@ -81,6 +81,12 @@ def check(config: EngineConfig, workdir: str | None, start: Path | None = None) 
             f"{config.reward.name} gives one picture of noise {list(picture.shape)} a reward that is not finite",
             "return a number for every picture; groups with one that is not finite are not trained",
         )
+    if DRIFT in scores[0].metrics:
+        raise JobUnfit(
+            "reward",
+            f"{config.reward.name} reports a metric called {DRIFT!r}, which every evaluation has of its own",
+            "give it another name",
+        )
     target = config.target
     known = sorted({"reward", *scores[0].metrics})
     if target is not None and target.metric not in known:
@@ -88,6 +94,13 @@ def check(config: EngineConfig, workdir: str | None, start: Path | None = None) 
             "target.metric",
             f"{target.metric!r}; the reward reports {', '.join(known)}",
             f"use one of {', '.join(known)}",
+        )
+    guarded = [*known, DRIFT]
+    if strange := [guard.metric for guard in (target.guards if target else ()) if guard.metric not in guarded]:
+        raise JobUnfit(
+            "target.guards",
+            f"a guard on {strange[0]!r}; evaluations report {', '.join(guarded)}",
+            f"use one of {', '.join(guarded)}",
         )
     return {
         "prompt": prompt,

@@ -26,7 +26,7 @@ from pydantic import (
 )
 from pydantic import model_validator as model_check
 
-from engine.config import EngineConfig, Strict
+from engine.config import DRIFT, EngineConfig, Strict
 from engine.events import Market
 from launcher.company import Identity, Named, Network, named_in
 from launcher.exit_codes import ExitCode, Failure
@@ -431,6 +431,11 @@ class Job(EngineConfig):
         known, metric, value = METRICS.get(self.reward.name), self.target.metric, self.target.value
         if known and metric not in known:
             raise ValueError(f"target.metric is {metric!r}; the reward {self.reward.name} has {', '.join(known)}")
+        guarded = (*known, DRIFT) if known else ()
+        if guarded and (strange := [guard.metric for guard in self.target.guards if guard.metric not in guarded]):
+            raise ValueError(
+                f"target.guards has {strange[0]!r}; with the reward {self.reward.name} use {', '.join(guarded)}"
+            )
         if metric in BOUNDED_METRICS and not 0 < value <= 1:
             raise ValueError(f"target.value is {value}; {metric} is a share, so use more than 0 and at most 1")
         possible = self.iterations // self.evaluation.every + 1

@@ -1,13 +1,19 @@
 """OCR rewards: does the picture show the text that was asked for?
 
-The text line recogniser of the rapidocr wheel (PP-OCRv6 small) is called directly as an onnxruntime session: its
-wrapper would look for lines first and pad every one to 320 pixels, at ten times the cost. Pictures are scaled to the
-recogniser's 48 rows and squeezed to few columns, and its output is decoded greedily (CTC).
+The size of the pictures decides how they are read:
+
+    at most 48 x 144 (rows x columns)  `LineRecogniser`: the whole picture is one line of text, as in digits-ocr
+    larger                             `PageReader`: lines are found first, then read one by one, in reading order
+
+Both use the models in the rapidocr wheel (PP-OCRv6 small); nothing is downloaded. `LineRecogniser` calls the recogniser
+as an onnxruntime session: the wheel's own classes would look for lines first and pad each to 320 pixels, at ten times
+the cost. It scales pictures to the recogniser's 48 rows and squeezes them to few columns.
 
     ocr         1 - min(edits, n) / n, graded; text around the target costs nothing (Flow-GRPO's reward)
     ocr_strict  1 if exactly the target is read, else 0
-    ocr_smooth  exp(-CTC loss / n): the likelihood of the target per character
+    ocr_smooth  exp(-CTC loss / n): the likelihood of the target per character; only for pictures of one line
 
+Spaces and case count for nothing, and the lines of a picture are one text, both as in Flow-GRPO's scorer.
 The promise: a score depends on the picture and its prompt alone. Every score carries `exact_match` and `similarity`.
 """
 
@@ -35,6 +41,14 @@ ROWS = 48
 COLUMNS = 72
 """Width that pictures are squeezed to: half the cost of 144 and nearly the same reading (research notes overlap 1)."""
 
+LINE_COLUMNS = 144
+"""A picture with more columns than this, or with more than `ROWS` rows, may hold several lines, or one that squeezing
+would make unreadable."""
+
+LONGEST_SIDE = 512
+"""The detector looks at pictures of up to so many pixels as they are, as Flow-GRPO's does, and at larger ones scaled
+down. The lines that it finds are read at full size."""
+
 BATCH = 8
 """Pictures per onnxruntime call; larger batches are slower on a CPU (same place)."""
 
@@ -50,7 +64,7 @@ class LineRecogniser:
         options.intra_op_num_threads = 1
         options.inter_op_num_threads = 1
         options.log_severity_level = 3
-        self._session = onnxruntime.InferenceSession(_model_file(), options, providers=["CPUExecutionProvider"])
+        self._session = onnxruntime.InferenceSession(_model_file("rec"), options, providers=["CPUExecutionProvider"])
         self._input = self._session.get_inputs()[0].name
         alphabet = self._session.get_modelmeta().custom_metadata_map["character"].splitlines()
         self.characters = ["", *alphabet, " "]
@@ -96,33 +110,73 @@ class LineRecogniser:
         return float(torch.exp(-loss / len(target)))
 
 
+class PageReader:
+    """rapidocr's detector and recogniser on one thread, for pictures with any number of lines."""
+
+    def __init__(self) -> None:
+        from rapidocr import RapidOCR  # imports OpenCV, which the shipped tasks need not wait for
+
+        self._read = RapidOCR(
+            params={
+                "Global.log_level": "critical",  # a picture without text is no event
+                "Global.use_cls": False,  # Flow-GRPO's scorer does not look for upside-down lines either
+                "Det.model_path": _model_file("det"),
+                "Det.limit_type": "max",
+                "Det.limit_side_len": LONGEST_SIDE,
+                "Rec.model_path": _model_file("rec"),
+                "EngineConfig.onnxruntime.intra_op_num_threads": 1,
+                "EngineConfig.onnxruntime.inter_op_num_threads": 1,
+            }
+        )
+
+    def read(self, pictures: Tensor) -> list[str]:
+        """pictures [B, 1 or 3, H, W] in [-1, 1] -> the text of each, from top to bottom and left to right.
+
+        Lines that the recogniser is less than half sure of are left out.
+        """
+        colour = pictures.float().cpu().expand(-1, 3, -1, -1).flip(1)  # OpenCV's order: blue, green, red
+        pixels = ((colour + 1.0) * 127.5).round().clamp(0.0, 255.0).to(torch.uint8).permute(0, 2, 3, 1)
+        found = [self._read(one) for one in pixels.contiguous().numpy()]
+        # Anything but its usual output means that rapidocr found boxes and read nothing in them.
+        return [_normalised("".join(getattr(one, "txts", None) or ())) for one in found]
+
+
 class OcrReward:
-    """One of the three rewards; `columns` is for pictures much wider than those of digits-ocr."""
+    """One of the three rewards; `columns` is what pictures of one line are squeezed to."""
 
     def __init__(self, name: OcrName = "ocr", columns: int = COLUMNS) -> None:
         self._name = name
-        self._recogniser = _shared_recogniser(columns)
+        self._columns = columns
 
     def __call__(self, pictures: Tensor, prompts: Sequence[str]) -> list[Score]:
         if pictures.dim() != 4:
             raise ValueError(f"ocr reads pictures [B, C, H, W]; it was given {list(pictures.shape)}")
-        probabilities = self._recogniser.probabilities(pictures)
-        readings = self._recogniser.read(probabilities)
-        return [
-            self._score(row, reading, target_text(prompt))
-            for row, reading, prompt in zip(probabilities, readings, prompts, strict=True)
-        ]
+        rows, columns = pictures.shape[2:]
+        if rows <= ROWS and columns <= LINE_COLUMNS:
+            return self._score_lines(pictures, prompts)
+        if self._name == "ocr_smooth":
+            raise ValueError(
+                f"ocr_smooth reads pictures of one line, at most {ROWS} x {LINE_COLUMNS} pixels; it was given "
+                f"{rows} x {columns}: use ocr or ocr_strict"
+            )
+        readings = _shared_page_reader().read(pictures)
+        return [self._score(reading, target_text(prompt)) for reading, prompt in zip(readings, prompts, strict=True)]
 
-    def _score(self, probabilities: NDArray[np.float32], reading: str, target: str) -> Score:
+    def _score_lines(self, pictures: Tensor, prompts: Sequence[str]) -> list[Score]:
+        recogniser = _shared_recogniser(self._columns)
+        probabilities = recogniser.probabilities(pictures)
+        scores = []
+        for row, reading, prompt in zip(probabilities, recogniser.read(probabilities), prompts, strict=True):
+            target = target_text(prompt)
+            smooth = recogniser.likelihood(row, target) if self._name == "ocr_smooth" else None
+            scores.append(self._score(reading, target, smooth))
+        return scores
+
+    def _score(self, reading: str, target: str, smooth: float | None = None) -> Score:
         metrics = {"exact_match": float(reading == target), "similarity": similarity(reading, target)}
-        match self._name:
-            case "ocr":
-                return Score(reward=metrics["similarity"], metrics=metrics)
-            case "ocr_strict":
-                return Score(reward=metrics["exact_match"], metrics=metrics)
-            case "ocr_smooth":
-                smooth = self._recogniser.likelihood(probabilities, target)
-                return Score(reward=smooth, metrics={**metrics, "smooth": smooth})
+        if smooth is not None:
+            return Score(reward=smooth, metrics={**metrics, "smooth": smooth})
+        return Score(reward=metrics["exact_match" if self._name == "ocr_strict" else "similarity"], metrics=metrics)
 
 
 def target_text(prompt: str) -> str:
@@ -160,8 +214,13 @@ def _shared_recogniser(columns: int) -> LineRecogniser:
     return LineRecogniser(columns)
 
 
-def _model_file() -> str:
+@lru_cache(maxsize=1)
+def _shared_page_reader() -> PageReader:
+    return PageReader()
+
+
+def _model_file(kind: Literal["det", "rec"]) -> str:
     package = find_spec("rapidocr")
     if package is None or package.origin is None:
-        raise ImportError("the ocr rewards read with rapidocr's recogniser; pip install 'rapidocr>=3.10'")
-    return str(Path(package.origin).parent / "models" / "PP-OCRv6_rec_small.onnx")
+        raise ImportError("the ocr rewards read with rapidocr's models; pip install 'rapidocr>=3.10'")
+    return str(Path(package.origin).parent / "models" / f"PP-OCRv6_{kind}_small.onnx")

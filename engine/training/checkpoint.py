@@ -27,6 +27,7 @@ import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError, GenericError
 from obstore.store import LocalStore, ObjectStore
 
+from engine.drift import Look
 from engine.rollout.request import Manifest
 from engine.runtime.bucket import open_store
 from engine.runtime.disk import AWAY, FULL
@@ -47,7 +48,8 @@ class Checkpoint:
 
     `files`: safetensors bytes by name: weights, ema, optimizer. `evaluations`: (iteration, metrics) so far.
     `std`: the running reward std (std: ema), or None. `config_digest`: of the engine's config. `exploration`: what
-    the explorer knows, as JSON values (engine/exploration/explorer.py); empty: nothing yet.
+    the explorer knows, as JSON values (engine/exploration/explorer.py); empty: nothing yet. `base`: the look of the
+    base model's evaluation pictures (engine/drift.py); None in what an earlier version wrote.
     """
 
     iteration: int
@@ -59,6 +61,7 @@ class Checkpoint:
     skipped_in_a_row: int
     config_digest: str
     exploration: Mapping[str, Any]
+    base: Look | None = None
 
     @property
     def name(self) -> str:
@@ -128,6 +131,7 @@ class CheckpointStore:
             "skipped_in_a_row": checkpoint.skipped_in_a_row,
             "config_digest": checkpoint.config_digest,
             "exploration": checkpoint.exploration,
+            "base": checkpoint.base.to_dict() if checkpoint.base is not None else None,
             "files": {f"{name}.safetensors": digest for name, digest in digests.items()},
         }
         self.put(f"{folder}/manifest.json", json.dumps(manifest, indent=1).encode())
@@ -178,6 +182,7 @@ class CheckpointStore:
             skipped_in_a_row=raw["skipped_in_a_row"],
             config_digest=raw["config_digest"],
             exploration=raw.get("exploration", {}),  # none in what an earlier version wrote
+            base=Look.from_dict(raw["base"]) if raw.get("base") is not None else None,
         )
 
     def start(self) -> Start:

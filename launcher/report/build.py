@@ -15,6 +15,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from engine.clock import ScaledClock
+from engine.config import DRIFT
 from engine.events import EngineStarted, Evaluated, IterationDone, NodeMissed, Phase, Ranked, Regrouped
 from launcher.ledger.accounting import Charge, NodeCost, RunCosts, run_costs, side_costs_of_run
 from launcher.ledger.billing import LOCAL, NOT_PRICED, interval_micro_usd
@@ -33,6 +34,10 @@ GAINS = 8
 ENDED = ("finished", "stopped", "failed")
 
 DEFAULT_METRIC = "exact_match"
+
+Limits = tuple[tuple[str, float], ...]
+"""Guards of a target: metric and the most it may be."""
+
 DEFAULT_HOLD = 3
 
 BASIS = {
@@ -93,6 +98,25 @@ class Moment:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class DriftPoint:
+    """An evaluation's distance to the base model's pictures (engine/drift.py), and whether every guard held."""
+
+    iteration: int
+    drift: float
+    guards_hold: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Guard:
+    """A limit that the target depends on. `value`: of the newest evaluation; None: not reported."""
+
+    metric: str
+    max: float
+    value: float | None
+    holds: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Factors:
     """Dollars = iterations x seconds per iteration x dollars per hour (run's clock); what a saving is made of."""
 
@@ -120,6 +144,8 @@ class Target:
     """Highest smoothed score so far."""
     factors: Factors | None
     """Of the way to `confirmed`."""
+    guards: tuple[Guard, ...] = ()
+    """As they stand in the newest evaluation; the target is reached only in evaluations in which all hold."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -257,6 +283,8 @@ class Report:
     target: Target
     costs: Costs
     curve: tuple[Moment, ...]
+    drift: tuple[DriftPoint, ...]
+    """Evaluations that report it."""
     gains: tuple[Gain, ...]
     """What each part of the climb cost, in at most `GAINS` parts."""
     micro_usd_per_hundredth: int | None
@@ -304,7 +332,9 @@ def build_report(
     if against is not None:
         # The other run has a clock of its own; only what it spent until its last evaluation is asked for.
         told = max((row.at_ms for row in progress_of(session, against, Evaluated.KIND)), default=against.created_ms)
-        theirs, _ = _target(session, against, run_costs(session, against, told), target.value, target.metric)
+        theirs, _ = _target(
+            session, against, run_costs(session, against, told), target.value, target.metric, _limits(run)
+        )
         saved.insert(0, _saved_against(target, against.name, theirs))
     return Report(
         schema=SCHEMA,
@@ -332,6 +362,7 @@ def build_report(
         target=target,
         costs=_costs(costs),
         curve=tuple(_moment(run, point) for point in smoothed(curve)),
+        drift=_drift(session, run),
         gains=dollars_per_gain(curve, step=max(0.01, _climb(curve)[0] / GAINS)),
         micro_usd_per_hundredth=_per_hundredth(curve),
         extras=_extras(session, run, costs, now_ms),
@@ -364,18 +395,25 @@ def _by_iteration(session: Session, run: Run, kind: str) -> dict[int, ProgressRo
 
 
 def _target(
-    session: Session, run: Run, costs: RunCosts, value: float | None, metric: str | None = None
+    session: Session,
+    run: Run,
+    costs: RunCosts,
+    value: float | None,
+    metric: str | None = None,
+    limits: Limits | None = None,
 ) -> tuple[Target, list[Evaluation]]:
     evaluated = _by_iteration(session, run, Evaluated.KIND)
     metric = metric or run.target_metric or _a_metric(evaluated.values())
     value = run.target_value if value is None else value
     hold = int((run.job.get("target") or {}).get("evaluations", DEFAULT_HOLD))
+    limits = _limits(run) if limits is None else limits
     curve = [
         Evaluation(
             iteration=iteration,
             at_ms=row.at_ms,
             score=row.event["metrics"][metric],
             micro_usd=costs.until(row.at_ms),
+            guards_hold=all(guard.holds for guard in _guards(row, limits)),
         )
         for iteration, row in evaluated.items()
         if metric in row.event["metrics"]
@@ -392,8 +430,35 @@ def _target(
             first=_moment(run, crossed.first) if crossed and crossed.first else None,
             best=_moment(run, highest) if (highest := best(curve)) else None,
             factors=_factors(run, confirmed) if confirmed else None,
+            guards=_guards(newest, limits) if (newest := next(reversed(evaluated.values()), None)) else (),
         ),
         curve,
+    )
+
+
+def _limits(run: Run) -> Limits:
+    guards = (run.job.get("target") or {}).get("guards") or ()
+    return tuple((guard["metric"], float(guard["max"])) for guard in guards)
+
+
+def _guards(row: ProgressRow, limits: Limits) -> tuple[Guard, ...]:
+    values = [row.event["metrics"].get(metric) for metric, _ in limits]
+    return tuple(
+        Guard(metric=metric, max=most, value=value, holds=value is not None and value <= most)
+        for (metric, most), value in zip(limits, values, strict=True)
+    )
+
+
+def _drift(session: Session, run: Run) -> tuple[DriftPoint, ...]:
+    limits = _limits(run)
+    return tuple(
+        DriftPoint(
+            iteration=iteration,
+            drift=row.event["metrics"][DRIFT],
+            guards_hold=all(guard.holds for guard in _guards(row, limits)),
+        )
+        for iteration, row in _by_iteration(session, run, Evaluated.KIND).items()
+        if DRIFT in row.event["metrics"]
     )
 
 
@@ -411,7 +476,7 @@ def _per_hundredth(curve: Sequence[Evaluation]) -> int | None:
 
 
 def _a_metric(evaluated: Iterable[ProgressRow]) -> str:
-    names = sorted({name for row in evaluated for name in row.event["metrics"]})
+    names = sorted({name for row in evaluated for name in row.event["metrics"]} - {DRIFT})
     return DEFAULT_METRIC if DEFAULT_METRIC in names or not names else names[0]
 
 

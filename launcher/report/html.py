@@ -16,7 +16,7 @@ from launcher.report.build import Pictures, Report
 from launcher.report.charts import Drawing, reward_chart, spend_chart, timeline_chart
 from launcher.report.exploration import exploration_words
 from launcher.report.sharing import sharing_words
-from launcher.report.words import age, headline, moment, phase_name, score, short_node
+from launcher.report.words import age, drift_words, headline, moment, phase_name, score, short_node
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -40,6 +40,7 @@ def render_html(report: Report, read: Callable[[str], bytes | None]) -> str:
     return template.render(
         report=report,
         headline=headline(report),
+        drift=drift_words(report),
         exploration=exploration_words(report.exploration),
         sharing=sharing_words(report.sharing),
         reward=_figure(reward_chart(report)) if report.curve else None,

@@ -44,6 +44,8 @@ def result_dict(session: Session, run_name: str, leftovers: Sequence[int]) -> di
             "prompts_before": scores[0][2] if scores else None,
             "prompts_after": scores[-1][2] if scores else None,
         },
+        "drift": report.drift[-1].drift if report.drift else None,
+        "guards": [asdict(guard) for guard in target.guards],
         "exploration": asdict(report.exploration) if report.exploration else None,
         "preemptions": [_preemption(line) for line in report.preemptions],
         "micro_usd": {

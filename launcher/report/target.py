@@ -2,7 +2,8 @@
 
 One lucky evaluation is not a result. A score is *smoothed* over its last evaluations, and a target is reached
 when the smoothed score has been at or above it for `hold` evaluations in a row. Dollars and hours are counted
-up to the last of those, the moment at which it was known: the proof is paid for too.
+up to the last of those, the moment at which it was known: the proof is paid for too. An evaluation in which a guard
+of the target does not hold counts as one below the target.
 """
 
 from collections.abc import Sequence
@@ -22,6 +23,8 @@ class Evaluation:
     at_ms: int
     score: float
     micro_usd: int
+    guards_hold: bool = True
+    """Whether every guard of the target held; the target counts as reached only where all did."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,10 +79,11 @@ def smoothed(curve: Sequence[Evaluation]) -> tuple[Point, ...]:
 def crossing(curve: Sequence[Evaluation], value: float, hold: int = 3) -> Crossing:
     """When the curve first touched `value`, and when it was confirmed to be there."""
     points = smoothed(curve)
-    first = next((point for point in points if point.score >= value), None)
+    held = [evaluation.guards_hold for evaluation in curve]
+    first = next((point for point, guarded in zip(points, held, strict=True) if guarded and point.score >= value), None)
     in_a_row = 0
-    for point in points:
-        in_a_row = in_a_row + 1 if point.smoothed >= value else 0
+    for point, guarded in zip(points, held, strict=True):
+        in_a_row = in_a_row + 1 if guarded and point.smoothed >= value else 0
         if in_a_row >= hold:
             return Crossing(first=first, confirmed=point)
     return Crossing(first=first, confirmed=None)

@@ -10,7 +10,7 @@ from launcher.money import dollars, hourly
 from launcher.report.build import Factors, Report, Saving
 from launcher.report.exploration import exploration_words
 from launcher.report.sharing import sharing_words
-from launcher.report.words import age, headline, moment, phase_name, score, seconds, short_node
+from launcher.report.words import age, drift_words, headline, moment, phase_name, score, seconds, short_node
 
 PIPED_WIDTH = 80
 
@@ -27,6 +27,8 @@ def print_report(report: Report, console: Console) -> None:
     run, target = report.run, report.target
     console.print(f"{run.name}  {run.infra}, {run.status}{f': {run.reason}' if run.reason else ''}", style="bold")
     console.print(headline(report), style="green" if target.reached else "yellow" if target.value is not None else "")
+    if drifted := drift_words(report):
+        console.print(drifted)
     if target.first is not None and target.first != target.confirmed:
         console.print(
             f"First touched by a single evaluation at iteration {target.first.iteration}, "

@@ -25,6 +25,18 @@ def headline(report: Report) -> str:
     )
 
 
+def drift_words(report: Report) -> str:
+    """The newest distance to the base model's pictures, and the guards on the target; empty when neither is known."""
+    words = []
+    if report.drift:
+        newest = report.drift[-1]
+        words.append(f"Drift from the base model's pictures: {score(newest.drift)} at iteration {newest.iteration}.")
+    for guard in report.target.guards:
+        stands = "holds" if guard.holds else "is not reported" if guard.value is None else "does not hold"
+        words.append(f"Guard {guard.metric} at most {guard.max:g} {stands}.")
+    return " ".join(words)
+
+
 def score(value: float | None) -> str:
     return "–" if value is None else f"{value:.3f}"
 

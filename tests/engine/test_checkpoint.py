@@ -8,6 +8,7 @@ import obstore
 import pytest
 from obstore.exceptions import GenericError
 
+from engine.drift import Look
 from engine.rollout.request import Group, Manifest
 from engine.training.checkpoint import Checkpoint, CheckpointDamaged, CheckpointStore
 
@@ -30,6 +31,7 @@ FIRST = Checkpoint(
     skipped_in_a_row=2,
     config_digest="abc",
     exploration={"stale": [["1234", 2**64 - 1, 0.5]]},
+    base=Look(tone=(1, 3), grain=(4, 0)),
 )
 
 
@@ -84,13 +86,13 @@ def test_files_that_never_got_a_manifest_are_cleared_away(tmp_path, store):
     assert store.names() == [at(2).name, ahead.name]
 
 
-def test_one_that_an_earlier_version_wrote_knows_nothing_of_exploration(tmp_path, store):
+def test_one_that_an_earlier_version_wrote_knows_nothing_of_exploration_and_base_pictures(tmp_path, store):
     store.save(FIRST, keep=3)
     (manifest,) = tmp_path.glob("store/checkpoints/*/manifest.json")
     raw = json.loads(manifest.read_text())
-    del raw["exploration"]
+    del raw["exploration"], raw["base"]
     manifest.write_text(json.dumps(raw))
-    assert store.newest() == replace(FIRST, exploration={})
+    assert store.newest() == replace(FIRST, exploration={}, base=None)
 
 
 def test_the_last_ones_are_kept(store):

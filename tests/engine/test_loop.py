@@ -270,6 +270,12 @@ def test_a_target_that_is_held_ends_the_run(tmp_path):
     assert [event.iteration for event in progress(tmp_path, "target_reached")] == [1]
 
 
+def test_evaluations_report_the_drift_from_the_pictures_that_the_run_began_with(straight):
+    *_, metrics = straight
+    assert metrics[0]["drift"] == 0.0
+    assert all(0.0 < metrics[iteration]["drift"] < 0.1 for iteration in metrics if iteration > 0)
+
+
 def test_a_target_that_no_reward_reports_ends_the_run_at_once(tmp_path):
     target = TargetConfig(metric="beauty", value=1.0)
     finished = finish(TINY.model_copy(update={"target": target}), tmp_path)

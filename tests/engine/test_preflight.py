@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from engine.config import EngineConfig, RuntimeConfig
+from engine.config import EngineConfig, GuardConfig, RewardConfig, RuntimeConfig, TargetConfig
 from engine.preflight import JobUnfit, check
 
 
@@ -21,3 +21,18 @@ def test_a_degree_that_the_model_does_not_allow_is_refused_with_those_that_it_do
         check(EngineConfig(runtime=RuntimeConfig(sp_degree=3)), None)
     assert unfit.value.field == "runtime.sp_degree"
     assert "1, 2, 4" in unfit.value.remedy
+
+
+def test_a_guard_on_a_metric_that_evaluations_do_not_report_is_refused():
+    target = TargetConfig(value=0.5, guards=(GuardConfig(metric="blur", max=1.0),))
+    with pytest.raises(JobUnfit, match=r"a guard on 'blur'; evaluations report .*, drift") as unfit:
+        check(EngineConfig(target=target), None)
+    assert unfit.value.field == "target.guards"
+
+
+def test_a_reward_whose_own_metric_is_called_drift_is_refused(tmp_path):
+    source = "from engine.rollout.request import Score\n"
+    source += "def score(pictures, prompts):\n    return [Score(reward=1.0, metrics={'drift': 0.0})] * len(prompts)\n"
+    (tmp_path / "reports_drift.py").write_text(source)
+    with pytest.raises(JobUnfit, match="reports a metric called 'drift'"):
+        check(EngineConfig(reward=RewardConfig(name="reports_drift:score")), str(tmp_path))

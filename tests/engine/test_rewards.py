@@ -15,6 +15,7 @@ from engine.rewards.load import RewardError, load_reward
 from engine.rewards.ocr import OcrReward, edit_distance, similarity, target_text
 from engine.rewards.shapes import ShapesReward
 from engine.rollout.request import Score
+from tests.benchmarks.word_readings import WIDTHS, picture_of
 
 
 def pictures_of(words, seed=0):
@@ -94,6 +95,36 @@ def test_edit_distance(a, b, edits):
 def test_text_around_the_target_costs_nothing_and_no_reading_scores_below_0():
     assert similarity("x1234y", "1234") == 1.0
     assert similarity("a very long other reading", "1234") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("text", "width", "prompt"),
+    [
+        ("Pharmacy", WIDTHS["full"], 'a shop sign that says "Pharmacy"'),
+        ("Mountain", WIDTHS["half"], 'a postcard with "Mountain" on it'),
+        ("Open\nLate", WIDTHS["half"], 'a neon sign: "OPEN late"'),
+    ],
+)
+def test_a_512_px_rendering_is_read_whole_whatever_its_width_lines_and_case(text, width, prompt):
+    (score,) = OcrReward("ocr")(picture_of(text, width)[None], [prompt])
+    assert score == Score(reward=1.0, metrics={"exact_match": 1.0, "similarity": 1.0})
+
+
+def test_a_large_picture_scores_by_edits_and_an_empty_one_scores_0():
+    pictures = torch.stack([picture_of("Coffee", 0.9, 96), torch.ones(3, 96, 96)])
+    wrong, empty = OcrReward("ocr")(pictures, ['a sign that says "Toffee"', 'a sign that says "Toffee"'])
+    assert (wrong.reward, wrong.metrics["exact_match"]) == (pytest.approx(5 / 6), 0.0)
+    assert empty.reward == 0.0
+
+
+@pytest.mark.parametrize(("rows", "columns", "is_one_line"), [(48, 144, True), (49, 144, False), (48, 145, False)])
+def test_the_size_of_a_picture_decides_which_reader_scores_it(rows, columns, is_one_line):
+    reward, picture = OcrReward("ocr_smooth"), torch.ones(1, 1, rows, columns)
+    if is_one_line:
+        assert reward(picture, ["1234"])[0].metrics.keys() == {"exact_match", "similarity", "smooth"}
+    else:
+        with pytest.raises(ValueError, match=rf"at most 48 x 144 pixels; it was given {rows} x {columns}: use ocr"):
+            reward(picture, ["1234"])
 
 
 # --- from the job file

@@ -114,8 +114,17 @@ class MadeLedger:
         event = EngineStarted(iteration=iteration, config_digest="c" * 8, devices="2 CPU cores", versions={})
         self.tell(event, at, lineage)
 
-    def evaluated(self, iteration: int, score: float, at: int, lineage: int = 0, pictures: str | None = None) -> None:
-        event = Evaluated(iteration=iteration, metrics={"exact_match": score}, prompts=96, pictures=pictures)
+    def evaluated(
+        self,
+        iteration: int,
+        score: float,
+        at: int,
+        lineage: int = 0,
+        pictures: str | None = None,
+        more: Mapping[str, float] | None = None,
+    ) -> None:
+        metrics = {"exact_match": score, **(more or {})}
+        event = Evaluated(iteration=iteration, metrics=metrics, prompts=96, pictures=pictures)
         self.tell(event, at, lineage)
 
     def trained(self, iteration: int, at: int, lineage: int = 0, explored: int = 0) -> None:

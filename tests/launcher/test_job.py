@@ -140,6 +140,8 @@ def test_a_job_is_named_by_its_file(tmp_path):
         ("target: {value: 1.5}", 1, "target.value", "use more than 0 and at most 1"),
         ("target: {value: -1}", 1, "target.value", "use more than 0 and at most 1"),
         ("target: {metric: exactmatch, value: 0.5}", 1, "target.metric", "has exact_match, similarity, reward"),
+        ("target: {value: 0.5, guards: [{metric: blur, max: 1}]}", 1, "target.guards", "similarity, reward, drift"),
+        ("target: {value: 0.5, guards: [{metric: drift}]}", 1, "target.guards.0.max", "is missing"),
         ("target: {value: 0.5, evaluations: 99}", 1, "target.evaluations", "make 14"),
         ("target:\n  metric: exact_match", 1, "target.value", "is missing"),
         # files

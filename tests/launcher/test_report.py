@@ -12,7 +12,7 @@ from launcher.report.exploration import exploration_words
 from launcher.report.result import result_dict
 from launcher.report.sharing import Sharing, sharing_words
 from launcher.report.terminal import print_report
-from launcher.report.words import headline
+from launcher.report.words import drift_words, headline
 from tests.launcher.made_ledger import HOUR_MS, JOB, MINUTE_MS, START_MS, a_long_run, a_run, a_session
 
 
@@ -51,6 +51,35 @@ def test_a_target_that_was_not_reached_is_said_plainly_with_the_best_so_far(sess
     lower = build_report(session, made.run, START_MS + 5 * HOUR_MS, target_reward=0.5)
     assert lower.target.confirmed.iteration == 4  # smoothed: .3 .45 .5 .6 .567; at or above .5 from iteration 2 on
     assert lower.target.value == 0.5
+
+
+def a_guarded_run(session, drifts):
+    target = {"metric": "exact_match", "value": 0.8, "evaluations": 3, "guards": [{"metric": "drift", "max": 0.05}]}
+    made = a_run(session, job={**JOB, "target": target})
+    for number, drift in enumerate(drifts):
+        made.evaluated(number, 0.9, number * HOUR_MS, more={"drift": drift})
+    return build_report(session, made.run, START_MS + 9 * HOUR_MS)
+
+
+def test_the_target_is_reached_only_in_evaluations_in_which_the_guard_holds(session):
+    report = a_guarded_run(session, [0.0, 0.01, 0.07, 0.02, 0.03, 0.05])
+    assert report.target.confirmed.iteration == 5
+    assert [(one.iteration, one.guards_hold) for one in report.drift if not one.guards_hold] == [(2, False)]
+    assert drift_words(report) == (
+        "Drift from the base model's pictures: 0.050 at iteration 5. Guard drift at most 0.05 holds."
+    )
+
+
+def test_a_guard_that_does_not_hold_is_said_and_the_target_is_not_reached(session):
+    report = a_guarded_run(session, [0.0, 0.06, 0.07, 0.08])
+    assert not report.target.reached
+    assert drift_words(report).endswith("Guard drift at most 0.05 does not hold.")
+
+
+def test_without_drift_in_the_ledger_nothing_is_said_of_it(session):
+    made = a_run(session)
+    made.evaluated(0, 0.9, 0)
+    assert drift_words(build_report(session, made.run, START_MS + HOUR_MS)) == ""
 
 
 def test_a_run_that_evaluated_nothing_yet_has_a_report(session):
@@ -202,9 +231,9 @@ def test_the_json_has_a_schema_version_and_only_plain_values(session):
     read = json.loads(json.dumps(report.to_dict(), allow_nan=False))
     assert read["schema"] == SCHEMA == 1
     assert set(read) == {
-        "schema", "run", "money_basis", "money_note", "target", "costs", "curve", "gains", "micro_usd_per_hundredth",
-        "extras", "nodes", "preemptions", "exploration", "sharing", "price_effect", "saved", "prices",
-        "pictures_before", "pictures_after", "start_ms", "end_ms", "notes",
+        "schema", "run", "money_basis", "money_note", "target", "costs", "curve", "drift", "gains",
+        "micro_usd_per_hundredth", "extras", "nodes", "preemptions", "exploration", "sharing", "price_effect", "saved",
+        "prices", "pictures_before", "pictures_after", "start_ms", "end_ms", "notes",
     }  # fmt: skip
     splits = [read["costs"][name] for name in ("by_role", "by_market", "by_place", "by_node", "by_phase")]
     assert [sum(split.values()) for split in splits] == [read["costs"]["total"]] * 5

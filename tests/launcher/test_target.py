@@ -1,5 +1,7 @@
 """When a curve counts as having reached a score, and what each bit of the climb cost; curves made by hand."""
 
+from dataclasses import replace
+
 import pytest
 
 from launcher.report.target import Evaluation, best, crossing, dollars_per_gain, smoothed
@@ -81,6 +83,32 @@ def test_the_engine_stops_where_the_report_says_the_target_was_confirmed():
     scores = [number / 512 for number in (240, 300, 420, 380, 410, 415, 409, 420, 430, 300, 440, 440, 440)]
     for value in (0.5, 0.75, 0.79, 0.8, 409 / 512):
         target = TargetConfig(value=value)
-        stopped = next((n for n in range(len(scores)) if held(scores[: n + 1], target)), None)
+        evaluations = [{"exact_match": score} for score in scores]
+        stopped = next((n for n in range(len(scores)) if held(evaluations[: n + 1], target)), None)
         confirmed = crossing(a_curve(*scores), value, target.evaluations).confirmed
         assert stopped == (confirmed.iteration if confirmed else None)
+
+
+def test_an_evaluation_in_which_a_guard_does_not_hold_starts_the_count_again():
+    good = a_curve(*[0.9] * 6)
+    curve = [replace(one, guards_hold=one.iteration != 2) for one in good]
+    assert crossing(good, 0.8).confirmed.iteration == 2
+    assert crossing(curve, 0.8).confirmed.iteration == 5
+    assert crossing([replace(one, guards_hold=False) for one in good], 0.8).first is None
+
+
+@pytest.mark.parametrize(
+    ("drifts", "stopped"),
+    [([0.01, 0.02, 0.03, 0.01], 2), ([0.01, 0.06, 0.01, 0.01, 0.01], 4), ([0.06] * 6, None), ([None] * 6, None)],
+)
+def test_a_guard_decides_where_the_engine_stops_and_where_the_report_confirms(drifts, stopped):
+    from engine.config import GuardConfig, TargetConfig
+
+    evaluation = pytest.importorskip("engine.evaluation")
+    target = TargetConfig(value=0.8, guards=(GuardConfig(metric="drift", max=0.05),))
+    metrics = [{"exact_match": 0.9} | ({} if drift is None else {"drift": drift}) for drift in drifts]
+    assert next((n for n in range(len(drifts)) if evaluation.held(metrics[: n + 1], target)), None) == stopped
+    held = [evaluation.guards_hold(one, target.guards) for one in metrics]
+    curve = [replace(one, guards_hold=guarded) for one, guarded in zip(a_curve(*[0.9] * 6), held, strict=False)]
+    confirmed = crossing(curve, 0.8).confirmed
+    assert (confirmed.iteration if confirmed else None) == stopped
