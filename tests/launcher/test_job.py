@@ -194,6 +194,16 @@ def test_prompts_of_the_users_own_are_found_beside_the_job(write, tmp_path):
         load_job(write("prompts: mine.txt"))
 
 
+def test_test_prompts_are_looked_for_beside_the_job(write, tmp_path):
+    (tmp_path / "mine.txt").write_text("a cat\na dog\n")
+    with pytest.raises(JobError, match=r"line 2: test_prompts is 'test.txt', and there is no such file"):
+        load_job(write("prompts: mine.txt\ntest_prompts: test.txt\n"))
+    with pytest.raises(JobError, match=r"test_prompts is '../test.txt'; use a file in the folder of the job file"):
+        load_job(write("prompts: mine.txt\ntest_prompts: ../test.txt\n"))
+    (tmp_path / "test.txt").write_text("a cow\n")
+    assert load_job(write("prompts: mine.txt\ntest_prompts: test.txt\n")).job.engine().test_prompts == "test.txt"
+
+
 def test_flag_beats_environment_beats_file_beats_user_config_beats_default(write, tmp_path):
     user = tmp_path / "config.yaml"
     user.write_text("iterations: 4\nseed: 4\nclock_factor: 4\nbudget: {max_total: $4, max_hourly: $4}\n")
