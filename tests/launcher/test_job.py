@@ -328,9 +328,10 @@ def test_the_reference_recipe_evaluates_words_that_it_does_not_train():
     from engine.rewards.ocr import target_text
 
     job = load_job(Path(str(files("sky_yamls") / "qwen_image_ocr.yaml"))).job
-    path = Path(str(files("sky_yamls") / job.prompts))
-    prompts = file_prompts(path, job.seed, job.algorithm.prompts_per_batch, job.evaluation.prompts)
+    path, test = (Path(str(files("sky_yamls") / str(name))) for name in (job.prompts, job.test_prompts))
+    prompts = file_prompts(path, job.seed, job.algorithm.prompts_per_batch, job.evaluation.prompts, test)
     assert not {target_text(line) for line in prompts.trained} & {target_text(line) for line in prompts.evaluated}
+    assert len(prompts.trained) == 140
     assert len(prompts.evaluated) == job.evaluation.prompts
 
 
