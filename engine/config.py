@@ -195,6 +195,7 @@ class ProfileConfig(Strict):
 class ExplorationConfig(Strict):
     """Which seeds are worth training (research notes papers 6.1).
 
+    The gradient of `stale` and `in-path` is that of a selected sample: seeds whose rewards differ most, not all seeds.
     `stale`: spot workers try candidates while the trainer trains, with the weights before. `in-path`: every candidate
     is rolled out with current weights and the best are trained, which everybody waits for. `none`: the first seeds.
     """
