@@ -202,6 +202,7 @@ class ProfileConfig(Strict):
 class ExplorationConfig(Strict):
     """Which seeds are worth training (research notes papers 6.1).
 
+    The gradient of `stale` and `in-path` is that of a selected sample: seeds whose rewards differ most, not all seeds.
     `stale`: spot workers try candidates while the trainer trains, with the weights before. `in-path`: every candidate
     is rolled out with current weights and the best are trained, which everybody waits for. `none`: the first seeds.
     """
@@ -347,6 +348,8 @@ class EngineConfig(Strict):
     reward: RewardConfig = RewardConfig()
     prompts: str = "digits"
     """`digits` or `shapes` (made on the fly), or a text file with one prompt a line."""
+    test_prompts: str | None = None
+    """A text file of prompts that are evaluated and never trained. None: a random fifth of `prompts` at most."""
     evaluation: EvaluationConfig = EvaluationConfig()
     target: TargetConfig | None = None
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -383,6 +386,15 @@ class EngineConfig(Strict):
             raise ValueError(
                 f"prompts is {self.prompts}, which {self.model.name} cannot read; use prompts: {made_for}, "
                 "or a file with prompts in its words"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _only_files_are_tested_by_files(self) -> Self:
+        if self.test_prompts is not None and self.prompts in SHIPPED.values():
+            raise ValueError(
+                f"test_prompts is {self.test_prompts!r}, but {self.prompts} has held-out prompts of its own; "
+                "leave it out, or give prompts a file as well"
             )
         return self
 

@@ -51,13 +51,20 @@ def prompt_source(config: EngineConfig, workdir: str | None) -> PromptSource:
         return DigitPrompts(config.seed, config.algorithm.prompts_per_batch, config.evaluation.prompts)
     if config.prompts == "shapes":
         return ShapesPrompts(config.seed, config.algorithm.prompts_per_batch, config.evaluation.prompts)
-    path = Path(workdir or ".") / config.prompts
+    folder = Path(workdir or ".")
+    path = folder / config.prompts
     if not path.is_file():
         raise ValueError(
             f"prompts is {config.prompts!r}, but there is no file {path}; "
             "give `digits`, `shapes`, or a text file in the job's workdir with one prompt a line"
         )
-    return file_prompts(path, config.seed, config.algorithm.prompts_per_batch, config.evaluation.prompts)
+    test = None if config.test_prompts is None else folder / config.test_prompts
+    if test is not None and not test.is_file():
+        raise ValueError(
+            f"test_prompts is {config.test_prompts!r}, but there is no file {test}; "
+            "give a text file in the job's workdir with one prompt a line, or leave it out"
+        )
+    return file_prompts(path, config.seed, config.algorithm.prompts_per_batch, config.evaluation.prompts, test)
 
 
 @cache
@@ -165,7 +172,7 @@ class ShapesPrompts:
 
 @dataclass(frozen=True)
 class FilePrompts:
-    """Lines of a file: passes over the trained ones, each in an order of its own; the last lines are held out."""
+    """Lines of a file: passes over the trained ones, each in an order of its own; the others are only evaluated."""
 
     trained: tuple[str, ...]
     evaluated: tuple[str, ...]
@@ -183,21 +190,54 @@ class FilePrompts:
         return list(self.evaluated)
 
 
-def file_prompts(path: Path, run_seed: int, prompts_per_batch: int, evaluated: int) -> FilePrompts:
+def file_prompts(
+    path: Path, run_seed: int, prompts_per_batch: int, evaluated: int, test: Path | None = None
+) -> FilePrompts:
     """One prompt a line; blank lines, `#` comments and repeated prompts are skipped.
 
-    The last lines are held out: `evaluated` of them, but at most one fifth of the file, and at least one.
+    `test`: a file of prompts that are evaluated, at most `evaluated`; those that `path` has too are not trained.
+    Without it a random part of `path` is held out: `evaluated` prompts, but at most one fifth, and at least one.
+    Raises ValueError if too few are left to train, or none to evaluate.
     """
-    lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
-    prompts = tuple(dict.fromkeys(line for line in lines if line and not line.startswith("#")))
-    held_out = min(evaluated, max(1, len(prompts) // HELD_OUT_SHARE))
-    trained = len(prompts) - held_out
-    if trained < prompts_per_batch:
+    prompts = _prompts_of(path)
+    if test is None:
+        share = min(evaluated, max(1, len(prompts) // HELD_OUT_SHARE))
+        held_out = _drawn(prompts, share)
+        trained = tuple(prompt for prompt in prompts if prompt not in held_out)
+    else:
+        tested = _prompts_of(test)
+        if not tested:
+            raise ValueError(f"{test} has no prompts to evaluate with; write one prompt a line")
+        held_out = _drawn(tested, evaluated)
+        # Not those that are left out of a large file either: another run may evaluate with more of them.
+        trained = tuple(prompt for prompt in prompts if prompt not in set(tested))
+    if len(trained) < prompts_per_batch:
         raise ValueError(
-            f"{path} has {len(prompts)} different prompts, {held_out} of them held out for evaluation, which leaves "
-            f"{max(0, trained)}; prompts_per_batch is {prompts_per_batch}: add prompts, or lower it"
+            f"{path} has {len(prompts)} different prompts, {len(prompts) - len(trained)} of them held out for "
+            f"evaluation, which leaves {len(trained)}; prompts_per_batch is {prompts_per_batch}: add prompts, or "
+            "lower it"
         )
-    return FilePrompts(prompts[:trained], prompts[trained:], run_seed, prompts_per_batch)
+    return FilePrompts(trained, held_out, run_seed, prompts_per_batch)
+
+
+def _prompts_of(path: Path) -> tuple[str, ...]:
+    lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    return tuple(dict.fromkeys(line for line in lines if line and not line.startswith("#")))
+
+
+def _drawn(prompts: Sequence[str], count: int) -> tuple[str, ...]:
+    """A random part, in order of the file: the prompts whose blake2b is smallest.
+
+    Runs with other seeds draw the same, so that their curves can be compared, and a file that is sorted by subject
+    holds out some of each. A prompt's number depends on its text alone: lines that move change nothing, and an added
+    line changes at most two.
+    """
+
+    def number(prompt: str) -> bytes:
+        return hashlib.blake2b(f"held out/{prompt}".encode(), digest_size=16).digest()
+
+    chosen = set(sorted(prompts, key=number)[:count])
+    return tuple(prompt for prompt in prompts if prompt in chosen)
 
 
 def _distinct(choices: int, count: int, name: str) -> list[int]:

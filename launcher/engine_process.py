@@ -3,8 +3,27 @@
 import re
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 from launcher.exit_codes import Failure
+
+OURS = Path(__file__).parent.parent / "engine" / "__init__.py"
+"""The engine that came with this launcher."""
+
+
+def check_engine_is_ours(found: str | None = None) -> None:
+    """Raise Failure when Python finds another `engine` than spotrl's: a user's own engine.py on PYTHONPATH, say.
+
+    `found`: the file that Python imports as `engine`; None asks Python, without importing it.
+    """
+    if found is None:
+        spec = find_spec("engine")
+        found = spec.origin if spec is not None else None
+    if found is not None and Path(found).resolve() != OURS.resolve():
+        raise Failure(
+            f"Python finds {found} in place of spotrl's own package `engine`; rename that file, or take its folder "
+            "out of PYTHONPATH (a reward is found beside the job file without it)"
+        )
 
 
 def engine_command(module: str, *words: str) -> list[str]:

@@ -404,13 +404,16 @@ class Job(EngineConfig):
             )
         return value
 
-    @field_validator("prompts")
+    @field_validator("prompts", "test_prompts")
     @classmethod
-    def _beside_the_job_file(cls, value: str) -> str:
+    def _beside_the_job_file(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value is None:
+            return None
         path = PurePosixPath(value)
         if path.is_absolute() or ".." in path.parts or not value.strip():
+            made = f"{' or '.join(PROMPTS)}, or " if info.field_name == "prompts" else ""
             raise ValueError(
-                f"prompts is {value!r}; use {' or '.join(PROMPTS)}, or a file in the folder of the job file, "
+                f"{info.field_name} is {value!r}; use {made}a file in the folder of the job file, "
                 "because that folder is what nodes are sent"
             )
         return value
@@ -777,25 +780,30 @@ def _check_gpus(checked: CheckedJob) -> None:
             )
 
 
+def _check_prompt_file(checked: CheckedJob, field: str, name: str, instead: str) -> None:
+    """Raise JobError when the file that a field names is missing, is no text, or is empty."""
+    file = checked.workdir / name
+    if not file.is_file():
+        raise checked.error(
+            field,
+            f"{field} is {name!r}, and there is no such file beside the job file",
+            f"write it with one prompt a line, or {instead}",
+        )
+    try:
+        has_prompts = any(line.strip() for line in file.read_text("utf-8").splitlines())
+    except (UnicodeDecodeError, OSError) as error:
+        raise checked.error(field, f"{name} cannot be read as text ({error})", "save it as UTF-8") from None
+    if not has_prompts:
+        raise checked.error(field, f"{name} has no prompts", "write one prompt a line")
+
+
 def _check_files(checked: CheckedJob) -> None:
     """What the job names must be there now, not missed by the first node."""
     job, folder = checked.job, checked.workdir
     if job.prompts not in PROMPTS:
-        file = folder / job.prompts
-        if not file.is_file():
-            raise checked.error(
-                "prompts",
-                f"prompts is {job.prompts!r}, and there is no such file beside the job file",
-                f"write it with one prompt a line, or use {' or '.join(PROMPTS)}",
-            )
-        try:
-            has_prompts = any(line.strip() for line in file.read_text("utf-8").splitlines())
-        except (UnicodeDecodeError, OSError) as error:
-            raise checked.error(
-                "prompts", f"{job.prompts} cannot be read as text ({error})", "save it as UTF-8"
-            ) from None
-        if not has_prompts:
-            raise checked.error("prompts", f"{job.prompts} has no prompts", "write one prompt a line")
+        _check_prompt_file(checked, "prompts", job.prompts, f"use {' or '.join(PROMPTS)}")
+    if job.test_prompts is not None:
+        _check_prompt_file(checked, "test_prompts", job.test_prompts, "leave test_prompts out")
     # On clouds a plan says what is not here, and only `launch` needs it.
     if job.model.path is not None and not job.clouds and not (folder / job.model.path).is_dir():
         raise checked.error(

@@ -1,6 +1,6 @@
 """Before anything is started: try here, for seconds, what would otherwise fail on the first node that is paid for.
 
-disk -> secrets -> the engine's own look at the job (user's reward called once on one picture, prompts, weights)
+platform -> disk -> secrets -> the engine's own look (user's reward called once on one picture, prompts, weights)
 
 The engine looks in a process of its own, so that the launcher stays free of torch and a reward that crashes
 the interpreter is only another answer.
@@ -33,9 +33,19 @@ def preflight(
 
     `start`: the file with its start weights, if it has any
     """
+    check_platform()
     check_disk(folder)
     check_secrets(checked, environ)
     return ask_engine(checked, start)
+
+
+def check_platform(platform: str = sys.platform) -> None:
+    """Raise Failure where nodes cannot run. Only local runs are concerned: nodes on clouds are Linux machines."""
+    if platform != "linux":
+        raise Failure(
+            f"a run on this machine needs Linux, and this is {platform}: nodes share weights by memfd_create and find "
+            "their processes in /proc; use a Linux machine, or clouds with --infra aws,gcp"
+        )
 
 
 def check_disk(folder: Path) -> None:

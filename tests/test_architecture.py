@@ -29,6 +29,21 @@ PURE = {
 }
 """What policies and replays may use besides: decisions, without torch or Ray."""
 
+ABOVE = {
+    "launcher/market": {"cli", "cluster", "placement", "preflight", "report"},
+    "launcher/placement": {"cli", "cluster", "ledger", "preflight", "report"},
+    "launcher/ledger": {"cli", "cluster", "placement", "preflight", "report"},
+    "launcher/report": {"cli", "placement", "preflight"},
+    "launcher/cluster": {"cli"},
+    "engine/rollout": {"exploration", "loop", "rewards", "runtime", "training"},
+    "engine/parallel": {"exploration", "loop", "models", "rewards", "runtime", "training"},
+    "engine/rewards": {"exploration", "loop", "parallel", "runtime", "training"},
+    "engine/exploration": {"loop", "models", "parallel", "rewards", "runtime", "training"},
+    "engine/training": {"exploration", "loop", "rewards"},
+    "engine/models": {"exploration", "loop", "training"},
+}
+"""Rooms that a room may not import, because they are above it."""
+
 HEAVY = {"torch", "ray", "sky", "diffusers", "transformers"}
 
 INSTALLED_AS = {
@@ -90,6 +105,17 @@ def test_the_launcher_knows_the_engine_by_its_contract():
     assert not forbidden("launcher", is_allowed)
 
 
+@pytest.mark.parametrize("room", sorted(ABOVE))
+def test_a_room_imports_none_of_those_above_it(room):
+    house = room.partition("/")[0]
+
+    def is_allowed(_: Path, name: str) -> bool:
+        return top(name) != house or f"{name}.".split(".")[1] not in ABOVE[room]
+
+    assert python_files(room)
+    assert not forbidden(room, is_allowed)
+
+
 @pytest.mark.parametrize("room", ["launcher", "catalogs", "sky_yamls"])
 def test_the_launcher_never_loads_what_is_heavy(room):
     """Except SkyPilot, in the one module that drives it, when it does."""
@@ -129,6 +155,14 @@ def test_everything_that_is_imported_is_asked_for():
         return module in sys.stdlib_module_names or module in ours or known in asked or name.startswith("ruamel.")
 
     assert not [line for room in sorted(ours) for line in forbidden(room, is_allowed)]
+
+
+def test_every_python_that_we_start_leaves_out_the_folder_it_starts_in():
+    """Else a user's own `launcher.py` or `engine.py` would be imported in place of ours."""
+    texts = [file.read_text("utf-8") for room in ("engine", "launcher") for file in python_files(room)]
+    first_words = [word for text in texts for word in re.findall(r"sys\.executable, (?!\[)(\S+?),", text)]
+    assert len(first_words) >= 8
+    assert set(first_words) == {'"-P"'}
 
 
 def loaded_by(code: str) -> set[str]:

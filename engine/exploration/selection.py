@@ -2,7 +2,9 @@
 
 A group's gradient vanishes where its rewards agree, so the kept seeds are those of largest reward variance. The best
 subset of a given size is always a prefix plus a suffix of the sorted rewards (research notes rl 1.2), which leaves
-keep + 1 candidates to compare. Pure: equal rewards in equal order give equal choices on every machine.
+keep + 1 candidates to compare. So the gradient is that of a selected sample, and no weight makes it one of all seeds:
+extremes count for more than they would in a random group. Pure: equal rewards in equal order give equal choices on
+every machine.
 """
 
 import json

@@ -10,7 +10,7 @@ EXAMPLES = {
     "quickstart": ("quickstart.yaml",),
     "shapes": ("shapes.yaml",),
     "digits_ocr_shared": ("digits_ocr_shared.yaml",),
-    "qwen_image_ocr": ("qwen_image_ocr.yaml", "qwen_image_ocr_prompts.txt"),
+    "qwen_image_ocr": ("qwen_image_ocr.yaml", "qwen_image_ocr_prompts.txt", "qwen_image_ocr_test_prompts.txt"),
 }
 """Files of each example in the package `sky_yamls`, the job first."""
 

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 import click
 
+from launcher.engine_process import check_engine_is_ours
 from launcher.exit_codes import ExitCode
 
 HERE = Path(__file__).parent
@@ -135,6 +136,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 def run(argv: Sequence[str] | None = None) -> int:
     try:
+        check_engine_is_ours()
         code = cli.main(args=None if argv is None else list(argv), prog_name="spotrl", standalone_mode=False)
         return int(code) if isinstance(code, int) else ExitCode.OK
     except (Exception, KeyboardInterrupt) as error:

@@ -53,8 +53,9 @@ class Settings:
     """Of a batch that explores: so many fit beside training here."""
     explored_together: int = 60
     """Candidates in a forward pass."""
-    random_fraction: float = 0.03125
-    """Of the candidates that were not chosen: rolled out afresh to check the ranking."""
+    random_fraction: float = 1 / 24
+    """Of the candidates that were not chosen: rolled out afresh to check the ranking. 3 of 72, the fewest by which the
+    monitor may stop exploring (`LEAST_CONTROLS`); figures of before 2026-11-24 were made with 2, by which it cannot."""
     budget: int = 18
     """Iterations after which the arms are compared."""
     cap: int = 45

@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+import numpy as np
 from scipy import stats
 
 from tests.benchmarks.arms import (
@@ -32,7 +33,7 @@ from tests.benchmarks.arms import (
     stored_or_run,
 )
 from tests.benchmarks.page import load_now, publish, spread
-from tests.benchmarks.readers import exact_by_reader
+from tests.benchmarks.readers import GIVES_REWARD, exact_by_reader
 
 SETTINGS = Settings()
 
@@ -53,8 +54,6 @@ SAME_GROUPS = "plain-6x8"
 
 CHECKED = (*PLAIN, "stale")
 """Arms whose pictures other recognisers read as well."""
-
-GIVES_REWARD = "v6 at 72 columns, which gave the reward"
 
 FIRST_SEED = 6
 """Seeds 1 to 5 were seen with earlier settings, and these were chosen because of that: they prove nothing any more."""
@@ -100,6 +99,12 @@ def tune(*, only_stored: bool = False) -> dict[str, dict[str, float]]:
 def exact_after(cell: Cell, iterations: int = SETTINGS.budget) -> float:
     """Exact match after so many iterations, or at the last evaluation before."""
     return cell.curve[max(done for done in cell.curve if done <= iterations)]
+
+
+def exact_at(cell: Cell, iterations: float) -> float:
+    """Exact match after so many iterations, by a straight line between two evaluations, as `crossing` draws it."""
+    done = sorted(cell.curve)
+    return float(np.interp(iterations, done, [cell.curve[iteration] for iteration in done]))
 
 
 def iterations_to_target(cell: Cell) -> float:
@@ -157,10 +162,13 @@ def figures(by: By) -> dict[str, Any]:
         "paired_difference": interval([after["stale"][seed] - after[plain][seed] for seed in seeds]),
         "iterations_ratio": statistics.median(of_pairs(by, plain, "stale", iterations_to_target)),
         "iterations_ratios": of_pairs(by, plain, "stale", iterations_to_target),
+        "iterations_ratio_interval": ratio_interval(of_pairs(by, plain, "stale", iterations_to_target)),
         "wall_ratio": {
             "plain": statistics.median(of_pairs(by, plain, "stale", seconds_to_target)),
             "in-path": statistics.median(of_pairs(by, "in-path", "stale", seconds_to_target)),
         },
+        "wall_ratios": of_pairs(by, plain, "stale", seconds_to_target),
+        "wall_ratio_interval": ratio_interval(of_pairs(by, plain, "stale", seconds_to_target)),
         "cpu_ratio": {
             "plain": statistics.median(of_pairs(by, plain, "stale", cpu_seconds_to_target)),
             "in-path": statistics.median(of_pairs(by, "in-path", "stale", cpu_seconds_to_target)),
@@ -174,7 +182,7 @@ def figures(by: By) -> dict[str, Any]:
         },
         "plain_wide_in_equal_time": {
             "iterations": wide,
-            "exact": statistics.mean(exact_after(by["plain-wide"][seed], most) for seed, most in wide.items()),
+            "exact": statistics.mean(exact_at(by["plain-wide"][seed], most) for seed, most in wide.items()),
         },
         "on_demand_only_trains_the_same": same,
         "seconds_per_iteration": {n: statistics.median(map(iteration_seconds, c.values())) for n, c in by.items()},
@@ -203,22 +211,23 @@ def further(seeds: range, count: int) -> list[int]:
     return sorted({*range(seeds.stop, seeds.stop + count), *stored})
 
 
-def with_more_seeds(by: By, more: By) -> dict[str, Any] | None:
-    """What the arms reach, over the reported seeds and some more, whose times nobody looked at."""
-    cells = {name: {**by[name], **added} for name, added in more.items()}
-    if not more["stale"]:
+def new_seeds_alone(more: By, plain: str) -> dict[str, Any] | None:
+    """Figures of seeds that were added after the first ones were seen, without those: whoever adds seeds until an
+    interval clears zero has chosen when to stop. None without such seeds; their times nobody looked at.
+
+    `plain`: the plain arm that the first seeds chose.
+    """
+    if len(more["stale"]) < 2:
         return None
-    after = {name: {seed: exact_after(cell) for seed, cell in some.items()} for name, some in cells.items()}
-    plain = max(PLAIN, key=lambda name: statistics.mean(after[name].values()))
-    gains = {seed: after["stale"][seed] - after[plain][seed] for seed in after["stale"]}
+    after = {name: {seed: exact_after(cell) for seed, cell in some.items()} for name, some in more.items()}
     return {
-        "seeds": list(cells["stale"]),
+        "seeds": list(more["stale"]),
         "plain": plain,
         "exact_after_budget": {name: statistics.mean(values.values()) for name, values in after.items()},
         "stdev": {name: statistics.stdev(values.values()) for name, values in after.items()},
-        "paired_difference": interval(list(gains.values())),
-        "of_the_new_ones": interval([gains[seed] for seed in more["stale"]]) if len(more["stale"]) > 1 else None,
-        "iterations_ratio": statistics.median(of_pairs(cells, plain, "stale", iterations_to_target)),
+        "paired_difference": interval([after["stale"][seed] - after[plain][seed] for seed in more["stale"]]),
+        "iterations_ratio": statistics.median(of_pairs(more, plain, "stale", iterations_to_target)),
+        "iterations_ratio_interval": ratio_interval(of_pairs(more, plain, "stale", iterations_to_target)),
         "curves": {name: {seed: cell.curve for seed, cell in added.items()} for name, added in more.items()},
     }
 
@@ -259,7 +268,7 @@ def rows(by: By, result: Mapping[str, Any]) -> list[dict[str, Any]]:
 def text(by: By, result: Mapping[str, Any], tuned: Mapping[str, Mapping[str, float]]) -> str:
     difference = result["paired_difference"]
     readers = result["other_readers"]
-    names = list(readers["base"])
+    names = [name for name in readers["base"] if all(name in read for read in readers.values())]
     table = ["| exact match read by | " + " | ".join(names) + " |", "|" + " --- |" * (len(names) + 1)]
     table += [f"| {who} | " + " | ".join(f"{read[name]:.3f}" for name in names) + " |" for who, read in readers.items()]
     tuning = "; ".join(
@@ -276,10 +285,11 @@ do not lengthen as they do the wall clock.
 - `{result["plain"]}` is the better plain arm after the budget, chosen on the reported seeds, which favours it.
 - After {SETTINGS.budget} iterations: stale minus {result["plain"]}, paired by seed, {difference["mean"]:+.3f}
   (95 % interval {difference["low"]:+.3f} to {difference["high"]:+.3f}).
-{more_seeds(result)}- plain-wide trains all {SETTINGS.candidates} candidates of a batch. In the wall time of stale's
+{more_seeds(result)}- {wall_text(result)}
+- plain-wide trains all {SETTINGS.candidates} candidates of a batch. In the wall time of stale's
   budget it does {min(result["plain_wide_in_equal_time"]["iterations"].values())} to
   {max(result["plain_wide_in_equal_time"]["iterations"].values())} iterations, to exact match
-  {result["plain_wide_in_equal_time"]["exact"]:.3f} at its last evaluation before.
+  {result["plain_wide_in_equal_time"]["exact"]:.3f}, by a straight line between two evaluations.
 - on-demand-only trains the same batches as plain-6x8 ({result["on_demand_only_trains_the_same"]}, by manifest digest),
   so only its seconds are run, for {ARMS["on-demand-only"].most} iterations.
 - control is stale with one change: candidates are drawn from other noise than the seed's own. `control_ratio` is its
@@ -291,11 +301,14 @@ Other readers, after the budget, mean over seeds (reward hacking would show as a
 
 {chr(10).join(table)}
 
+The gradient of what explores is that of a selected sample: seeds whose rewards differ most, not all seeds.
+
 Settings were fixed before these seeds ran. Learning rate, tuned for the plain arms on seeds {list(TUNED_ON)}, exact
 match after the budget: {tuning or TUNED_BEFORE}. Used: {SETTINGS.learning_rate:g}, and
 {ARMS["plain-12x4"].learning_rate:g} in plain-12x4, each plain arm's best; what explores has the rate and the groups of
-{SAME_GROUPS}. The number of candidates was chosen on seeds 101 to 103, by what fits beside training. Of a batch so few
-candidates are rolled out afresh here that the ranking monitor cannot correct for range restriction, and never stops.
+{SAME_GROUPS}. The number of candidates was chosen on seeds 101 to 103, by what fits beside training. Of a batch
+{controls_of_a_batch()} candidates that were not chosen are rolled out afresh, the fewest by which the ranking monitor
+corrects for range restriction and so may stop: how soon it does is on the page switch_off.
 
 ## What was tried
 
@@ -323,16 +336,17 @@ seeds 100 to 106.
 
 Learnt: seeds differ more than settings do. On seeds 101 and 102, where plain reads .721, stale reads .866 with 108
 candidates, .865 with 120 and .871 with 144; on seeds 1 to 5 the gain was +.036 (96), on 6 to 10 +.090, and on 11 to 15
-+.143. The paired difference has a standard deviation of .09 to .11 over seeds, so five of them show only gains above
-.11 to .13, and whether a larger pool brings more is not shown. What the larger passes brought is that exploring now
-costs next to no time. In-path exploration, with fresh weights and the same pool, gains as much an iteration: a version
-of staleness costs next to nothing here, and exploring beside training instead of in its path is what saves the time.
-The clock varies as well: two runs of the same seeds gave wall ratios of 1.31 and 1.46 over plain.
++.143. The paired difference has a standard deviation of .11 over seeds 6 to 10 and of .06 over 11 to 15, so five of
+them show only gains above .08 to .13, and whether a larger pool brings more is not shown. What the larger passes
+brought is that exploring now costs next to no time. In-path exploration, with fresh weights and the same pool, gains
+as much an iteration: a version of staleness costs next to nothing here, and exploring beside training instead of in its
+path is what saves the time. The clock varies as well: two runs of the same seeds gave wall ratios of 1.31 and 1.46 over
+plain.
 
 Prepared off the clock: the base and the student scorer, which was made with the base (about a minute; it ranks
 candidates only, training data is scored by the recogniser). Ours rather than the paper's: task, model, student scorer,
 bfloat16 exploration, group shapes, the size of the pool ({SETTINGS.candidates} candidates), two nodes instead of a
-cluster, and that the spot node may not train. No claim about money follows from this page: see modelled_cost.
+cluster, and that the spot node may not train. No claim about money follows from this page.
 """
 
 
@@ -347,19 +361,33 @@ def share_text(result: Mapping[str, Any]) -> str:
     )
 
 
+def controls_of_a_batch() -> int:
+    """As `control_slice` rounds."""
+    return math.floor(SETTINGS.random_fraction * (SETTINGS.candidates - SETTINGS.trained) + 0.5)
+
+
+def wall_text(result: Mapping[str, Any]) -> str:
+    """A line of the page: how much sooner the target came, with its interval."""
+    found = result["wall_ratio_interval"]
+    by_seed = ", ".join(f"{ratio:.2f}" for ratio in result["wall_ratios"])
+    return (
+        f"The target came {result['wall_ratio']['plain']:.2f} times sooner than with {result['plain']} (median; by "
+        f"seed {by_seed}; geometric mean\n  {found['mean']:.2f}, 95 % interval {found['low']:.2f} to "
+        f"{found['high']:.2f})."
+    )
+
+
 def more_seeds(result: Mapping[str, Any]) -> str:
     """A line of the page; nothing when there are no more seeds."""
-    more = result["with_more_seeds"]
-    if more is None:
+    new = result["new_seeds_alone"]
+    if new is None:
         return ""
-    found, spread_of, new = more["paired_difference"], more["stdev"], more["of_the_new_ones"]
-    alone = f"; the new ones alone {new['mean']:+.3f}\n  ({new['low']:+.3f} to {new['high']:+.3f})" if new else ""
+    found, ratio = new["paired_difference"], new["iterations_ratio_interval"]
     return (
-        f"- The spread over seeds is large (standard deviation {spread_of['stale']:.3f} of stale, "
-        f"{spread_of[more['plain']]:.3f} of plain), so\n"
-        f"  more seeds were run afterwards, what they reach only: over {len(more['seeds'])} the difference is "
-        f"{found['mean']:+.3f} ({found['low']:+.3f} to\n  {found['high']:+.3f}), the median ratio of iterations "
-        f"{more['iterations_ratio']:.2f}{alone}.\n"
+        f"- Seeds {new['seeds'][0]} to {new['seeds'][-1]} were run after these had been seen, what they reach only, so "
+        f"they stand alone: {found['mean']:+.3f}\n  ({found['low']:+.3f} to {found['high']:+.3f}), "
+        f"{new['iterations_ratio']:.2f} times fewer iterations (median; geometric mean {ratio['mean']:.2f}, "
+        f"{ratio['low']:.2f} to {ratio['high']:.2f}).\n"
     )
 
 
@@ -387,7 +415,8 @@ def main() -> None:
     more = {name: {seed: cell_of(name, seed) for seed in further(seeds, options.more)} for name in (*PLAIN, "stale")}
     added = f" --more {len(more['stale'])}" if more["stale"] else ""
     tuned = tune(only_stored=True)
-    result = figures(by) | {"with_more_seeds": with_more_seeds(by, more)}
+    result = figures(by)
+    result |= {"new_seeds_alone": new_seeds_alone(more, result["plain"])}
     publish(
         "exploration",
         question="do candidates that are tried beside training, with the weights before, make a run reach more?",

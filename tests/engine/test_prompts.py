@@ -58,16 +58,51 @@ def test_more_digits_than_are_held_out_cannot_be_evaluated():
 def test_blank_lines_comments_and_repeats_of_a_file_are_skipped(tmp_path):
     name = write(tmp_path, ["# a comment", "a cat", "", "  a dog  ", "a cat", "a cow", "a pig", "a hen"])
     source = prompt_source(config(name, per_batch=4), str(tmp_path))
-    assert sorted(source.batch(0)) == ["a cat", "a cow", "a dog", "a pig"]
-    assert source.held_out() == ["a hen"]
+    assert sorted([*source.batch(0), *source.held_out()]) == ["a cat", "a cow", "a dog", "a hen", "a pig"]
 
 
-def test_the_last_lines_are_held_out_and_never_trained(tmp_path):
-    lines = [f"prompt {number}" for number in range(50)]
-    source = prompt_source(config(write(tmp_path, lines), per_batch=6, evaluated=7), str(tmp_path))
-    trained = {prompt for batch in range(40) for prompt in source.batch(batch)}
-    assert source.held_out() == lines[-7:]
-    assert trained == set(lines[:-7])
+LINES = [f"{subject} {number}" for subject in ("cat", "dog", "hen", "pig", "cow") for number in range(10)]
+"""A file that is sorted by subject."""
+
+
+def source_of(folder, lines, **fields):
+    return prompt_source(config(write(folder, lines), per_batch=6, **fields), str(folder))
+
+
+def test_a_random_part_of_a_file_is_held_out_and_never_trained(tmp_path):
+    source = source_of(tmp_path, LINES, evaluated=9)
+    trained = {prompt for batch in range(60) for prompt in source.batch(batch)}
+    assert len(source.held_out()) == 9
+    assert trained == set(LINES) - set(source.held_out())
+    assert len({prompt.split()[0] for prompt in source.held_out()}) >= 4  # the last lines would all be cows
+
+
+def test_what_is_held_out_depends_on_the_prompts_alone(tmp_path):
+    first = set(source_of(tmp_path, LINES, evaluated=9).held_out())
+    assert set(source_of(tmp_path, LINES[::-1], evaluated=9, seed=5).held_out()) == first
+    assert len(first & set(source_of(tmp_path, [*LINES, "an owl"], evaluated=9).held_out())) >= 8
+
+
+def test_prompts_of_a_test_file_are_evaluated_and_never_trained(tmp_path):
+    (tmp_path / "test.txt").write_text("dog 3\nan owl\n# a comment\n\nan eel\n", encoding="utf-8")
+    made = config(write(tmp_path, LINES), per_batch=8).model_copy(update={"test_prompts": "test.txt"})
+    source = prompt_source(made, str(tmp_path))
+    assert source.held_out() == ["dog 3", "an owl", "an eel"]
+    assert {prompt for batch in range(60) for prompt in source.batch(batch)} == set(LINES) - {"dog 3"}
+
+
+def test_a_test_file_that_is_missing_or_empty_is_named(tmp_path):
+    made = config(write(tmp_path, LINES)).model_copy(update={"test_prompts": "test.txt"})
+    with pytest.raises(ValueError, match=r"test_prompts is 'test.txt', but there is no file"):
+        prompt_source(made, str(tmp_path))
+    (tmp_path / "test.txt").write_text("# nothing\n")
+    with pytest.raises(ValueError, match=r"test.txt has no prompts to evaluate with"):
+        prompt_source(made, str(tmp_path))
+
+
+def test_digits_have_held_out_prompts_of_their_own_and_take_no_test_file():
+    with pytest.raises(ValueError, match="digits has held-out prompts of its own"):
+        EngineConfig(test_prompts="test.txt")
 
 
 def test_one_pass_over_a_file_repeats_no_prompt(tmp_path):

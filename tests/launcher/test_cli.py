@@ -163,10 +163,9 @@ def test_init_writes_a_job_that_loads_and_replaces_nothing(tmp_path):
 def test_init_with_json_names_the_files_it_wrote(tmp_path):
     path = tmp_path / "mine.yaml"
     result = CliRunner().invoke(cli, ["init", str(path), "--example", "qwen_image_ocr", "--json"])
-    prompts = tmp_path / "qwen_image_ocr_prompts.txt"
-    assert json.loads(result.output) == {"file": str(path), "beside": [str(prompts)]}
-    assert path.exists()
-    assert prompts.exists()
+    beside = [tmp_path / f"qwen_image_ocr_{kind}.txt" for kind in ("prompts", "test_prompts")]
+    assert json.loads(result.output) == {"file": str(path), "beside": [str(one) for one in beside]}
+    assert all(one.exists() for one in (path, *beside))
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

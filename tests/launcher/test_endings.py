@@ -5,16 +5,19 @@ import os
 import sqlite3
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from launcher.cli import endings
 from launcher.cli.main import run
+from launcher.engine_process import OURS, check_engine_is_ours
 from launcher.exit_codes import ExitCode, Failure
 from launcher.ledger.store import append_status, find_run, open_ledger, writing
 from tests.launcher.made_ledger import a_long_run
 
 RUN = "digits-ocr"
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -156,6 +159,24 @@ def test_a_job_file_that_is_empty_or_a_pipe_is_refused(home, tmp_path, capsys):
 def test_a_package_that_is_not_installed_names_the_extra(module, extra):
     error = ModuleNotFoundError(f"No module named '{module}'", name=module)
     assert f"pip install 'spotrl[{extra}]'" in (endings.sentence(error) or "")
+
+
+def test_an_engine_that_is_not_ours_is_named_by_its_file(tmp_path):
+    (tmp_path / "engine.py").write_text("")
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "launcher.cli.main", "ls"],
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == ExitCode.FAILURE
+    assert f"Error: Python finds {tmp_path}/engine.py in place of spotrl's own" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_engine_that_came_with_the_launcher_is_taken():
+    check_engine_is_ours()
+    check_engine_is_ours(str(OURS))
 
 
 def test_json_answers_errors_as_json(home, capsys):

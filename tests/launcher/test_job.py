@@ -196,6 +196,16 @@ def test_prompts_of_the_users_own_are_found_beside_the_job(write, tmp_path):
         load_job(write("prompts: mine.txt"))
 
 
+def test_test_prompts_are_looked_for_beside_the_job(write, tmp_path):
+    (tmp_path / "mine.txt").write_text("a cat\na dog\n")
+    with pytest.raises(JobError, match=r"line 2: test_prompts is 'test.txt', and there is no such file"):
+        load_job(write("prompts: mine.txt\ntest_prompts: test.txt\n"))
+    with pytest.raises(JobError, match=r"test_prompts is '../test.txt'; use a file in the folder of the job file"):
+        load_job(write("prompts: mine.txt\ntest_prompts: ../test.txt\n"))
+    (tmp_path / "test.txt").write_text("a cow\n")
+    assert load_job(write("prompts: mine.txt\ntest_prompts: test.txt\n")).job.engine().test_prompts == "test.txt"
+
+
 def test_flag_beats_environment_beats_file_beats_user_config_beats_default(write, tmp_path):
     user = tmp_path / "config.yaml"
     user.write_text("iterations: 4\nseed: 4\nclock_factor: 4\nbudget: {max_total: $4, max_hourly: $4}\n")
@@ -320,9 +330,10 @@ def test_the_reference_recipe_evaluates_words_that_it_does_not_train():
     from engine.rewards.ocr import target_text
 
     job = load_job(Path(str(files("sky_yamls") / "qwen_image_ocr.yaml"))).job
-    path = Path(str(files("sky_yamls") / job.prompts))
-    prompts = file_prompts(path, job.seed, job.algorithm.prompts_per_batch, job.evaluation.prompts)
+    path, test = (Path(str(files("sky_yamls") / str(name))) for name in (job.prompts, job.test_prompts))
+    prompts = file_prompts(path, job.seed, job.algorithm.prompts_per_batch, job.evaluation.prompts, test)
     assert not {target_text(line) for line in prompts.trained} & {target_text(line) for line in prompts.evaluated}
+    assert len(prompts.trained) == 140
     assert len(prompts.evaluated) == job.evaluation.prompts
 
 

@@ -32,7 +32,7 @@ def launch(tmp_path, monkeypatch, capsys):
     """Calls `spotrl launch` on a copy of the reference recipe, in a home of the test's."""
     monkeypatch.setenv("SPOTRL_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("SPOTRL_CONFIG", str(tmp_path / "config.yaml"))
-    for name in (JOB, "qwen_image_ocr_prompts.txt"):
+    for name in (JOB, "qwen_image_ocr_prompts.txt", "qwen_image_ocr_test_prompts.txt"):
         shutil.copy(str(files("sky_yamls") / name), tmp_path / name)
 
     def launch(*arguments: str) -> tuple[int, str, str]:

@@ -6,7 +6,7 @@ from launcher import preflight as preflight_module
 from launcher.cli.main import run
 from launcher.exit_codes import ExitCode, Failure
 from launcher.job import JobError, load_job
-from launcher.preflight import check_disk, check_secrets, preflight
+from launcher.preflight import check_disk, check_platform, check_secrets, preflight
 from launcher.settings import config_path, home, ledger_path
 
 ANSWER = '{"field": "reward", "found": "it raised", "remedy": "mend it"}'
@@ -19,6 +19,14 @@ def test_a_secret_that_is_not_set_here_is_missed_now(tmp_path):
     check_secrets(checked, {"HF_TOKEN": "x"})
     with pytest.raises(JobError, match=r"line 2: secrets names HF_TOKEN, which is not set here; export HF_TOKEN"):
         check_secrets(checked, {"HF_TOKEN": ""})
+
+
+def test_a_local_run_elsewhere_than_on_linux_is_refused_in_a_sentence():
+    check_platform("linux")
+    with pytest.raises(
+        Failure, match=r"needs Linux, and this is darwin: .*memfd_create.*; use a Linux machine, or clouds"
+    ):
+        check_platform("darwin")
 
 
 def test_a_full_disk_is_noticed_before_the_first_checkpoint(tmp_path, monkeypatch):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from engine import durable
+from engine import durable, prompts
 from engine.runtime import agent, journal, weight_book
 from engine.training.checkpoint import CheckpointStore
 from launcher.cluster import cloud_node, controller, lease, local_nodes, sky_provisioner
@@ -37,6 +37,24 @@ def write_without_sync(path: Path, data: bytes) -> None:
 FAULTS: dict[str, Fault] = {
     fault.name: fault
     for fault in (
+        Fault(
+            name="the-last-lines-are-held-out",
+            forgets="that a file of prompts may be sorted by subject",
+            patches=((prompts, "_drawn", lambda lines, count: tuple(lines[-count:])),),
+            found_by="tests/engine/test_prompts.py::test_a_random_part_of_a_file_is_held_out_and_never_trained",
+        ),
+        Fault(
+            name="test-prompts-are-trained",
+            forgets="to leave the prompts of a test file out of training",
+            patches=(
+                (
+                    prompts,
+                    "file_prompts",
+                    changed(prompts.file_prompts, "if prompt not in set(tested)", ""),
+                ),
+            ),
+            found_by="tests/engine/test_prompts.py::test_prompts_of_a_test_file_are_evaluated_and_never_trained",
+        ),
         Fault(
             name="a-file-that-exists-is-trusted",
             forgets="that a power cut leaves files empty under their names",
