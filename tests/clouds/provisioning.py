@@ -6,10 +6,12 @@ story prints one line of JSON at its end: what was seen, for the test to judge.
 
 import json
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import boto3
@@ -39,6 +41,8 @@ PLACES = {
 SPOT_QUOTAS = {"aws": ("aws", "L-34B43A08"), "gcp": ("gcp/us-central1", "PREEMPTIBLE_CPUS")}
 """Of the types in `PLACES`, which have two vCPUs."""
 PASS_SECONDS = 0.25
+UP_SECONDS = 1000.0
+"""For a node to be at work: two to five minutes on a machine with nothing else to do."""
 PATIENCE = sky_provisioner.LAUNCH_SECONDS
 
 
@@ -137,7 +141,8 @@ class Drive:
             time.sleep(PASS_SECONDS)
 
     def up(self, name: str) -> NodeFact:
-        fact = self.until(lambda facts: facts[name].status not in (NodeStatus.PENDING, NodeStatus.UNKNOWN), 600)[name]
+        not_yet = (NodeStatus.PENDING, NodeStatus.UNKNOWN)
+        fact = self.until(lambda facts: facts[name].status not in not_yet, UP_SECONDS)[name]
         if fact.status is not NodeStatus.UP:
             raise SystemExit(f"{name} is {fact.status}: {fact.evidence} {list(self.provisioner.troubles())}")
         return fact
@@ -237,6 +242,8 @@ COMPANY = {
     "gcp": Named(identity=ACCOUNT, network="company", subnets=("company-central",)),
 }
 COMPANY_RANGE = "10.200.0.0/20"
+PRIVATE_RANGE = "172.31.240.0/20"
+"""On AWS: of a subnet of its own, because SkyPilot buys without public addresses only where no internet gateway is."""
 
 
 def administrator(world: World, folder: Path, cloud: str) -> dict:
@@ -249,7 +256,12 @@ def administrator(world: World, folder: Path, cloud: str) -> dict:
     (vpc,) = ec2.describe_vpcs(Filters=[{"Name": "is-default", "Values": ["true"]}])["Vpcs"]
     filters = [{"Name": "vpc-id", "Values": [vpc["VpcId"]]}, {"Name": "availability-zone", "Values": [zone]}]
     (subnet,) = ec2.describe_subnets(Filters=filters)["Subnets"]
-    for thing, name in ((vpc["VpcId"], "company"), (subnet["SubnetId"], "company-a")):
+    private = ec2.create_subnet(VpcId=vpc["VpcId"], AvailabilityZone=zone, CidrBlock=PRIVATE_RANGE)["Subnet"][
+        "SubnetId"
+    ]
+    table = ec2.create_route_table(VpcId=vpc["VpcId"])["RouteTable"]["RouteTableId"]
+    ec2.associate_route_table(RouteTableId=table, SubnetId=private)
+    for thing, name in ((vpc["VpcId"], "company"), (subnet["SubnetId"], "company-a"), (private, "company-private")):
         ec2.create_tags(Resources=[thing], Tags=[{"Key": "Name", "Value": name}])
     made = ec2.create_security_group(GroupName="company-nodes", Description="nodes", VpcId=vpc["VpcId"])
     inside = {"IpProtocol": "-1", "UserIdGroupPairs": [{"GroupId": made["GroupId"]}]}
@@ -286,6 +298,78 @@ def named(world: World, folder: Path, cloud: str) -> dict:
     drive.provisioner.release([node])
     drive.ended(node)
     return {"identity": machine.identity, "address": machine.address, "left": drive.tidy()}
+
+
+def private(world: World, folder: Path, cloud: str) -> dict:
+    """A node without a public address, at work: SkyPilot and this machine log in to it through a bastion."""
+    key = folder / "bastion-key"
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key], check=True)
+    machine, end = BASTIONS[cloud](key.with_suffix(".pub").read_text().strip())
+    wait_until(lambda: machine in world.hosts())
+    host = world.hosts()[machine]
+    quiet = "-o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null -o LogLevel=ERROR"
+    proxy = f"ssh -i {key} {quiet} -W %h:%p {host['user']}@{host['public']}"
+    subnets = ("company-private",) if cloud == "aws" else COMPANY[cloud].subnets
+    named = replace(COMPANY[cloud], subnets=subnets, public_addresses=False, ssh_proxy=proxy)
+    drive = Drive(cloud, f"v{cloud}", folder, named=named)
+    node = drive.ask("trainer", Market.SPOT)
+    answer: dict = {"up": told(drive.up(node))}
+    (bought,) = build_cloud_api(cloud).machines(drive.region, run=drive.run)
+    answer |= {"address": bought.address, "public_address": bought.public_address}
+    drive.until(lambda _: drive.provisioner.door(node, 7000) is not None, 60)
+    answer["door"] = drive.provisioner.door(node, 7000)
+    answer["proxy"] = json.loads((folder / "nodes" / node / "login.json").read_text())["proxy"] == proxy
+    drive.provisioner.release([node])
+    answer["released"] = told(drive.ended(node))
+    answer["left"] = drive.tidy()
+    end()
+    wait_until(lambda: machine not in world.hosts())
+    return answer
+
+
+def wait_until(holds: Callable[[], bool], seconds: float = 30) -> None:
+    until = time.monotonic() + seconds
+    while not holds():
+        if time.monotonic() > until:
+            raise SystemExit(f"not within {seconds:.0f} s")
+        time.sleep(0.1)
+
+
+def bastion_on_aws(public_key: str) -> tuple[str, Callable[[], object]]:
+    """A machine with a public address, in the group of the nodes. Return its id, and a function that ends it."""
+    ec2 = boto3.client("ec2", region_name=PLACES["aws"][0])
+    (subnet,) = ec2.describe_subnets(Filters=[{"Name": "tag:Name", "Values": ["company-a"]}])["Subnets"]
+    filters = [{"Name": "group-name", "Values": ["company-nodes"]}]
+    (group,) = ec2.describe_security_groups(Filters=filters)["SecurityGroups"]
+    (machine,) = ec2.run_instances(
+        ImageId="ami-0fakeclouds000001",
+        InstanceType="m6i.large",
+        MinCount=1,
+        MaxCount=1,
+        SubnetId=subnet["SubnetId"],
+        SecurityGroupIds=[group["GroupId"]],
+        UserData=f"#cloud-config\nusers:\n- name: ubuntu\n  ssh_authorized_keys:\n  - {public_key}\n",
+    )["Instances"]
+    return machine["InstanceId"], lambda: ec2.terminate_instances(InstanceIds=[machine["InstanceId"]])
+
+
+def bastion_on_google(public_key: str) -> tuple[str, Callable[[], object]]:
+    """The same, in the network of the nodes."""
+    api, (region, zone, *_) = GceApi(), PLACES["gcp"]
+    subnet = f"projects/{PROJECT}/regions/{region}/subnetworks/company-central"
+    body = {
+        "name": "bastion",
+        "machineType": f"zones/{zone}/machineTypes/n2-standard-2",
+        "metadata": {"items": [{"key": "ssh-keys", "value": f"gcpuser:{public_key}"}]},
+        "disks": [{"boot": True, "autoDelete": True, "initializeParams": {"sourceImage": "projects/x/y"}}],
+        "networkInterfaces": [{"subnetwork": subnet, "accessConfigs": [{"type": "ONE_TO_ONE_NAT"}]}],
+    }
+    api._done(api._ask("POST", COMPUTE, f"/zones/{zone}/instances", body))
+    path = f"/zones/{zone}/instances/bastion"
+    return str(api._ask("GET", COMPUTE, path)["id"]), lambda: api._done(api._ask("DELETE", COMPUTE, path))
+
+
+BASTIONS = {"aws": bastion_on_aws, "gcp": bastion_on_google}
 
 
 def never_comes_up(drive: Drive, world: World) -> dict:

@@ -1,29 +1,18 @@
 """Bugs in files, progress, leases, checkpoints and bills: what a run knows of itself, and must not lose or make up."""
 
-import inspect
-import textwrap
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from engine import durable, prompts
 from engine.runtime import agent, journal, weight_book
 from engine.training.checkpoint import CheckpointStore
 from launcher.cluster import cloud_node, controller, lease, local_nodes, sky_provisioner
+from launcher.cluster.clouds import aws
 from launcher.cluster.local import LocalProvisioner
 from launcher.ledger import store
 from tests.mutants.faults import Fault
+from tests.mutants.planted_bug import changed
 
 CLUSTER = "tests/launcher/cluster"
-
-
-def changed(function: Callable[..., Any], old: str, new: str) -> Callable[..., Any]:
-    """Return a copy of the function in whose source `old`, which is there once, is `new`."""
-    source = textwrap.dedent(inspect.getsource(function))
-    assert source.count(old) == 1, f"{function.__qualname__} has {source.count(old)} times: {old}"
-    made: dict[str, Any] = {}
-    exec(compile(source.replace(old, new), f"<{function.__name__}, planted>", "exec"), function.__globals__, made)
-    return made[function.__name__]
 
 
 def write_without_sync(path: Path, data: bytes) -> None:
@@ -212,6 +201,24 @@ FAULTS: dict[str, Fault] = {
                 ),
             ),
             found_by=f"{CLUSTER}/test_kept_facts.py::test_the_first_hour_is_not_free_where_we_ended_the_node_ourselves",
+        ),
+        Fault(
+            name="the-owner-is-a-session",
+            forgets="that an assumed role has another session each time",
+            patches=((aws, "owner_of", lambda arn: arn.rpartition("/")[2]),),
+            found_by=f"{CLUSTER}/test_cloud_apis.py::test_an_owner_is_the_same_in_every_session",
+        ),
+        Fault(
+            name="a-look-that-fails-ends-the-price-watch",
+            forgets="that a locked ledger is free again a moment later",
+            patches=(
+                (
+                    controller,
+                    "_watch_prices",
+                    changed(controller._watch_prices, "except Exception as error", "except StopIteration as error"),
+                ),
+            ),
+            found_by=f"{CLUSTER}/test_watched_prices.py::test_a_look_that_fails_does_not_end_the_watch",
         ),
     )
 }

@@ -1,12 +1,19 @@
 """Planted bugs of budget, ownership and time, each with the test that finds it."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+
+from sqlalchemy.orm import Session
 
 from engine.runtime.money import Money
 from launcher.cluster import brakes, controller, reconcile, removal, runs
+from launcher.cluster.cloud_time import CloudTime
 from launcher.cluster.controller import Controller
+from launcher.cluster.lease import renew
 from launcher.cluster.reconcile import Facts
 from launcher.cluster.store_lease import StoreLease
+from launcher.ledger.store import writing
 from tests.mutants.faults import Fault
 
 MOVING = "tests/launcher/cluster/test_moving.py::test_"
@@ -47,12 +54,38 @@ def _no_longest(self: Money) -> tuple[str, int | None, None]:
 
 _node_order = Money._node_order
 
+
+@contextmanager
+def _own_lease_only(self: Controller) -> Iterator[Session]:
+    with writing(self._sessions) as session:
+        renew(session, self._lease)
+        yield session
+
+
 _ALL = (
     Fault(
         name="no_lease_over_machines",
         forgets="that another machine may control the run by now",
         patches=((StoreLease, "check", _nothing),),
         found_by=f"{MOVING}a_controller_whose_lease_went_to_another_machine_neither_buys_nor_ends",
+    ),
+    Fault(
+        name="lease_over_machines_between_passes_only",
+        forgets="that the lease may be lost in the midst of a pass",
+        patches=((Controller, "_transaction", _own_lease_only),),
+        found_by=f"{MOVING}a_lease_that_is_lost_in_the_midst_of_a_pass_stops_the_purchase",
+    ),
+    Fault(
+        name="bought_with_a_wrong_clock",
+        forgets="to compare this machine's clock with the clouds'",
+        patches=((CloudTime, "_judged", _nothing),),
+        found_by=f"{TIME}nothing_is_bought_while_the_time_is_in_doubt_and_the_reason_says_why",
+    ),
+    Fault(
+        name="limits_of_the_launch",
+        forgets="that the limits over all runs may have changed since the launch",
+        patches=((Controller, "_read_limits", _nothing),),
+        found_by=f"{MOVING}limits_of_all_runs_are_those_of_todays_configuration",
     ),
     Fault(
         name="no_time_from_the_ledger",

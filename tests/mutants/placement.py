@@ -5,13 +5,16 @@ from typing import Any
 
 from engine.rollout.queue import Queue
 from launcher.cluster import brakes, reconcile
+from launcher.market import hazard
 from launcher.placement import moves
 from tests.mutants.faults import Fault
+from tests.mutants.planted_bug import changed
 
 DECISIONS = "tests/launcher/cluster/test_reconcile.py"
 PLACES = "tests/launcher/test_moves.py"
 QUEUE = "tests/engine/test_queue.py"
 
+_cools_until_ms = moves._cools_until_ms
 _needs_successor, _refusal, _next_trainer = reconcile._needs_successor, reconcile._refusal, moves.next_trainer
 
 
@@ -21,6 +24,10 @@ def never_given_back(*_: Any) -> list[Any]:
 
 def every_refusal(answers: Iterable[tuple[int, int]], within_ms: int = 0) -> int:
     return len(list(answers))
+
+
+def two_hours_at_most(refused: Sequence[Any], first_ms: int, longest_ms: int = 0) -> int:
+    return _cools_until_ms(refused, first_ms, 7_200_000)
 
 
 def never_full(*_: Any) -> bool:
@@ -63,6 +70,36 @@ FAULTS = {
             forgets="that a stand-in ends when its spot node works",
             patches=((reconcile, "_given_back", never_given_back),),
             found_by=f"{DECISIONS}::test_a_stand_in_works_until_its_spot_node_has_settled",
+        ),
+        Fault(
+            name="slot-goes-back-and-forth",
+            forgets="that a slot gives a stand-in back once in half an hour at most",
+            patches=((reconcile, "GIVE_BACK_GAP_MS", 0),),
+            found_by=f"{DECISIONS}::test_a_slot_that_gave_a_stand_in_back_keeps_the_next_for_half_an_hour",
+        ),
+        Fault(
+            name="spot-node-goes-before-the-stand-in",
+            forgets="that a stand-in is the dearer one of the two past the hourly limit",
+            patches=(
+                (
+                    reconcile,
+                    "_let_go",
+                    changed(reconcile._let_go, "(node.market is Market.ON_DEMAND,", "(node.market is Market.SPOT,"),
+                ),
+            ),
+            found_by=f"{DECISIONS}::test_past_the_hourly_limit_the_stand_in_goes_before_a_spot_node",
+        ),
+        Fault(
+            name="zone-is-closed-for-two-hours",
+            forgets="that capacity is back within minutes most times",
+            patches=((moves, "_cools_until_ms", two_hours_at_most),),
+            found_by=f"{PLACES}::test_no_zone_is_left_alone_for_longer_than_half_an_hour",
+        ),
+        Fault(
+            name="odds-count-each-refusal",
+            forgets="that refusals of one moment say one thing about the odds",
+            patches=((hazard, "bursts", every_refusal),),
+            found_by="tests/launcher/test_hazard.py::test_a_burst_of_refusals_lowers_the_odds_as_one_refusal_does",
         ),
         Fault(
             name="burst-counts-each-refusal",

@@ -1,6 +1,8 @@
 """A bug that tests plant: its name, what it forgets, and the code that puts it in place and takes it out again."""
 
-from collections.abc import Iterator
+import inspect
+import textwrap
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,3 +26,12 @@ class PlantedBug:
         finally:
             for where, name, there in before:
                 setattr(where, name, there)
+
+
+def changed(function: Callable[..., Any], old: str, new: str) -> Callable[..., Any]:
+    """Return a copy of the function in whose source `old`, which is there once, is `new`."""
+    source = textwrap.dedent(inspect.getsource(function))
+    assert source.count(old) == 1, f"{function.__qualname__} has {source.count(old)} times: {old}"
+    made: dict[str, Any] = {}
+    exec(compile(source.replace(old, new), f"<{function.__name__}, planted>", "exec"), function.__globals__, made)
+    return made[function.__name__]

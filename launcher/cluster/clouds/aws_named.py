@@ -107,6 +107,9 @@ def _subnets(ec2: Any, vpc: Mapping[str, Any], named: Named, found: FoundNetwork
     there = ec2.describe_subnets(Filters=[{"Name": "vpc-id", "Values": [vpc["VpcId"]]}])["Subnets"]
     if not there:
         found.wrong(f"VPC {vpc['VpcId']} has no subnet; add one, or name another VPC")
+    tables = ec2.describe_route_tables(Filters=[{"Name": "vpc-id", "Values": [vpc["VpcId"]]}])["RouteTables"]
+    if not named.subnets and all(_unfit(one, tables, named) for one in there):
+        found.wrong(f"every subnet of VPC {vpc['VpcId']} {_unfit(there[0], tables, named)}")
     names = []
     for wanted in named.subnets:
         subnet = next((one for one in there if wanted in (one["SubnetId"], _name_of(one))), None)
@@ -118,10 +121,32 @@ def _subnets(ec2: Any, vpc: Mapping[str, Any], named: Named, found: FoundNetwork
             found.wrong(f"subnet {wanted} has no Name tag, and SkyPilot finds a subnet by it; give it one")
         elif len(ec2.describe_subnets(Filters=_tagged(name))["Subnets"]) > 1:
             found.wrong(f"more than one subnet has the Name tag {name}, by which SkyPilot finds it; rename one")
-        if not named.public_addresses and subnet.get("MapPublicIpOnLaunch"):
-            found.wrong(f"subnet {wanted} gives public addresses; name a private one, or set public_addresses: true")
+        if unfit := _unfit(subnet, tables, named):
+            found.wrong(f"subnet {wanted} {unfit}")
         names.append(name)
     found.subnet_names = tuple(names)
+
+
+def _unfit(subnet: Mapping[str, Any], tables: Sequence[Mapping[str, Any]], named: Named) -> str:
+    """Return why SkyPilot would not use this subnet, and what to do; empty if it would.
+
+    It takes a subnet for public if its route table, or else the VPC's main one, leads to an internet gateway.
+    """
+    is_public = _has_internet_gateway(subnet["SubnetId"], tables)
+    if named.public_addresses:
+        remedy = "name a public one, or set public_addresses: false"
+        return "" if is_public else f"has no route to an internet gateway; {remedy}"
+    remedy = "name a private one, or set public_addresses: true"
+    if subnet.get("MapPublicIpOnLaunch"):
+        return f"gives public addresses; {remedy}"
+    return f"has a route to an internet gateway, so SkyPilot takes it for public; {remedy}" if is_public else ""
+
+
+def _has_internet_gateway(subnet_id: str, tables: Sequence[Mapping[str, Any]]) -> bool:
+    own = [one for one in tables if any(a.get("SubnetId") == subnet_id for a in one.get("Associations", ()))]
+    main = [one for one in tables if any(a.get("Main") for a in one.get("Associations", ()))]
+    routes = [route for table in own or main for route in table.get("Routes", ())]
+    return any(route.get("GatewayId", "").startswith("igw-") for route in routes)
 
 
 def missing_rules(group: Mapping[str, Any], region: str, ssh_from: str, vpc_cidr: str) -> list[str]:

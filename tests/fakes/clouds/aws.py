@@ -21,6 +21,7 @@ from base64 import b64decode
 from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime, timedelta
 from ipaddress import IPv4Network
+from math import inf
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
@@ -106,6 +107,9 @@ class Aws:
         self.recommended: dict[str, datetime] = {}
         self.tokens: dict[tuple[str, str], Any] = {}
         self.booting: dict[str, bool] = {}
+        self.quota_lag_s = 0.0
+        self.ran_at: dict[str, float] = {}
+        """By instance: when it was last seen running (monotonic seconds)."""
         self.calls: dict[str, int] = {}
         self.quotas = {code: value for code, (_, value) in QUOTAS.items()}
         self.lock = threading.RLock()
@@ -264,11 +268,12 @@ class Aws:
     def over_quota(self, region: str, wanted: str, market: str, count: int) -> bool:
         """Whether so many more would be more vCPUs of the family than the quota allows."""
         code = _quota_code(wanted, market)
+        since = time.monotonic() - self.quota_lag_s
         used = sum(
             VCPUS.get(instance.instance_type, 2)
             for _, instance in _instances()
             if instance.region_name == region
-            and instance.state == "running"
+            and (instance.state == "running" or self.ran_at.get(instance.id, -inf) > since)
             and _quota_code(instance.instance_type, instance.lifecycle or "on_demand") == code
         )
         return used + count * VCPUS.get(wanted, 2) > self.quotas[code]
@@ -283,11 +288,9 @@ class Aws:
     def machines(self) -> dict[str, HostSpec]:
         """Those that have a host: by instance id."""
         with self.lock:
-            return {
-                instance.id: _spec(backend, instance)
-                for backend, instance in _instances()
-                if instance.state == "running" and self._boots(instance)
-            }
+            running = [(backend, one) for backend, one in _instances() if one.state == "running"]
+            self.ran_at |= {one.id: time.monotonic() for _, one in running}
+            return {one.id: _spec(backend, one) for backend, one in running if self._boots(one)}
 
     def _boots(self, instance: Any) -> bool:
         """Decided once per instance, when it is first seen."""

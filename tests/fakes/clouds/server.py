@@ -180,8 +180,8 @@ class Server:
                     quotas[name] = value
 
     def quota_lag(self, seconds: float) -> None:
-        """Let a machine of Google Cloud count against quotas for so long after its end."""
-        self.gce.quota_lag_s = seconds
+        """Let a machine count against quotas for so long after its end."""
+        self.aws.quota_lag_s = self.gce.quota_lag_s = seconds
 
     def machines(self) -> list[dict[str, Any]]:
         """Every machine that there ever was, as the clouds remember it."""

@@ -427,7 +427,7 @@ class World:
         self.ask("quota", where, name, value)
 
     def quota_lag(self, seconds: float) -> None:
-        """Let a machine of Google Cloud count against quotas for so long after its end; at first it does not at all."""
+        """Let a machine count against quotas for so long after its end; at first it does not at all."""
         self.ask("quota_lag", seconds)
 
     # --- what is left

@@ -235,7 +235,7 @@ def test_a_node_may_read_its_model_and_not_change_it():
 
 
 class Company:
-    """An account whose administrator made a VPC, two subnets, a group and an instance profile for nodes."""
+    """An account whose administrator made a VPC, two public subnets and a private one, a group and a profile."""
 
     def __init__(self):
         self.ec2, self.iam = boto3.client("ec2", region_name=REGION), boto3.client("iam")
@@ -246,6 +246,15 @@ class Company:
         self.tag(self.vpc, "company-vpc")
         for number, subnet in enumerate(self.subnets):
             self.tag(subnet, f"company-subnet-{number}")
+        self.private = self.ec2.create_subnet(VpcId=self.vpc, CidrBlock="10.7.2.0/24")["Subnet"]["SubnetId"]
+        self.tag(self.private, "company-private")
+        self.gateway = self.ec2.create_internet_gateway()["InternetGateway"]["InternetGatewayId"]
+        self.ec2.attach_internet_gateway(InternetGatewayId=self.gateway, VpcId=self.vpc)
+        of_vpc = [{"Name": "vpc-id", "Values": [self.vpc]}]
+        (main,) = self.ec2.describe_route_tables(Filters=of_vpc)["RouteTables"]
+        self.lead_out(main["RouteTableId"])
+        self.table = self.ec2.create_route_table(VpcId=self.vpc)["RouteTable"]["RouteTableId"]
+        self.ec2.associate_route_table(RouteTableId=self.table, SubnetId=self.private)
         self.group = self.ec2.create_security_group(GroupName="nodes", Description="x", VpcId=self.vpc)["GroupId"]
         self.inside = {"IpProtocol": "-1", "UserIdGroupPairs": [{"GroupId": self.group}]}
         self.ssh = {"IpProtocol": "tcp", "FromPort": 22, "ToPort": 22, "IpRanges": [{"CidrIp": "203.0.113.0/24"}]}
@@ -253,6 +262,9 @@ class Company:
         self.iam.create_instance_profile(InstanceProfileName="node-profile")
         self.iam.create_role(RoleName="node-role", AssumeRolePolicyDocument="{}")
         self.iam.add_role_to_instance_profile(InstanceProfileName="node-profile", RoleName="node-role")
+
+    def lead_out(self, table):
+        self.ec2.create_route(RouteTableId=table, DestinationCidrBlock="0.0.0.0/0", GatewayId=self.gateway)
 
     def tag(self, thing, name):
         self.ec2.create_tags(Resources=[thing], Tags=[{"Key": "Name", "Value": name}])
@@ -324,6 +336,17 @@ def test_an_identity_may_be_named_alone_and_a_network_alone(aws, company):
         ("no egress", {}, r"security group nodes lets nothing out"),
         ("ours", {}, r"was made by spotrl for a run, and goes with it"),
         ("public subnet", {"public_addresses": False}, r"gives public addresses; name a private one"),
+        ("", {"public_addresses": False}, r"has a route to an internet gateway, so SkyPilot takes it for public; name"),
+        (
+            "",
+            {"subnets": ("company-private",)},
+            r"subnet company-private has no route to an internet gateway; name a public one, or set public_addr",
+        ),
+        (
+            "all public",
+            {"subnets": (), "public_addresses": False},
+            r"every subnet of VPC vpc-\w+ has a route to an internet gateway",
+        ),
     ],
 )
 def test_what_will_not_do_on_aws_is_refused_before_anything_is_made(aws, company, change, named, words):
@@ -345,6 +368,8 @@ def test_what_will_not_do_on_aws_is_refused_before_anything_is_made(aws, company
             company.ec2.revoke_security_group_egress(GroupId=company.group, IpPermissions=[out])
         case "ours":
             company.ec2.create_tags(Resources=[company.group], Tags=[{"Key": "spotrl-run", "Value": "other"}])
+        case "all public":
+            company.lead_out(company.table)
         case "public subnet":
             company.ec2.modify_subnet_attribute(SubnetId=company.subnets[0], MapPublicIpOnLaunch={"Value": True})
     before = company.everything()
@@ -367,7 +392,7 @@ def test_ssh_through_a_proxy_may_come_from_any_address(aws, company):
     with pytest.raises(CloudRefused, match="tcp 22"):
         prepare_in(aws, company.named())
     assert prepare_in(aws, company.named(ssh_proxy="ssh -W %h:%p bastion")).ssh_from == ""
-    place = prepare_in(aws, company.named(public_addresses=False))
+    place = prepare_in(aws, company.named(public_addresses=False, subnets=("company-private",)))
     company.ec2.revoke_security_group_ingress(GroupId=company.group, IpPermissions=[from_bastion])
     assert aws.open_rules(place) == []  # a bastion may be in the group, whose members reach one another
     company.ec2.revoke_security_group_ingress(GroupId=company.group, IpPermissions=[company.inside])

@@ -177,6 +177,9 @@ def a_world(slots: int, zones: str, is_out: IsOut, max_hourly: int | None = None
     return World(wanted=wanted, sites=sites, is_out=is_out)
 
 
+OUTAGE_MINUTES, ZONES, SLOTS = (2, 5, 20, 30, 45), ("a", "ab", "abc"), (2, 4, 8)
+"""What the promise is tried with: lengths of the outage, zones of the region, spot slots of the run."""
+
 START_MS = 12 * MINUTE
 """When outages begin: by then every node works."""
 
@@ -198,9 +201,9 @@ def spot_again_ms(slots: int, zones: str, minutes: int) -> int | None:
     return None
 
 
-@pytest.mark.parametrize("minutes", [2, 5, 20, 30, 45])
-@pytest.mark.parametrize("zones", ["a", "ab", "abc"])
-@pytest.mark.parametrize("slots", [2, 4, 8])
+@pytest.mark.parametrize("minutes", OUTAGE_MINUTES)
+@pytest.mark.parametrize("zones", ZONES)
+@pytest.mark.parametrize("slots", SLOTS)
 def test_all_slots_are_on_spot_again_an_hour_after_an_outage_of_all_zones(slots, zones, minutes):
     assert spot_again_ms(slots, zones, minutes) is not None
 

@@ -415,12 +415,15 @@ def cloud_wanted(spot=1, **more) -> Wanted:
     return replace(wanted(spot, **more), slots=cloud_slots(spot, (SITE,)))
 
 
-def test_past_the_hourly_limit_the_stand_in_goes_before_a_spot_node():
+@pytest.mark.parametrize("starts", [False, True], ids=["all work", "a spot node starts"])
+def test_past_the_hourly_limit_the_stand_in_goes_before_a_spot_node(starts):
+    """While a spot node starts, no stand-in is given back to make room: the limit alone decides."""
+    last = on_cloud("spot-2", SPOT_OPTION, requested=0, up=0) if starts else on_cloud_up("spot-2", SPOT_OPTION)
     running = (
         on_cloud_up("trainer", STEADY_OPTION),
         on_cloud_up("spot-0", STEADY_OPTION),
         on_cloud_up("spot-1", SPOT_OPTION),
-        on_cloud_up("spot-2", SPOT_OPTION),
+        last,
     )
     limit = 2 * TRAINER_RATE + 2 * SPOT_RATE
     actions = decide(cloud_facts(*running), cloud_wanted(3, max_hourly=limit))
