@@ -18,9 +18,12 @@ from engine.config import DRIFT, SHIPPED, EngineConfig
 from engine.machine_speed import slowness
 from engine.models.load import load_adapter, load_start, trainable
 from engine.parallel.ulysses import problem_with_degree
-from engine.prompts import prompt_source
+from engine.prompts import FilePrompts, prompt_source
 from engine.rewards.load import load_reward
 from engine.rollout.sampler import evaluation_plan, initial
+
+READ_AT_ONCE = 512
+"""Prompts that a shipped model reads in one call, so that a large file takes little memory."""
 
 
 class JobUnfit(Exception):
@@ -59,7 +62,10 @@ def check(config: EngineConfig, workdir: str | None, start: Path | None = None) 
         raise JobUnfit("runtime.sp_degree", found, remedy)
     try:
         # A shipped model reads in no time; the text encoder of a large one may take seconds for each.
-        adapter.encode([*batch, *held_out] if config.model.name in SHIPPED else [prompt])
+        trained = prompts.trained if isinstance(prompts, FilePrompts) else batch
+        read = [*trained, *held_out] if config.model.name in SHIPPED else [prompt]
+        for start_at in range(0, len(read), READ_AT_ONCE):
+            adapter.encode(read[start_at : start_at + READ_AT_ONCE])
     except (ValueError, KeyError) as error:
         made_for = SHIPPED.get(config.model.name)
         remedy = f"use prompts: {made_for}, or a file in its words" if made_for else "mend the prompt"
