@@ -61,8 +61,8 @@ tools:
 fake-clouds-demo: env tools
 	$(BIN)/python -m tests.clouds.demo --to fake-clouds-demo
 
-# Tests run in this many processes. Each test may start processes of its own: more than one per core does not pay.
-WORKERS ?= 2
+# Tests run in this many processes: on two cores the third one works while tests of the others wait.
+WORKERS ?= 3
 # Seconds of every test are kept in test-results/; `python -m tests.tiers` holds them against each tier's limit.
 PYTEST = $(BIN)/pytest --durations 15 --junitxml test-results/$@.xml
 
