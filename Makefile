@@ -10,7 +10,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 # A test run starts hundreds of Python processes. Without bytecode files each would compile all of our code again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: env tools bench quickstart fake-clouds-demo test test-slow test-gpu test-clouds test-clouds-run test-clouds-parts test-clouds-faults format clean
+.PHONY: env tools bench quickstart fake-clouds-demo test test-slow test-gpu test-clouds test-clouds-run test-clouds-parts test-clouds-faults test-clouds-faults-runs test-clouds-faults-parts format clean
 
 env: $(VENV)/.everything
 
@@ -74,7 +74,7 @@ test: env tools
 
 # What takes minutes, what needs a GPU, and what needs root and network namespaces.
 test-slow: env tools
-	$(PYTEST) -n $(WORKERS) -m slow
+	$(PYTEST) -n 2 -m slow
 
 test-gpu: env tools
 	$(PYTEST) -m gpu
@@ -88,11 +88,20 @@ test-clouds-run:
 
 test-clouds-parts:
 	$(PYTEST) -v -m clouds --timeout 900 tests/clouds tests/engine/test_hosts.py \
-	  --ignore tests/clouds/test_run.py --ignore tests/clouds/test_faults.py
+	  $(addprefix --ignore ,tests/clouds/test_run.py $(FAULTS_OF_RUNS) $(FAULTS_OF_PARTS))
 
-# Three runs and what seldom happens to them. Half an hour: `.ci/run` leaves it out.
+# What seldom happens, to runs and to single nodes. Half an hour or more: `.ci/run` leaves it out.
+FAULTS_OF_RUNS := tests/clouds/test_faults.py
+FAULTS_OF_PARTS := tests/clouds/test_quota.py tests/clouds/test_bastion.py
+
 test-clouds-faults: env tools
-	$(PYTEST) -v -m clouds --timeout 1500 tests/clouds/test_faults.py
+	@$(MAKE) --no-print-directory --jobs 2 test-clouds-faults-runs test-clouds-faults-parts
+
+test-clouds-faults-runs:
+	$(PYTEST) -v -m clouds --timeout 1500 $(FAULTS_OF_RUNS)
+
+test-clouds-faults-parts:
+	$(PYTEST) -v -m clouds --timeout 1500 $(FAULTS_OF_PARTS)
 
 format: env
 	$(BIN)/ruff format .

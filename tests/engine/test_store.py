@@ -3,6 +3,7 @@
 import dataclasses
 import errno
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import boto3
 import obstore
@@ -163,9 +164,13 @@ def test_a_bucket_that_is_away_can_be_asked_again(bucket):
     store.save(FIRST, keep=3)
     bucket.away()
     try:
-        for ask in (store.newest, store.claim_lineage, lambda: store.save(at(2), keep=3)):
+        with ThreadPoolExecutor(3) as at_once:  # each of them tries for some seconds
+            asked = [
+                at_once.submit(ask) for ask in (store.newest, store.claim_lineage, lambda: store.save(at(2), keep=3))
+            ]
+        for one in asked:
             with pytest.raises(OSError) as trouble:
-                ask()
+                one.result()
             assert trouble.value.errno == errno.EHOSTUNREACH
     finally:
         bucket.back()

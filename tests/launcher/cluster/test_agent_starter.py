@@ -140,6 +140,7 @@ def test_without_a_controller_nothing_is_started_any_more(tmp_path, starter):
     begun = starter.start(running / "node.json")
     wait_until(lambda: pids_of(running))
     os.kill(begun["pid"], signal.SIGSTOP)
+    wait_until(lambda: is_stopped(begun["pid"]))  # it may be busy when it is told
     starter._process.stdin.write(os.fsencode(late / "node.json") + b"\n")
     starter._process.stdin.close()
     os.kill(begun["pid"], signal.SIGCONT)
