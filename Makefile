@@ -61,8 +61,8 @@ tools:
 fake-clouds-demo: env tools
 	$(BIN)/python -m tests.clouds.demo --to fake-clouds-demo
 
-# Tests run in this many processes: on two cores the third one works while tests of the others wait.
-WORKERS ?= 3
+# Tests run in this many processes. Each test may start processes of its own: more than one per core does not pay.
+WORKERS ?= 2
 # Seconds of every test are kept in test-results/; `python -m tests.tiers` holds them against each tier's limit.
 PYTEST = $(BIN)/pytest --durations 15 --junitxml test-results/$@.xml
 
@@ -74,7 +74,7 @@ test: env tools
 
 # What takes minutes, what needs a GPU, and what needs root and network namespaces.
 test-slow: env tools
-	$(PYTEST) -n 2 -m slow
+	$(PYTEST) -n $(WORKERS) -m slow
 
 test-gpu: env tools
 	$(PYTEST) -m gpu

@@ -1,5 +1,6 @@
 """The line to a node's machine, through a real sshd on loopback and a real window; the agent is a stand-in."""
 
+import contextlib
 import json
 import os
 import signal
@@ -116,12 +117,17 @@ def equal(one: Path, other: Path) -> Callable[[], bool]:
 def ssh_of(node: Node) -> int:
     """Pid of the ssh process of this node's line, as soon as there is one."""
 
-    def mine() -> list[int]:
-        children = [child for child in psutil.Process().children() if child.is_running() and child.name() == "ssh"]
-        return [child.pid for child in children if str(node.folder) in " ".join(child.cmdline())]
+    found: list[int] = []
 
-    wait_until(mine)
-    return mine()[0]
+    def appears() -> bool:
+        for child in psutil.Process().children():
+            with contextlib.suppress(psutil.Error):  # the one before may be a zombie
+                if child.name() == "ssh" and str(node.folder) in " ".join(child.cmdline()):
+                    found.append(child.pid)
+        return bool(found)
+
+    wait_until(appears)
+    return found[0]
 
 
 # --- starting -------------------------------------------------------------------------------------
