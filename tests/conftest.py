@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import shutil
 import sys
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,26 @@ def rank(nodeid: str) -> int:
     """Return the place of a test's group in the order in which groups are taken."""
     group = group_of(nodeid)
     return next((at for at, first in enumerate(STARTED_FIRST) if group.startswith(first)), len(STARTED_FIRST))
+
+
+BEGAN = pytest.StashKey[os.times_result]()
+PROCESSOR_SECONDS = "processor_s"
+"""Property of each test in JUnit files: seconds of a core that pytest's process and children that ended took for it."""
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> Generator[None, None, None]:
+    item.stash[BEGAN] = os.times()
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, None, None]:
+    try:
+        return (yield)
+    finally:
+        taken = sum(os.times()[:4]) - sum(item.stash[BEGAN][:4])
+        item.user_properties.append((PROCESSOR_SECONDS, round(taken, 2)))
 
 
 class GroupScheduling(LoadScopeScheduling):
