@@ -52,6 +52,8 @@ class SteadyClock(ScaledClock):
 
 
 def boot_ms() -> int:
-    """Return milliseconds since this machine was switched on. The count goes on while a laptop sleeps, and cannot be
-    set."""
+    """Return milliseconds since this machine was switched on.
+
+    The count goes on while a laptop sleeps, and cannot be set.
+    """
     return time.clock_gettime_ns(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)) // 1_000_000

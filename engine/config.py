@@ -26,8 +26,7 @@ BelowOne = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
 SHIPPED = {"digits-ocr": "digits", "shapes": "shapes"}
-"""Models with shipped weights, and the prompts each model was trained for. The shipped models have no unconditional
-branch."""
+"""Shipped models, and the prompts each model was trained for. The models have no unconditional branch."""
 
 
 class ModelConfig(Strict):
@@ -144,8 +143,7 @@ class AlgorithmConfig(Strict):
     std: Literal["group", "batch", "ema"] = "group"
     """Divisor of advantages: the standard deviation of the group, of the batch, or of earlier batches."""
     std_correction: Literal[0, 1] = 0
-    """Variance correction: divide the sum of squares by the group size (0, Flow-GRPO) or by the size minus 1 (1,
-    DanceGRPO)."""
+    """Divisor of a group's variance: the group size (0, as Flow-GRPO) or the size minus 1 (1, as DanceGRPO)."""
     ema_decay: BelowOne = 0.7
     """Share of the old average kept each iteration. Evaluation uses the averaged weights."""
     rows_per_forward: Positive = 168
@@ -195,7 +193,7 @@ class ProfileConfig(Strict):
 
     name: str = "full"
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """bfloat16 is faster, and ranks seeds nearly as well as float32 (research notes overlap 1)."""
+    """Number format. bfloat16 is faster, and ranks seeds nearly as well as float32 (research notes overlap 1)."""
     shape: Positive = 48
     """Images per forward pass of an exploring worker."""
     steps: Annotated[int, Field(ge=2)] | None = None
@@ -249,8 +247,7 @@ class RewardConfig(Strict):
 
 
 class EvaluationConfig(Strict):
-    """Evaluation with held-out prompts, fixed noise, an ODE sampler and EMA weights. The target is checked on these
-    scores."""
+    """Evaluation, the basis of the target: held-out prompts, fixed noise, ODE sampler, EMA weights."""
 
     prompts: Positive = 512
     on_the_way: Positive | None = None
@@ -302,7 +299,7 @@ class RuntimeConfig(Strict):
     """Runtime of the workers, with their lease and heartbeat intervals. Durations are wall seconds."""
 
     name: Literal["inproc", "local", "ray"] = "local"
-    """`local`: processes of the node's agent, over HTTP. `ray`: actors of one Ray cluster. `inproc`: tests only."""
+    """Kind: `local` (processes of the node's agent, HTTP), `ray` (actors of one Ray cluster), `inproc` (tests only)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of a node's workers. `auto` uses GPUs if torch finds any, else the CPU. Each worker gets a GPU while GPUs
     remain, and the trainer uses the first GPU of its node. `cuda` refuses to run on a CPU, so no paid GPU stays idle.
@@ -310,7 +307,7 @@ class RuntimeConfig(Strict):
     shape: Positive = 12
     """Images per forward pass of a training rollout. A smaller batch is padded to the full shape with copies."""
     lease_seconds: Annotated[float, Field(gt=0.0)] = 2.0
-    """Shortest lease. A longer lease lasts four times the slowest step measured for its kind of work."""
+    """Shortest lease. If longer, a lease lasts four times the slowest measured step of its kind of work."""
     first_lease_seconds: Annotated[float, Field(gt=0.0)] = 20.0
     """Lease duration before any step of the kind was measured: compilation and first memory use take long."""
     heartbeat_seconds: Annotated[float, Field(gt=0.0)] = 0.5
@@ -320,8 +317,7 @@ class RuntimeConfig(Strict):
     preemption), from measured values (research notes engine 4). The result may be to commit only on a preemption
     notice."""
     hours_to_preemption: Annotated[float, Field(gt=0.0)] = 1.0
-    """Initial estimate of a spot node's mean life for `auto` (run's clock). The run's own observations are added to the
-    estimate."""
+    """Initial estimate of a spot node's mean life for `auto` (run's clock). The run adds its own observations."""
     step_seconds: Annotated[float, Field(ge=0.0)] = 0.0
     """Minimum duration of a denoising step, for drills and benchmarks."""
     sp_degree: Literal["auto"] | Positive = 1
@@ -329,12 +325,12 @@ class RuntimeConfig(Strict):
     `auto`: chosen from the waiting requests and the measured step times (engine/parallel/groups.py)."""
     resume: Literal["exact", "close", "restart"] = "close"
     """Treatment of an interrupted image. `exact`: resume if the same number of workers shares the image, else restart,
-    so the image is bit-identical to an uninterrupted one. `close`: resume with any number of workers, equal to about
+    so the image is bit-identical to an uninterrupted image. `close`: resume with any number of workers, equal to about
     5e-7; the trainer then recomputes the log-probs. `restart`: always restart."""
     sp_timeout_seconds: Annotated[float, Field(gt=0.0)] = 5.0
     """Time a worker waits for a peer of its group that neither answers nor dies."""
     trace_steps: bool = False
-    """If true, every worker logs its finished steps with their times to `traces/` in the node's folder."""
+    """Trace of steps: every worker logs finished steps with their times to `traces/` in the node's folder."""
     trainer_threads: Annotated[int, Field(ge=0)] = 0
     """torch threads of the trainer on a CPU; 0: one thread if spot workers explore on the same machine, else one per
     core. Bit-identical repetition of a run needs the same number."""
@@ -351,8 +347,7 @@ class RuntimeConfig(Strict):
 
 
 class EngineConfig(Strict):
-    """Complete configuration of the engine. The launcher builds the configuration from the job file and sends a copy to
-    every node."""
+    """Complete configuration of the engine, built by the launcher from the job file and sent to every node."""
 
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     iterations: Annotated[int, Field(ge=1, le=1_000_000)] = 40
@@ -365,8 +360,7 @@ class EngineConfig(Strict):
     prompts: str = "digits"
     """Prompt source: `digits` or `shapes` (generated), or a text file with one prompt a line."""
     test_prompts: str | None = None
-    """Text file of evaluation prompts, never used for training. None: a random fifth of `prompts` at most is held
-    out."""
+    """Text file of evaluation prompts, never trained. None: a random fifth of `prompts` at most is held out."""
     evaluation: EvaluationConfig = EvaluationConfig()
     target: TargetConfig | None = None
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -442,8 +436,7 @@ Role = Literal["trainer", "rollout", "controller"]
 
 
 def role_token(run_token: str, role: Role) -> str:
-    """Return the token of one role of a run. The run's token and the tokens of other roles cannot be derived from the
-    result."""
+    """Return the token of one role of a run. The token reveals neither the run's token nor another role's token."""
     return hmac.new(run_token.encode(), role.encode(), "sha256").hexdigest()
 
 
@@ -468,8 +461,8 @@ class NodeSpec(Strict):
     coordinator_host: str = "127.0.0.1"
     coordinator_port: int
     token: str
-    """On the trainer's node: the run's token, from which the coordinator derives the token of every role. On a rollout
-    node: the rollout role's token, which allows only the calls of a spot node."""
+    """Token of the node. On the trainer's node: the run's token, from which the coordinator derives the token of every
+    role. On a rollout node: the rollout role's token, which allows only the calls of a spot node."""
     clock: ClockConfig
     engine: EngineConfig
     weights: str = ""

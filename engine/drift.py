@@ -1,6 +1,6 @@
 """Measure drift: the distance of evaluation images from the base model's, in properties no reward scores. Pure.
 
-A reward detects only the properties it scores: a recogniser reads text through grey speckle on the paper. Two
+A reward detects only the properties in its score: a recogniser reads text through grey speckle on the paper. Two
 statistics over all pixels of an evaluation's kept images detect such changes, in every model family and at negligible
 cost:
 

@@ -42,8 +42,10 @@ def smoothed(values: Sequence[float]) -> list[float]:
 
 
 def guards_hold(metrics: Mapping[str, float], guards: Sequence[GuardConfig]) -> bool:
-    """Return True if every guarded metric is within its limit. A metric missing from the evaluation breaks its
-    guard."""
+    """Return True if every guarded metric is within its limit.
+
+    A metric missing from the evaluation breaks its guard.
+    """
     return all(metrics.get(guard.metric, math.inf) <= guard.max for guard in guards)
 
 

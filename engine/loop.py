@@ -1,7 +1,7 @@
 """Run one reinforcement-learning job in the trainer process.
 
-    open the batch -> workers roll it out and score it -> groups are trained as they arrive -> weights move
-    beside it, spot workers explore seeds for the next batch with the weights it began with
+    open the batch -> workers roll out and score images -> groups are trained as they arrive -> weights change
+    meanwhile, spot workers explore seeds for the next batch with the weights from before the batch
     choose the next batch's seeds -> checkpoint -> publish
 
 The trainer never waits while a group is ready to train. With no group ready, the trainer makes rollouts too, so a run
@@ -155,8 +155,10 @@ class Loop:
     # --- the run ----------------------------------------------------------------------------------------
 
     def run(self) -> EngineFinished:
-        """Train until the target holds, the iterations are done or the run is told to stop. Returns in each case the
-        reason. Never raises for these reasons."""
+        """Train until the target holds, the iterations are done or the run is told to stop.
+
+        Returns the reason, and never raises for any of the three.
+        """
         try:
             self._begin()
             self._evaluate_if_due()
@@ -307,8 +309,10 @@ class Loop:
         self.place.metrics.iteration(done)
 
     def _train(self, manifest: Manifest, plan: Plan, rollouts: Rollouts) -> list[Health]:
-        """Take all optimiser steps of a batch. Groups of the first step are trained while workers still roll out other
-        groups."""
+        """Take all optimiser steps of a batch.
+
+        Groups of the first step are trained while workers still roll out other groups.
+        """
         std = None
         if self.config.algorithm.std == "batch":
             rollouts.wait_for_all()
@@ -354,8 +358,10 @@ class Loop:
     # --- exploration ------------------------------------------------------------------------------------
 
     def _explore(self, batch: int) -> ExplorationOrder | None:
-        """Order exploration of a batch's candidates with the current weights. Returns None for a batch after the last,
-        or when exploration is off."""
+        """Order exploration of a batch's candidates with the current weights.
+
+        Returns None for a batch after the last, or when exploration is off.
+        """
         if batch >= self.config.iterations:
             return None
 
@@ -370,8 +376,10 @@ class Loop:
         return order
 
     def _explored(self, order: ExplorationOrder | None) -> list[Finished]:
-        """Return the explored candidates. Waits for a counted budget while a spot node is live, but not for an
-        idle-time budget."""
+        """Return the explored candidates.
+
+        Waits for a counted budget while a spot node is live, but not for an idle-time budget.
+        """
         if order is None:
             return []
         results: list[Finished] = []
@@ -391,8 +399,10 @@ class Loop:
                 return results
 
     def _is_alone(self) -> bool:
-        """Return True if no spot node was live for longer than the counted budget's patience, by the coordinator's
-        reports."""
+        """Return True if no spot node was live for longer than the counted budget's patience.
+
+        The coordinator's answers say which nodes are live.
+        """
         budget = self.config.exploration.budget
         if self._alone_since is None or not isinstance(budget, CandidateBudget):
             return False
@@ -441,8 +451,11 @@ class Loop:
         self._evaluate(is_whole=last or self.iteration == 0)
 
     def _evaluate(self, *, is_whole: bool) -> None:
-        """Evaluate held-out prompts: a subset in intermediate evaluations, but all prompts before a target counts as
-        reached."""
+        """Evaluate held-out prompts.
+
+        An intermediate evaluation uses a subset, but a target counts as reached only after an evaluation of all
+        prompts.
+        """
         prompts, target = self.prompts.held_out(), self.config.target
         some = None if is_whole else self.config.evaluation.on_the_way
         results, blobs = self._evaluated(prompts[:some], pictures=PICTURES_SHOWN)
@@ -472,8 +485,9 @@ class Loop:
         return metrics
 
     def _evaluated(self, prompts: Sequence[str], *, pictures: int) -> tuple[list[Finished], dict[str, bytes]]:
-        """Evaluate held-out prompts with fixed noise, ODE steps and averaged weights. All workers take part, and the
-        trainer too.
+        """Evaluate held-out prompts with fixed noise, ODE steps and averaged weights.
+
+        All workers take part, and the trainer too.
 
         Returns the results in the order of the prompts, and the first `pictures` images by name.
         """
@@ -484,7 +498,7 @@ class Loop:
                 lineage=self.lineage,
                 batch=self.iteration,
                 prompt=prompt,
-                # The seed has no run in it: all runs are evaluated with the same noise.
+                # The seed does not depend on the run, so all runs are evaluated with the same noise.
                 seed=seed_of(0, Stream.EVAL, 0, prompt, 0),
                 kind=Kind.EVALUATE,
             )
@@ -499,8 +513,8 @@ class Loop:
             results: dict[RequestId, Finished] = {}
             blobs: dict[str, bytes] = {}
             with self._averaged():
-                # Serve evaluations only. A batch begun before a trainer crash waits for other weights than the averaged
-                # ones.
+                # Serve evaluations only. A batch begun before a trainer crash needs the live weights, not the averaged
+                # weights.
                 self.worker.assume(weights, published["digest"])
                 self.worker.kinds = (Kind.EVALUATE,)
                 while len(results) < len(requests):
@@ -547,8 +561,10 @@ class Loop:
     # --- durable state and the line to the coordinator ----------------------------------------------------
 
     def _write_checkpoint_files(self, weights: bytes) -> tuple[dict[str, bytes], dict[str, str]] | None:
-        """Write the checkpoint's large files after this batch. Returns files and digests, or None if no checkpoint is
-        due."""
+        """Write the checkpoint's large files after this batch.
+
+        Returns files and digests, or None if no checkpoint is due.
+        """
         iteration = self.iteration + 1
         if iteration % self.config.checkpoint.every and iteration != self.config.iterations:
             return None
@@ -579,8 +595,10 @@ class Loop:
         self.place.progress.write(self.lineage, event)
 
     def _store(self, write: Callable[[], Stored]) -> Stored:
-        """Write to the checkpoint store. While the store is full, the run waits, because continuing would risk finished
-        work."""
+        """Write to the checkpoint store.
+
+        While the store is full, the run waits, because continuing would risk finished work.
+        """
 
         def tell(text: str) -> None:
             warned = Warned(text=f"the checkpoint store {self.place.store.url}: {text}")
@@ -594,8 +612,10 @@ class Loop:
         self.worker.assume(weights, published["digest"])
 
     def _withdraw_trained(self) -> None:
-        """Withdraw the batches that led to this iteration: their results are in its checkpoint. Also called at the
-        start, because a trainer may have died between checkpoint and withdrawal."""
+        """Withdraw the batches that led to this iteration: their results are in its checkpoint.
+
+        Also called at the start, because a trainer may have died between checkpoint and withdrawal.
+        """
         batches = [["train", self.iteration - 1], ["control", self.iteration - 1], ["explore", self.iteration]]
         self._say({"call": "withdraw", "batches": batches})
 

@@ -80,8 +80,10 @@ def _digits() -> tuple[str, ...]:
 
 
 def held_out_digits() -> list[str]:
-    """Return the 512 held-out strings of four digits. Neither the base model nor any run is trained on a held-out
-    string."""
+    """Return the 512 held-out strings of four digits.
+
+    Neither the base model nor any run is trained on a held-out string.
+    """
     return list(_digits()[:HELD_OUT_DIGITS])
 
 
@@ -110,8 +112,10 @@ class DigitPrompts:
 
 @cache
 def _shapes() -> Mapping[Task, tuple[str, ...]]:
-    """Return all prompts of shapes by task, each task in a fixed shuffled order. The first prompts of a task are held
-    out."""
+    """Return all prompts of shapes by task, each task in a fixed shuffled order.
+
+    The first prompts of a task are held out.
+    """
     rng = random.Random(998)
     shuffled = sorted(requests(), key=lambda _: rng.random())
     return {task: tuple(request.prompt for request in shuffled if request.task is task) for task in Task}
@@ -137,8 +141,10 @@ def held_out_shapes() -> list[str]:
 
 
 def _mixed(prompts: Mapping[Task, Sequence[str]], start: int) -> list[str]:
-    """Return all prompts in the task order of the mix, from position `start` on. A task with no prompts left is
-    skipped."""
+    """Return all prompts in the task order of the mix, from position `start` on.
+
+    A task with no prompts left is skipped.
+    """
     left = {task: iter(some) for task, some in prompts.items()}
     mixed: list[str] = []
     place = start
@@ -179,8 +185,10 @@ class ShapesPrompts:
 
 @dataclass(frozen=True)
 class FilePrompts:
-    """Prompts from the lines of a file. Training passes over the trained lines, each pass in an order of its own.
-    Held-out lines are only evaluated."""
+    """Prompts from the lines of a file.
+
+    Training passes over the trained lines, each pass in an order of its own. Held-out lines are only evaluated.
+    """
 
     trained: tuple[str, ...]
     evaluated: tuple[str, ...]

@@ -90,8 +90,10 @@ class Thing:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """Required content of an image; nothing else may appear. `relation` is the position of the first thing relative to
-    the second."""
+    """Required content of an image; nothing else may appear.
+
+    `relation` is the position of the first thing relative to the second.
+    """
 
     task: Task
     things: tuple[Thing, ...]
@@ -105,8 +107,10 @@ class Request:
 
 @cache
 def requests() -> tuple[Request, ...]:
-    """Return all 2,752 requests, in a fixed order. Two things always differ in kind, and in colour if both have a
-    colour."""
+    """Return all 2,752 requests, in a fixed order.
+
+    Two things always differ in kind, and in colour if both have a colour.
+    """
     kinds, colours = tuple(KINDS), tuple(COLOURS)
     plain = [(Thing(kind=kind), Thing(kind=other)) for kind, other in permutations(kinds, 2)]
     # One of the two things has a colour, the other has none.

@@ -244,8 +244,10 @@ class Agent:
         return ready
 
     def _is_finished(self) -> bool:
-        """Return True if the node's work is done: the trainer has ended, or all workers of a spot node have ended. The
-        weight store ends with the workers."""
+        """Return True if the node's work is done: the trainer has ended, or all workers of a spot node have ended.
+
+        The weight store ends with the workers.
+        """
         if self.spec.role == "trainer":
             return self.children[-1].done
         return all(child.done for child in self.children if child.name != "store")
@@ -265,15 +267,19 @@ class Agent:
         return self.spec.money_deadline_ms
 
     def ended_ms(self, code: int) -> int:
-        """Return the time at which the node's work ended. On the local infra, a node ended by its spend deadline is
-        billed up to exactly that deadline."""
+        """Return the time at which the node's work ended.
+
+        On the local infra, a node ended by its spend deadline is billed up to exactly that deadline.
+        """
         deadline_ms = None if self.on_cloud or code != EXIT_MONEY else self._money_deadline_ms()
         now_ms = self.spec.clock.clock().now_ms()
         return now_ms if deadline_ms is None else min(now_ms, deadline_ms)
 
     def _hear_notice(self) -> None:
-        """React to a preemption notice: drain the workers at once, and tell the coordinator as soon as the coordinator
-        listens."""
+        """React to a preemption notice.
+
+        The agent drains the workers at once, and notifies the coordinator as soon as the coordinator answers.
+        """
         deadline_ms = None
         with contextlib.suppress(OSError, ValueError):
             deadline_ms = int(json.loads((self.folder / "notice.json").read_text())["deadline_ms"])

@@ -1,8 +1,9 @@
 """Terminate an instance without work and without a controller.
 
-    agent runs ------------------------------------------> it stays (the spend deadline of money.py holds all the same)
-    agent ended, a controller was heard lately ----------> it stays: the controller reads its last words and ends it
-    agent ended, no controller was heard for 10 minutes -> its logs go to the bucket, then the machine is deleted
+    agent runs ------------------------------------------> stay (the spend deadline of money.py still holds)
+    agent ended, a controller was heard lately ----------> stay: the controller reads the last logs and terminates the
+    instance
+    agent ended, no controller was heard for 10 minutes -> copy the logs to the bucket, then delete the instance
 
 The remote console touches `heard` in the node's folder on every line from its controller. The guard notices the changed
 file time and counts the silence on the machine's boot clock. No clock jump therefore ends an instance or keeps an
@@ -44,8 +45,10 @@ def touch(file: Path) -> None:
 
 
 def start_ticks(pid: int) -> int | None:
-    """Return a process's start in ticks since the boot, immune to clock jumps. None: the process is gone or a
-    zombie."""
+    """Return a process's start in ticks since the boot, immune to clock jumps.
+
+    None: the process is gone or a zombie.
+    """
     try:
         state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -54,8 +57,10 @@ def start_ticks(pid: int) -> int | None:
 
 
 class Alone:
-    """Watcher of one node's folder. Counts silence from the first look, or from the controller's last line after the
-    look."""
+    """Watcher of one node's folder.
+
+    Counts silence from the first look, or from the controller's last line after the look.
+    """
 
     def __init__(self, folder: Path, boot_ms: Callable[[], int], boot_id: str) -> None:
         self._folder, self._boot_ms, self._boot_id = folder, boot_ms, boot_id
@@ -79,8 +84,10 @@ class Alone:
         return None
 
     def _agent_runs(self) -> bool:
-        """Return True if the agent named by agent.json runs. Every agent of the folder replaces agent.json. An
-        unreadable file counts as no agent."""
+        """Return True if the agent named by agent.json runs.
+
+        Every agent of the folder replaces agent.json. An unreadable file counts as no agent.
+        """
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             agent = json.loads((self._folder / "agent.json").read_text())
             ticks = start_ticks(int(agent["pid"]))

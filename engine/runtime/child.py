@@ -138,8 +138,10 @@ def last_line(spec: NodeSpec, log: str) -> str:
 
 
 def note_start(path: Path, spec: NodeSpec, **more: Any) -> list[float]:
-    """Record the start of a process restarted by Ray, not by the agent. Returns the start times since the last
-    progress."""
+    """Record the start of a process restarted by Ray, not by the agent.
+
+    Returns the start times since the last progress.
+    """
     note, progress = read_note(path), progress_of(spec)
     starts = [*note.get("starts", []), time.time()] if note.get("progress") == progress else [time.time()]
     write_note(path, starts=starts[-MOST_DEATHS:], progress=progress, **more)

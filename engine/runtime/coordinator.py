@@ -64,8 +64,10 @@ Head = dict[str, Any]
 
 
 class Coordinator:
-    """Message handler over the queue, the journal and the weights; see the module docstring. Not thread-safe: make one
-    call at a time."""
+    """Message handler over the queue, the journal and the weights; see the module docstring.
+
+    Not thread-safe: make one call at a time.
+    """
 
     def __init__(
         self,
@@ -77,8 +79,10 @@ class Coordinator:
         progress: ProgressLog | None = None,
         sp_degree: int | Literal["auto"] = 1,
     ) -> None:
-        """Restore the state from the journal. `sp_degree`: number of workers of a node that share an image's
-        sequence."""
+        """Restore the state from the journal.
+
+        `sp_degree`: number of workers of a node that share an image's sequence.
+        """
         self._clock = clock
         self._rules = rules
         self._progress = progress
@@ -90,8 +94,8 @@ class Coordinator:
         self._pulls: dict[str, tuple[int, int]] = {}
         """Boot and number of each worker's last pull."""
         self._unheard: dict[str, tuple[int, int]] = {}
-        """Boot and number of the last pull of each dead worker. A transport repeats a waiting pull, but a dead worker
-        cannot receive the answer, and so gets no work."""
+        """Boot and number of the last pull of each dead worker. The server repeats a waiting pull internally, but a
+        dead worker cannot receive the answer, and so gets no work."""
         self._first_lease = 0
         self._heard = [0, 0]
         """Boot and number of the trainer's newest order. A late order with a smaller number changes nothing."""
@@ -205,8 +209,10 @@ class Coordinator:
         self.changes += 1
 
     def stop(self, reason: str) -> None:
-        """Order every process to exit. The trainer learns of the stop first, from its next `collect`; the workers
-        follow."""
+        """Order every process to exit.
+
+        The trainer learns of the stop first, from its next `collect`; the workers follow.
+        """
         self.queue.stop(reason)
         self.changes += 1
 
@@ -263,8 +269,10 @@ class Coordinator:
         return reply
 
     def _may_work(self, head: Mapping[str, Any], now_ms: int) -> bool:
-        """Return True if the pulling worker may get work: the worker leads its group, and the group is the wanted
-        one."""
+        """Return True if the pulling worker may get work.
+
+        The worker must lead its group, and the group must be the wanted group.
+        """
         worker = head["worker"]
         pull = self._pulls[worker] = (head["boot"], head["seq"])
         if self._unheard.get(worker) == pull:
@@ -358,8 +366,10 @@ class Coordinator:
             self._submit(task)
 
     def _explored(self, results: Sequence[Finished]) -> None:
-        """Report finished candidates to the batch's exploration. `BatchExploration` ignores candidates of other
-        orders."""
+        """Report finished candidates to the batch's exploration.
+
+        `BatchExploration` ignores candidates of other orders.
+        """
         candidates = [result for result in results if result.request.kind is Kind.EXPLORE]
         self._idle.candidates += len(candidates)
         if self._exploration is not None:
@@ -396,8 +406,10 @@ class Coordinator:
         return digest
 
     def _withdraw(self, batches: Sequence[tuple[Kind, int]]) -> None:
-        """Forget batches of requests, finished or not, and drop their weights. A compaction afterwards frees their
-        blobs."""
+        """Forget batches of requests, finished or not, and drop weights no longer needed.
+
+        The next compaction removes the batches from the journal.
+        """
         gone = [r for task in self._tasks for r in task.requests if (r.kind, r.batch) in batches]
         self.queue.withdraw(gone)
         for batch in batches:
@@ -439,8 +451,10 @@ class Coordinator:
         self.journal.append(record, blobs)
 
     def _remember_lease(self, number: int) -> None:
-        """Record the lease without waiting for the disk. After a crash, a forgotten lease is revoked: its steps are
-        repeated, and no result is lost."""
+        """Record the lease without waiting for the disk.
+
+        After a crash, a forgotten lease is revoked: its steps are repeated, and no result is lost.
+        """
         self._record_lazily(lease_to_dict(self.queue.lease_record(number)))
 
     def _remember_poison(self) -> None:
@@ -548,8 +562,9 @@ class Coordinator:
 
 @dataclass
 class _IdleTime:
-    """Estimate of the time in which spot workers have nothing better to do. The exploration budget is computed from the
-    estimate.
+    """Estimate of the time in which spot workers have nothing better to do.
+
+    The exploration budget is computed from the estimate.
 
     The estimate is not stored: a restarted coordinator begins with no measurements, like a new run.
     """

@@ -12,8 +12,9 @@ import torch
 
 
 def device_of(wanted: Literal["auto", "cpu", "cuda"], number: int) -> str:
-    """Return the device of process `number` of a node (the trainer is 0). If processes outnumber GPUs, processes share
-    GPUs.
+    """Return the device of process `number` of a node (the trainer is 0).
+
+    If processes outnumber GPUs, processes share GPUs.
 
     Under Ray, a worker sees only the GPU assigned by Ray, always as number 0. Raises RuntimeError if a GPU is required
     and torch can use none.

@@ -43,8 +43,9 @@ class Journal:
         yield from records
 
     def append(self, record: Mapping[str, Any], blobs: Blobs | None = None, *, durable: bool = True) -> None:
-        """Write one record; the record is durable only after `sync`. Raises OSError (a full disk) and then leaves no
-        trace.
+        """Write one record; the record is durable only after `sync`.
+
+        Raises OSError (a full disk) and then leaves no trace.
 
         `durable`: False for a record no caller waits for. Such a record does not move `position`.
         """
@@ -70,8 +71,10 @@ class Journal:
             os.fsync(self._file.fileno())
 
     def position(self) -> int:
-        """Return the bytes of durable records appended since this journal was opened. Rewrites do not change the
-        count."""
+        """Return the bytes of durable records appended since this journal was opened.
+
+        Rewrites do not change the count.
+        """
         return self._appended
 
     def blob(self, name: str) -> bytes:

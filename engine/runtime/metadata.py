@@ -57,8 +57,10 @@ class GceMetadata:
         return self._ask(path, {}, ANSWER_SECONDS)[0]
 
     def watch(self, path: str, etag: str, wait_seconds: int) -> tuple[str, str]:
-        """Return the text at `path` and its etag, once the etag differs from `etag`, or after `wait_seconds`. Returns
-        at once without an etag."""
+        """Return the text at `path` and its etag, once the etag differs from `etag`, or after `wait_seconds`.
+
+        Returns at once without an etag.
+        """
         if not etag:
             return self._ask(path, {}, ANSWER_SECONDS)
         query = {"wait_for_change": "true", "last_etag": etag, "timeout_sec": str(wait_seconds)}

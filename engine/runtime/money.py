@@ -66,8 +66,10 @@ def boot_id() -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Armed:
-    """Deadline as counted: `left_ms` remained at `at`, and `longest_ms` at most, whatever later orders say. `node` and
-    `told` identify the orders behind the deadline."""
+    """Deadline as counted: `left_ms` remained at `at`, and `longest_ms` at most, whatever later orders say.
+
+    `node` and `told` identify the orders behind the deadline.
+    """
 
     at: Moment
     left_ms: int
@@ -172,8 +174,10 @@ class Money:
 
 
 class Guard:
-    """Keeper of the guard process, used by the agent. Starts the guard if none runs, and again after a death or
-    freeze."""
+    """Keeper of the guard process, used by the agent.
+
+    Starts the guard if none runs, and again after a death or freeze.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -186,8 +190,10 @@ class Guard:
         return None if self._process is None else self._process.pid
 
     def keep_alive(self) -> None:
-        """Start or restart the guard if necessary; returns at once. A redundant guard exits by itself, because of a
-        lock."""
+        """Start or restart the guard if necessary; returns at once.
+
+        A redundant guard exits by itself, because of a lock.
+        """
         if time.monotonic() - self._looked < LOOK_SECONDS:
             return
         self._looked = time.monotonic()

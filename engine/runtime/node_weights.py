@@ -53,8 +53,10 @@ def _inherited(*handles: Any) -> NodeMemory:
 
 
 class NodeWeights:
-    """A worker's `WeightSource` on the node's memory. Use from one thread of a process at a time, because the kernel
-    locks by process."""
+    """A worker's `WeightSource` on the node's memory.
+
+    Use from one thread of a process at a time, because the kernel locks by process.
+    """
 
     def __init__(self, memory: NodeMemory, fetch: Callable[[WeightsKey, str], bytes | None]) -> None:
         self._memory = memory

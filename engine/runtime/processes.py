@@ -100,8 +100,10 @@ def run_worker(spec: NodeSpec, beat: Beat, number: int, drain: Event, memory: No
 def make_worker(
     spec: NodeSpec, number: int, transport: Transport, source: WeightSource, draining: Callable[[], bool]
 ) -> Worker:
-    """Return the worker with this number on its node, for any transport and weight source. The worker uses one torch
-    thread."""
+    """Return the worker with this number on its node, for any transport and weight source.
+
+    The worker uses one torch thread.
+    """
     torch.set_num_threads(1)
     adapter = _load_model(spec, number)
     elastic = join_groups(spec, adapter)

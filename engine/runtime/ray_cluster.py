@@ -80,8 +80,10 @@ NO_PORT = 1
 
 
 class _Lean(Node):
-    """Ray node without dashboard and without the raylet's agents. Ray starts a dashboard even for
-    `include_dashboard=False`."""
+    """Ray node without dashboard and without the raylet's agents.
+
+    Ray starts a dashboard even for `include_dashboard=False`.
+    """
 
     def start_api_server(self, **_: Any) -> None:
         pass
@@ -103,11 +105,11 @@ class _Lean(Node):
 
 
 class _InstalledCode(JobConfig):
-    """Job configuration with which Ray's workers import only installed code, never code from the folder of
-    `spotrl launch`.
+    """Job configuration that restricts the imports of Ray's workers to installed code.
 
-    Ray puts the launch folder first on the workers' path, so a user's engine.py would replace the engine. Ray omits the
-    folder if the job brings a working directory of its own.
+    The workers import nothing from the folder in which the user called `spotrl launch`. Ray puts the launch folder
+    first on the workers' path, so a user's engine.py would replace the engine. Ray omits the folder if the job brings a
+    working directory of its own.
     """
 
     def _runtime_env_has_working_dir(self) -> bool:
@@ -181,8 +183,10 @@ def head_address(spec: NodeSpec) -> str | None:
 
 
 def connect_beside_head(spec: NodeSpec) -> str:
-    """Connect from the head's own node, waiting until the head is up. Returns the address. Raises ConnectionError after
-    `CONNECT_SECONDS`."""
+    """Connect from the head's own node, waiting until the head is up.
+
+    Returns the address. Raises ConnectionError after `CONNECT_SECONDS`.
+    """
     until = time.monotonic() + CONNECT_SECONDS
     while True:
         address = head_address(spec)
@@ -219,8 +223,10 @@ def _params(spec: NodeSpec, *, cpus: int, node_ip: str, **more: Any) -> RayParam
 
 
 def _socket_folder(spec: NodeSpec) -> Path:
-    """Return an empty folder for sockets: in the node's folder, or in the temporary folder if a socket's path would get
-    too long. Only the owner can enter."""
+    """Return an empty folder for sockets, accessible only to its owner.
+
+    The folder is in the node's folder, or in the temporary folder if a socket's path would get too long.
+    """
     own = Path(spec.folder) / "socket"
     if len(str(own / "sockets" / "raylet")) > LONGEST_SOCKET_PATH:
         own = Path(tempfile.gettempdir()) / f"spotrl-{hashlib.sha256(spec.folder.encode()).hexdigest()[:12]}"

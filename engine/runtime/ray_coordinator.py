@@ -115,8 +115,10 @@ class CoordinatorActor:
         return "ok", answer, {name: _array(data) for name, data in answer_blobs.items()}
 
     async def weights(self, raw: list[Any], digest: str) -> list[ray.ObjectRef]:
-        """Return the reference to the weights, in a list because Ray would resolve a bare reference. Empty: the weights
-        are obsolete."""
+        """Return the reference to the weights, in a list because Ray would resolve a bare reference.
+
+        Empty: the weights are obsolete.
+        """
         weights = weights_from_list(raw)
         found = self._shelf.find(weights, digest)
         if found is None:
@@ -175,8 +177,10 @@ class RayTransport:
         return answer, blobs
 
     def request(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the actor, and repeat the call while Ray restarts the actor. Raises CoordinatorLost when
-        patience ends."""
+        """Call a method of the actor, and repeat the call while Ray restarts the actor.
+
+        Raises CoordinatorLost when patience ends.
+        """
         try:
             for attempt in stamina.retry_context(
                 on=_is_passing, attempts=None, timeout=self._patience, wait_initial=0.02, wait_max=0.2

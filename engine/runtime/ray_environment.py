@@ -1,5 +1,7 @@
-"""Define Ray's environment variables. The node's agent sets the variables before `import ray`, and every process
-inherits the environment."""
+"""Define Ray's environment variables.
+
+The node's agent sets the variables before `import ray`, and every process inherits the environment.
+"""
 
 import hashlib
 
@@ -16,8 +18,10 @@ NODE_VARIABLE = "SPOTRL_RAY_NODE"
 
 
 def ray_environment(spec: NodeSpec) -> dict[str, str]:
-    """Return Ray's environment. Every Ray process needs a token derived from the rollout role's token. A spot node also
-    keeps processes ready."""
+    """Return Ray's environment.
+
+    Every Ray process needs a token derived from the rollout role's token. A spot node also keeps processes ready.
+    """
     everywhere = {
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",

@@ -60,8 +60,10 @@ class _Place:
 
 
 def gpus_of_a_worker(gpus: int, workers: int) -> float:
-    """Return a worker's share of the node's GPUs: whole GPUs, or an equal part of a shared GPU. Ray counts in 1 /
-    10,000."""
+    """Return a worker's share of the node's GPUs: whole GPUs, or an equal part of a shared GPU.
+
+    Ray counts GPUs in units of 1 / 10,000.
+    """
     if gpus >= workers:
         return float(gpus // workers)
     return 10_000 // -(-workers // gpus) / 10_000
@@ -81,19 +83,19 @@ class Supervisor:
         self._ping: Any = None
         self._pinged = 0.0
         self._ping_again = 0.0
-        # GCS says of a node that it is alive before it takes part; a dead one stays listed.
+        # GCS lists a node as alive before the node takes part in the cluster, and keeps dead nodes in the list.
         self._coordinator = self._make_coordinator()
 
     def wait_for_coordinator(self) -> None:
         ray.get(self._coordinator.ping.remote(), timeout=60.0)
 
     def run(self) -> None:
-        """For ever. Raises RayError when the cluster is gone; the agent then starts everything again."""
+        """Supervise for ever. Raises RayError if the cluster is gone; the agent then restarts everything."""
         while True:
             self.look()
 
     def look(self) -> None:
-        """One pass; takes LOOK_SECONDS, or less when somebody dies."""
+        """Make one pass. Takes LOOK_SECONDS, or less if a worker dies."""
         self._look_at_nodes()
         for place in self.places.values():
             self._look_at(place)
@@ -119,8 +121,10 @@ class Supervisor:
                 self._forget_node(labels["node"], node_id)
 
     def _adopt_node(self, node: str, node_id: str, workers: int, resources: dict[str, float]) -> None:
-        """Reserve the node's slots in one placement group on this exact node, so the workers can form an SP group
-        later."""
+        """Reserve the node's slots in one placement group on this exact node.
+
+        The workers can then form an SP group later.
+        """
         if workers == 0:
             return
         bundle = {"CPU": 1.0}
@@ -185,7 +189,7 @@ class Supervisor:
             get_if_exists=True,
             lifetime="detached",
             max_restarts=0,
-            max_concurrency=8,  # concurrent serve calls, of this supervisor and of the next one
+            max_concurrency=8,  # room for concurrent serve calls, of this supervisor and of its successor
             num_cpus=1,
             num_gpus=bundle.get("GPU", 0),
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=place.number),
@@ -226,7 +230,7 @@ class Supervisor:
             get_if_exists=True,
             lifetime="detached",
             max_restarts=-1,
-            max_task_retries=0,  # callers repeat their calls themselves, and mark repeated calls
+            max_task_retries=0,  # callers repeat failed calls themselves
             max_concurrency=1000,
             num_cpus=0,
             label_selector={"market": "on-demand", "node": self.spec.node},

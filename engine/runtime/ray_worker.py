@@ -20,8 +20,10 @@ PATIENCE_SECONDS = 60.0
 
 
 class WorkerActor:
-    """Ray actor of a worker. The actor dies with its raylet. The supervisor makes another actor while the node
-    lives."""
+    """Ray actor of a worker.
+
+    The actor dies with its raylet. The supervisor makes another actor while the node lives.
+    """
 
     def __init__(self, number: int) -> None:
         die_with_raylet()

@@ -5,12 +5,13 @@ Callers that arrive during an fsync share the next fsync. `CoordinatorServer` sp
 address, with the token of a role on every call (engine/runtime/rights.py), JSON and raw bytes:
 
     POST /call       workers and trainer (engine/rollout/wire.py frames)
-    GET  /presence   ?worker=&node=&boot=: stays open as long as the worker lives; its end is the worker's end
+    GET  /presence   ?worker=&node=&boot=: stays open while the worker lives; the end of the connection reports the
+    worker's death
     POST /capacity   the launcher's snapshot (engine/events.py, JSON)
     POST /stop       {"reason": ...}
     GET  /health     lineage, and the disk's trouble if any
-    GET  /ray        {"address": ...} of this run's Ray cluster; 404 when it has none
-    POST /ship       ?node=&file=&offset=: a piece of a spot node's log; {"offset": ...}: how much of it is here
+    GET  /ray        {"address": ...} of this run's Ray cluster; 404 without a cluster
+    POST /ship       ?node=&file=&offset=: a piece of a spot node's log; {"offset": ...}: bytes of the file received
 
 A full disk gets the answer 507: the caller repeats the call until the disk has room. A disk that fails to *keep*
 written data ends this process. Memory would be ahead of the journal, and the next process starts from the journal.
@@ -67,8 +68,10 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def end_process(reason: str) -> None:
-    """End this process without acknowledging anything more, because its memory is not trusted. The next process reads
-    the journal."""
+    """End this process without acknowledging anything more, because its memory is not trusted.
+
+    The next process reads the journal.
+    """
     print(f"the coordinator ends itself: {reason}", flush=True)
     os._exit(1)
 
@@ -289,8 +292,10 @@ def _token_of(request: Request) -> str:
 
 
 class _Presence(Response):
-    """Response held open while the worker lives. The kernel closes a killed process's connection, whatever killed the
-    process."""
+    """Response held open while the worker lives.
+
+    The kernel closes a killed process's connection, whatever killed the process.
+    """
 
     def __init__(self, front: Front, died: dict[str, Any]) -> None:
         super().__init__()

@@ -40,8 +40,9 @@ class NotShippable(ValueError):
 
 
 def keep_piece(shipped: Path, node: str, file: str, offset: int, piece: bytes) -> int:
-    """Append a piece on the coordinator's side, if the piece is the next one. Returns the size of the coordinator's
-    file.
+    """Append a piece on the coordinator's side, if the piece is the next one.
+
+    Returns the size of the coordinator's file.
 
     Raises NotShippable, and OSError if the disk is full.
     """

@@ -37,8 +37,10 @@ against 10)."""
 
 
 def environment() -> dict[str, str]:
-    """Return the starter's environment. The C library's settings come last, because process titles overwrite earlier
-    variables."""
+    """Return the starter's environment.
+
+    The C library's settings come last, because process titles overwrite earlier variables.
+    """
     mine = ENVIRONMENT | os.environ
     return {name: mine[name] for name in sorted(mine, key=lambda name: name == "GLIBC_TUNABLES")}
 

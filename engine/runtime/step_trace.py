@@ -45,8 +45,10 @@ class StepTrace:
 
 
 def step_trace(spec: NodeSpec, worker: str, degree: Callable[[], int]) -> StepTrace:
-    """Return the trace of a worker; the trace writes nothing unless the job turns traces on. `degree`: returns the
-    group's current degree."""
+    """Return the trace of a worker; the trace writes nothing unless the job turns traces on.
+
+    `degree`: returns the group's current degree.
+    """
     if not spec.engine.runtime.trace_steps:
         return StepTrace(None, degree)
     path = Path(spec.folder) / "traces" / f"{worker}.jsonl"

@@ -79,8 +79,10 @@ class HttpTransport:
         return unpack(response.content)
 
     def stay_present(self, worker: str, node: str, boot: int) -> None:
-        """Keep a connection open until this process dies. The closed connection reports the death to the coordinator at
-        once."""
+        """Keep a connection open until this process dies.
+
+        The closed connection reports the death to the coordinator at once.
+        """
         query = {"worker": worker, "node": node, "boot": str(boot)}
         while True:
             with contextlib.suppress(httpx.HTTPError):

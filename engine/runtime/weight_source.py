@@ -14,8 +14,9 @@ class WeightSource(Protocol):
     """Lender of weights. Raises the errors of its transport."""
 
     def get(self, weights: WeightsKey, digest: str) -> AbstractContextManager[memoryview | None]:
-        """Yield the safetensors bytes with this digest. Read the bytes only inside the `with`, where the bytes never
-        change.
+        """Yield the safetensors bytes with this digest.
+
+        Read the bytes only inside the `with`, where the bytes never change.
 
         Yields None if other weights were published under this key in the meantime; the next pull names the new digest.
         """

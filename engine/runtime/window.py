@@ -1,5 +1,6 @@
-"""Serve a node's remote console: `python -m engine.runtime.window FOLDER [AGENT COMMAND]`, started over SSH by the
-launcher.
+"""Serve a node's remote console: `python -m engine.runtime.window FOLDER [AGENT COMMAND]`.
+
+The launcher starts the console over SSH.
 
 files of FOLDER -> JSON lines on stdout        JSON lines on stdin -> the agent, and files of FOLDER
 
@@ -176,10 +177,12 @@ class Window:
     # --- the agent --------------------------------------------------------------------------------
 
     def run(self, spec: Mapping[str, Any], told: int) -> None:
-        """Run the agent of this exact spec. An agent that already ran this spec and ended stays ended: the end is a
-        result, not a fault.
+        """Run the agent of this exact spec.
 
-        An order older than the last order is ignored, because a launcher that was frozen may resume and send one.
+        An agent that already ran this spec and ended stays ended: the end is a result, not a fault.
+
+        An order older than the last order is ignored, because a launcher may wake up from a freeze and send an old
+        order.
         """
         if Path(spec["folder"]) != self._folder:
             raise OSError(f"{spec['node']} has its disk in {spec['folder']}, and this window shows {self._folder}")
@@ -254,8 +257,10 @@ class Window:
 
     @contextlib.contextmanager
     def _alone(self, wait: bool = True) -> Iterator[bool]:
-        """Hold the lock, so two consoles, or two threads of one console, never touch the agent at once. Yields False if
-        the lock is taken and `wait` is False."""
+        """Hold the lock, so two consoles, or two threads of one console, never touch the agent at once.
+
+        Yields False if the lock is taken and `wait` is False.
+        """
         with (self._folder / "window.lock").open("w") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))

@@ -239,8 +239,10 @@ class Worker:
         self.holds = (weights, digest)
 
     def _wind_up(self) -> Reply:
-        """Send the scored results and take no new work. Used after the node agent received a notice, even if the
-        coordinator has not heard of the notice."""
+        """Send the scored results and take no new work.
+
+        Used after the node agent received a notice, even if the coordinator has not heard of the notice.
+        """
         if self.elastic is not None:
             self.elastic.leave()
         self._settle(block=True)
@@ -316,8 +318,7 @@ class Worker:
         return next(self.adapter.transformer.parameters()).device
 
     def _begin(self, work: Work, seeds: Sequence[int]) -> list[Trajectory]:
-        """Return the start state of the images: the committed states if the job allows a resume, else the initial
-        noise."""
+        """Return the start state of the images: the committed states if a resume is allowed, else the initial noise."""
         if work.attempts[0].step and self.resume != "restart":
             names = [attempt.state for attempt in work.attempts]
             _, states = self.transport.call({"call": "states", "names": names})
@@ -374,8 +375,10 @@ class Worker:
             self.elastic.tore()
 
     def _follow(self, handed: bytes) -> Reply:
-        """Compute the forward passes of the group's first worker. The first worker records, commits, scores and
-        decides."""
+        """Compute the forward passes of the group's first worker.
+
+        The first worker records, commits, scores and decides.
+        """
         assert self.elastic is not None
         message = json.loads(handed)
         work = reply_from_dict(message["work"])
@@ -450,8 +453,10 @@ class Worker:
     # --- commits ------------------------------------------------------------------------------------------
 
     def _is_commit_due(self, work: Work, step: int) -> bool:
-        """Return True if a commit is due and no commit is in progress. The trainer's worker only commits on drain,
-        because a preemption does not take the trainer's disk."""
+        """Return True if a commit is due and no commit is in progress.
+
+        The trainer's worker only commits on drain, because a preemption does not take the trainer's disk.
+        """
         if not work.commit_every or not self.may_load or self._commit is not None:
             return False
         lease, committed = self._last_commit
@@ -459,8 +464,10 @@ class Worker:
         return work.attempts[0].request.kind is Kind.TRAIN and since >= work.commit_every
 
     def _begin_commit(self, work: Work, trajectories: list[Trajectory]) -> None:
-        """Send the current state of the lease. A thread may read trajectories, because code replaces and never changes
-        them."""
+        """Send the current state of the lease.
+
+        A thread may read trajectories, because code replaces and never changes them.
+        """
         step = trajectories[0].step
         if self.overlap_commits:
             answer = self._committer.submit(self._send_commit, work, trajectories, self._commit_ms)
@@ -482,8 +489,10 @@ class Worker:
         return reply_from_dict(answer), (time.perf_counter() - begun) / self.clock.wall_seconds(1)
 
     def _committed(self, *, wait: bool) -> Reply | None:
-        """Return the answer to the commit in progress, or None if the answer is not there yet. Raises the error of the
-        call."""
+        """Return the answer to the commit in progress, or None if the answer is not there yet.
+
+        Raises the error of the call.
+        """
         if self._commit is None or not (wait or self._commit.answer.done()):
             return None
         commit, self._commit = self._commit, None
@@ -514,8 +523,10 @@ class Worker:
             self._finish(made, scores, pictures)
 
     def _wait_for(self, made: _Made, held: Work | None) -> None:
-        """Wait until the lease is scored or revoked. Scoring may last longer than a lease, so heartbeats renew all
-        leases."""
+        """Wait until the lease is scored or revoked.
+
+        Scoring may last longer than a lease, so heartbeats renew all leases.
+        """
         phase = PHASE_OF[made.work.attempts[0].request.kind]
         while made in self._pending:
             with self.usage.measure(phase):
@@ -551,8 +562,10 @@ class Worker:
         self._pending = [made for made in self._pending if made.work.lease != lease]
 
     def _make_room(self, work: Work, text: str) -> None:
-        """Record that the shape does not fit, and give the lease back without a fault. The next pull reports the
-        smaller limit."""
+        """Record that the shape does not fit, and give the lease back without a fault.
+
+        The next pull reports the smaller limit.
+        """
         self.room = min(work.shape - 1, work.shape if self.room is None else self.room)
         gc.collect()
         if torch.cuda.is_available():
@@ -598,8 +611,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def as_bytes(picture: Tensor) -> Tensor:
-    """Convert an image in [-1, 1] to contiguous uint8 on the CPU: [C, H, W] or [C, F, H, W]. Decoders may return
-    non-contiguous images."""
+    """Convert an image in [-1, 1] to contiguous uint8 on the CPU: [C, H, W] or [C, F, H, W].
+
+    Decoders may return non-contiguous images.
+    """
     return ((picture.float() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8).contiguous().cpu()
 
 
@@ -609,8 +624,10 @@ def get_weights(parameters: dict[str, torch.nn.Parameter]) -> bytes:
 
 
 def set_weights(parameters: dict[str, torch.nn.Parameter], data: bytes | memoryview) -> None:
-    """Copy safetensors bytes into live parameters, in place and with one copy. Raises KeyError if a parameter is
-    missing."""
+    """Copy safetensors bytes into live parameters, in place and with one copy.
+
+    Raises KeyError if a parameter is missing.
+    """
     header_size = int.from_bytes(data[:8], "little")
     header = json.loads(bytes(data[8 : 8 + header_size]))
     missing = parameters.keys() - header.keys()
