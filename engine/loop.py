@@ -558,7 +558,7 @@ class Loop:
                 for name, value in self.parameters.items():
                     value.copy_(live[name])
 
-    # --- durable state and the line to the coordinator ----------------------------------------------------
+    # --- durable state and calls to the coordinator -------------------------------------------------------
 
     def _write_checkpoint_files(self, weights: bytes) -> tuple[dict[str, bytes], dict[str, str]] | None:
         """Write the checkpoint's large files after this batch.

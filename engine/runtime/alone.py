@@ -1,9 +1,8 @@
 """Terminate an instance without work and without a controller.
 
     agent runs ------------------------------------------> stay (the spend deadline of money.py still holds)
-    agent ended, a controller was heard lately ----------> stay: the controller reads the last logs and terminates the
-    instance
-    agent ended, no controller was heard for 10 minutes -> copy the logs to the bucket, then delete the instance
+    agent ended, a controller called lately -------------> stay: the controller reads the last logs, then terminates
+    agent ended, no controller called for 10 minutes ----> copy the logs to the bucket, then delete the instance
 
 The remote console touches `heard` in the node's folder on every line from its controller. The guard notices the changed
 file time and counts the silence on the machine's boot clock. No clock jump therefore ends an instance or keeps an

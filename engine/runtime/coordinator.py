@@ -445,7 +445,7 @@ class Coordinator:
         names = [result.trajectory for result in found if result.trajectory is not None]
         return answer, {name: self.journal.blob(name) for name in names}
 
-    # --- memory -----------------------------------------------------------------------------------------
+    # --- journal ----------------------------------------------------------------------------------------
 
     def _record(self, record: Head, blobs: Blobs | None = None) -> None:
         self.journal.append(record, blobs)

@@ -6,10 +6,10 @@ Promises: no clock jump moves the deadline, and a restarted agent does not exten
 start of the count and the order behind the deadline). After a reboot, the time with the machine off is counted by the
 wall clock. No order moves the deadline past node.json's `money_longest_ms`, counted from the first order. A controller
 with a wrong clock, or with a lost record of spending, can therefore not run an instance for ever.
-`python -m engine.runtime.money FOLDER` is the guard: one process per node folder, in its own session, that outlives the
-agent. The guard terminates the instance shortly after its deadline if the agent did not. The guard also terminates an
-instance with neither an agent nor a controller (alone.py). Standard library only: the guard stays small, and no engine
-code can break the guard.
+`python -m engine.runtime.money FOLDER` is the guard: one process per node folder, in its own session. The guard
+outlives the agent. The guard terminates the instance shortly after its deadline if the agent did not. The guard also
+terminates an instance with neither an agent nor a controller (alone.py). Standard library only: the guard stays small,
+and no engine code can break the guard.
 """
 
 import contextlib

@@ -5,8 +5,7 @@ Callers that arrive during an fsync share the next fsync. `CoordinatorServer` sp
 address, with the token of a role on every call (engine/runtime/rights.py), JSON and raw bytes:
 
     POST /call       workers and trainer (engine/rollout/wire.py frames)
-    GET  /presence   ?worker=&node=&boot=: stays open while the worker lives; the end of the connection reports the
-    worker's death
+    GET  /presence   ?worker=&node=&boot=: open while the worker lives; its end reports the worker's death
     POST /capacity   the launcher's snapshot (engine/events.py, JSON)
     POST /stop       {"reason": ...}
     GET  /health     lineage, and the disk's trouble if any

@@ -4,7 +4,7 @@
 
 An agent started as a program imports torch, diffusers and the recogniser: six seconds of a core for each node. The
 starter imports MODULE ... once. AGENT is a module, or the file of a program. The forked agent runs the same code in a
-process session of its own. The agent forks the node's processes itself, so those processes need no import either.
+process session of its own. The agent forks the node's processes itself, and the node's processes need no import either.
 
 When the starter's input ends, no process is left to end a node, so the starter exits without starting another node. Its
 agents stay, like cloud instances without a terminate call. A node given up before its start has a file `ending` in its
@@ -39,7 +39,7 @@ against 10)."""
 def environment() -> dict[str, str]:
     """Return the starter's environment.
 
-    The C library's settings come last, because process titles overwrite earlier variables.
+    The C library's settings come last, because otherwise process titles cannot be set.
     """
     mine = ENVIRONMENT | os.environ
     return {name: mine[name] for name in sorted(mine, key=lambda name: name == "GLIBC_TUNABLES")}

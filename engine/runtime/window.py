@@ -9,9 +9,9 @@ file was replaced); `trouble` with an error. In: first `have`, the state of the 
 {NAME: [size, its last bytes]}. Then `beat`, and orders, each safe to repeat: `run` (a NodeSpec, and `secrets` for the
 agent's environment, never written to disk), `money` ({left_ms, told}), `notice` ({deadline_ms, source}).
 
-Promises: no byte is sent twice or left out, even if the console is killed at any moment. One agent runs, the agent of
-the last order. A repeated order leaves the agent alone, even an ended agent, except after a reboot. The agent lives in
-its own session and never notices a closed console. Standard library only: the console must open on a node where nothing
+Promises: no byte is sent twice or left out, even if the console is killed at any moment. Only the agent of the last
+order runs. A repeated order leaves the agent alone, even an ended agent, except after a reboot. The agent lives in its
+own session and never notices a closed console. Standard library only: the console must open on a node where nothing
 else works.
 """
 
@@ -74,7 +74,7 @@ class Window:
         self._child: subprocess.Popen[bytes] | None = None
         self._secrets: dict[str, str] = {}
 
-    # --- showing ----------------------------------------------------------------------------------
+    # --- sending ----------------------------------------------------------------------------------
 
     def show(self) -> None:
         """Send changes and heartbeats, for ever."""
@@ -146,7 +146,7 @@ class Window:
             self._out.write(line)
             self._out.flush()
 
-    # --- hearing ----------------------------------------------------------------------------------
+    # --- receiving --------------------------------------------------------------------------------
 
     def hear(self, line: bytes) -> None:
         """Apply one line from the launcher."""

@@ -249,7 +249,7 @@ class Worker:
         reply = self._call({"call": "heartbeat", "leases": {}})
         return reply if isinstance(reply, Exit) else Drain(deadline_ms=0)
 
-    # --- making pictures --------------------------------------------------------------------------------
+    # --- sampling images --------------------------------------------------------------------------------
 
     def _do(self, work: Work) -> None:
         kind = work.attempts[0].request.kind
@@ -410,7 +410,7 @@ class Worker:
         if self.holds != (weights, digest):
             raise RuntimeError(f"weights {weights} with digest {digest} were published anew meanwhile")
 
-    # --- looking up between steps -------------------------------------------------------------------------
+    # --- between denoising steps --------------------------------------------------------------------------
 
     def _go_on(self, work: Work, trajectories: list[Trajectory]) -> bool:
         """Return True if the worker may take the next step. Gives the work back when the node drains."""
