@@ -1,8 +1,8 @@
-"""Time: one clock rules the controller, leases, notices, prices and bills of a run.
+"""Define time: one clock rules the controller, leases, notices, prices and bills of a run.
 
-On a real cloud the factor is 1. On the local infra it may run faster, so that hours of a spot market
-pass in minutes; every process of the run shares origin and factor, so they all agree on the time.
-Everything that is summed is an integer of milliseconds. Standard library only.
+On a real cloud the factor is 1. On the local infra the clock may run faster, so hours of a spot market pass in minutes.
+Every process of the run shares origin and factor, so all processes agree on the time. Summed times are integers of
+milliseconds. Standard library only.
 """
 
 import time
@@ -11,13 +11,13 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Tells the time of a run. Tests pass one that they move by hand."""
+    """Clock of a run. Tests pass a clock moved by hand."""
 
     def now_ms(self) -> int:
-        """Milliseconds since 1970-01-01 UTC, on the run's clock."""
+        """Return milliseconds since 1970-01-01 UTC, on the run's clock."""
 
     def wall_seconds(self, duration_ms: int) -> float:
-        """How long a real process must sleep for `duration_ms` of this clock to pass."""
+        """Return the wall seconds in which `duration_ms` of this clock pass."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,18 +39,21 @@ class ScaledClock:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SteadyClock(ScaledClock):
-    """The wall clock as it was when this one was made, carried on by what has passed since: no jump moves it.
+    """Wall clock read once at creation and advanced by the boot clock, so no clock jump moves the time.
 
-    For whoever meters money on machines that have clocks of their own: an hour that never was must not end a run.
+    Use this clock to meter money on machines with clocks of their own: a jump of an hour must not end a run.
     """
 
     began_ms: int = field(default_factory=lambda: time.time_ns() // 1_000_000 - boot_ms())
-    """When this machine was switched on."""
+    """Time at which this machine was switched on (ms UTC)."""
 
     def _wall_ms(self) -> int:
         return self.began_ms + boot_ms()
 
 
 def boot_ms() -> int:
-    """Since this machine was switched on; goes on while a laptop sleeps, and nobody can set it."""
+    """Return milliseconds since this machine was switched on.
+
+    The count goes on while a laptop sleeps, and cannot be set.
+    """
     return time.clock_gettime_ns(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)) // 1_000_000

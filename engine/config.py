@@ -1,7 +1,8 @@
-"""The engine's half of the job file, and what a node is told when it starts.
+"""Define the engine's half of the job file, and the start instructions of a node.
 
-Frozen pydantic models, one per room; unknown keys are refused. No torch here: the launcher imports this
-module to check a job before anything is bought. Every error names what was found, what would do, and why.
+The models are frozen pydantic models, one per room; unknown keys are refused. The module does not import torch, because
+the launcher imports the module to check a job before anything is bought. Every error names the value found, the values
+allowed, and the reason.
 """
 
 import hmac
@@ -14,7 +15,7 @@ from engine.events import Market
 
 
 class Strict(BaseModel):
-    """Base of every configuration: frozen, and a key that nobody reads is an error."""
+    """Base of every configuration: frozen, and unknown keys are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
@@ -25,26 +26,27 @@ BelowOne = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
 SHIPPED = {"digits-ocr": "digits", "shapes": "shapes"}
-"""Models whose weights come with spotrl, and the prompts each was made for. They have no unconditional branch."""
+"""Shipped models, and the prompts each model was trained for. The models have no unconditional branch."""
 
 
 class ModelConfig(Strict):
-    """Which diffusion transformer, and what of it is trained."""
+    """Diffusion transformer of the job, and the part of its weights to train."""
 
-    # `from` is a word of Python's own, so the field has another name; every file and message says `from`.
+    # `from` is a Python keyword, so the field has another name. Every file and message says `from`.
     model_config = ConfigDict(validate_by_name=True, validate_by_alias=True, serialize_by_alias=True)
 
     name: Literal["digits-ocr", "shapes", "qwen-image", "sd3", "flux", "wan"] = "digits-ocr"
     path: str | None = None
-    """Folder of a diffusers model (transformer, vae, ...). None: the weights that ship with spotrl."""
+    """Folder of a diffusers model (transformer, vae, ...). None: the weights shipped with spotrl."""
     weights: Literal["full", "lora"] = "full"
-    """What is trained: every weight of the transformer, or low-rank adapters beside them."""
+    """Trained weights: `full` trains every weight of the transformer, `lora` trains low-rank adapters."""
     lora_rank: Positive = 16
     lora_alpha: Positive = 32
     start: Annotated[str, Field(min_length=1)] | None = Field(default=None, alias="from")
-    """Start weights: a run's name, or a folder that `spotrl pull` wrote (with a / in it, relative to the job file).
-    Training goes on from its weights, with a new optimizer and a new average. They take the place of the base wherever
-    a run is compared with the model before training: the first evaluation, the KL divergence, `sample --base`."""
+    """Start weights: a run's name, or a folder written by `spotrl pull` (with a / in the path, relative to the job
+    file). Training continues from the start weights, with a new optimizer and a new average. The start weights replace
+    the base model in every comparison with the model before training: the first evaluation, the KL divergence,
+    `sample --base`."""
 
     @model_validator(mode="after")
     def _weights_exist(self) -> Self:
@@ -57,19 +59,19 @@ class ModelConfig(Strict):
 
 
 class WindowConfig(Strict):
-    """Stochastic steps only inside a short window; the rest are ODE steps, and only the window is trained.
+    """Window of stochastic steps. All other steps are ODE steps, and only steps of the window are trained.
 
-    `random` is Flow-GRPO-Fast, `sliding` is MixGRPO (arXiv 2507.21802): from noise towards the picture as training goes
-    on, then from the beginning again. MixGRPO takes 25 iterations per position and stride 1.
+    `random` is Flow-GRPO-Fast. `sliding` is MixGRPO (arXiv 2507.21802): the window moves from the noise towards the
+    image as training proceeds, then starts again at the noise. MixGRPO uses 25 iterations per position and stride 1.
     """
 
     size: Positive = 2
     first: Annotated[int, Field(ge=0)] = 0
-    """Earliest step that the window may start at."""
+    """Earliest step at which the window may start."""
     last: Positive | None = None
-    """The window ends before this step; None: before the final step."""
+    """Step before which the window ends; None: the final step."""
     order: Literal["random", "sliding"] = "random"
-    """Which position is next: one drawn from the run's seed, or the one after this."""
+    """Choice of the next position: `random` draws from the run's seed, `sliding` takes the following position."""
     stride: Positive = 1
     """Steps between two positions."""
     iterations_per_position: Positive = 1
@@ -77,17 +79,18 @@ class WindowConfig(Strict):
 
 
 class SamplerConfig(Strict):
-    """How a rollout denoises. Its signature decides which seed rankings may be compared."""
+    """Denoising method of rollouts. Seed rankings are comparable only between samplers with equal signatures."""
 
     name: Literal["flow-sde", "dance-sde", "cps"] = "flow-sde"
     steps: Annotated[int, Field(ge=2)] = 8
     noise_level: Annotated[float, Field(ge=0.0)] = 0.7
-    """How much noise a random step adds; 0 makes every step an Euler step. Every sampler has its own scale (research
-    notes rl 1.1), so change both together. flow-sde, `a`: 0.7 or 0.8, and 1.2 with Qwen-Image. dance-sde, `eta`: 0.25
-    to 0.3; its noise does not fade towards the picture. cps, `eta`: 0.7; at most 1, where all of the noise is new."""
+    """Noise added by a stochastic step; 0 makes every step an Euler step. Each sampler has its own scale (research
+    notes rl 1.1), so change sampler and level together. flow-sde, `a`: 0.7 or 0.8, and 1.2 with Qwen-Image. dance-sde,
+    `eta`: 0.25 to 0.3; the noise does not fade towards the image. cps, `eta`: 0.7; the maximum 1 replaces all of the
+    noise."""
     shift: Annotated[float, Field(gt=0.0)] = 1.0
     guidance: Annotated[float, Field(ge=1.0)] = 1.0
-    """Classifier-free guidance; 1 computes no unconditional branch."""
+    """Classifier-free guidance scale; 1 computes no unconditional branch."""
     window: WindowConfig | None = None
     noise: Literal[1] = 1
     """Version of the counter-based noise (engine/rollout/noise.py)."""
@@ -120,32 +123,33 @@ class AlgorithmConfig(Strict):
     name: Literal["flow-grpo"] = "flow-grpo"
     prompts_per_batch: Positive = 12
     images_per_prompt: int = 4
-    """Size of a group: the images whose rewards are compared with one another."""
+    """Group size: the number of images of one prompt. Rewards are compared within a group."""
     updates_per_batch: Positive = 2
-    """Optimiser steps per batch; each takes its own share of the prompts."""
+    """Optimiser steps per batch. Each step trains its own share of the prompts."""
     learning_rate: Annotated[float, Field(gt=0.0)] = 2e-4
     clip_range: Annotated[float, Field(gt=0.0)] = 1e-3
     advantage_clip: Annotated[float, Field(gt=0.0)] = 5.0
     gradient_clip: Annotated[float, Field(gt=0.0)] = 1.0
     kl_beta: Annotated[float, Field(ge=0.0)] = 0.0
-    """Weight of the KL divergence from the base model; 0 computes none."""
+    """Weight of the KL divergence from the base model; 0 computes no divergence."""
     kl_form: Literal["flow-grpo", "gaussian"] = "flow-grpo"
-    """`gaussian`: the exact KL divergence between the two transitions of a step. `flow-grpo`: the published form, the
-    exact one times the length of the step in noise levels. It is 5 to 28 times smaller with 8 to 28 steps."""
+    """Formula of the KL divergence. `gaussian`: the exact divergence between the two transitions of a step.
+    `flow-grpo`: the published form, which multiplies the exact divergence by the step's length in noise levels. With 8
+    to 28 steps the published form is 5 to 28 times smaller."""
     adam_betas: tuple[BelowOne, BelowOne] = (0.9, 0.99)
-    """AdamW's decay rates. Flow-GRPO publishes .9 and .999, made for longer runs."""
+    """AdamW's decay rates. Flow-GRPO publishes .9 and .999, chosen for longer runs."""
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
     """AdamW's weight decay. Flow-GRPO publishes 1e-4."""
     std: Literal["group", "batch", "ema"] = "group"
-    """What advantages are divided by: the std of the group, of the batch, or of earlier batches."""
+    """Divisor of advantages: the standard deviation of the group, of the batch, or of earlier batches."""
     std_correction: Literal[0, 1] = 0
-    """A group's variance is a sum over its size (0, as Flow-GRPO) or over one less (1, as DanceGRPO)."""
+    """Divisor of a group's variance: the group size (0, as Flow-GRPO) or the size minus 1 (1, as DanceGRPO)."""
     ema_decay: BelowOne = 0.7
-    """Evaluation uses an average of the weights: this much of the old average is kept each iteration."""
+    """Share of the old average kept each iteration. Evaluation uses the averaged weights."""
     rows_per_forward: Positive = 168
-    """(picture, step) pairs that training takes through the network together (time-step parallelism, TSP)."""
+    """(image, step) pairs in one training forward pass (time-step parallelism, TSP)."""
     order: Literal["fixed", "arrival"] = "fixed"
-    """`fixed` accumulates gradients by group number, so that a run repeats bit for bit."""
+    """Order of gradient accumulation. `fixed` accumulates by group number, so a repeated run is bit-identical."""
 
     @field_validator("images_per_prompt")
     @classmethod
@@ -168,58 +172,63 @@ class AlgorithmConfig(Strict):
 
 
 class CandidateBudget(Strict):
-    """A counted budget: the same seeds are tried whatever the machine does, so runs repeat exactly."""
+    """Fixed number of candidates. The seeds tried do not depend on the machine's speed, so runs repeat exactly."""
 
     candidates: Positive
-    """Candidate seeds per batch, shared evenly by its prompts."""
+    """Candidate seeds per batch, shared evenly among the prompts."""
     patience_seconds: Annotated[float, Field(gt=0.0)] = 30.0
-    """With no spot node alive for this long (wall time) a batch goes on with what was explored, and so do those after
-    it until there is one again."""
+    """Wall seconds without a live spot node after which a batch continues with the candidates explored by then. Later
+    batches do the same until a spot node is live again."""
 
 
 class SecondsBudget(Strict):
-    """A budget of idle time: explore until the trainer is done, or for so many seconds."""
+    """Budget of idle GPU time: explore until the trainer finishes, or for a number of seconds."""
 
     seconds: Literal["auto"] | Annotated[float, Field(gt=0.0)] = "auto"
     max_candidates: Positive = 1024
 
 
 class ProfileConfig(Strict):
-    """One way to try candidates. Training data is always made in full, whatever a profile says."""
+    """Settings for sampling candidates. Training rollouts ignore every profile and always run in full."""
 
     name: str = "full"
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """bfloat16 is faster, and ranks seeds nearly as well (research notes overlap 1)."""
+    """Number format. bfloat16 is faster, and ranks seeds nearly as well as float32 (research notes overlap 1)."""
     shape: Positive = 48
-    """Pictures per forward pass of an exploring worker."""
+    """Images per forward pass of an exploring worker."""
     steps: Annotated[int, Field(ge=2)] | None = None
-    """Denoising steps; None: all. With fewer, the picture that the network foresees after them is judged: the same
-    noise path for less time, and ranks a little worse (6 of 8: .77 instead of .83, 12 prompts of digits-ocr)."""
+    """Denoising steps; None: all steps. With fewer steps, the reward scores the network's prediction of the final
+    image. The noise path is the same and takes less time; the ranking is a little worse (6 of 8 steps: .77 instead of
+    .83, 12 prompts of digits-ocr)."""
     scorer: Literal["reward", "student"] = "reward"
-    """`student`: a small model that imitates a built-in reward at a hundredth of its cost, where there is one."""
+    """Scorer of candidates. `student`: a small model trained to imitate a built-in reward at a hundredth of the cost,
+    where the reward has a student."""
 
 
 class ExplorationConfig(Strict):
-    """Which seeds are worth training (research notes papers 6.1).
+    """Choice of the seeds to train (research notes papers 6.1).
 
-    The gradient of `stale` and `in-path` is that of a selected sample: seeds whose rewards differ most, not all seeds.
-    `stale`: spot workers try candidates while the trainer trains, with the weights before. `in-path`: every candidate
-    is rolled out with current weights and the best are trained, which everybody waits for. `none`: the first seeds.
+    With `stale` and `in-path`, the gradient is the gradient of a selected sample: the seeds with the most different
+    rewards, not all seeds. `stale`: spot workers try candidates with the previous weights while the trainer trains.
+    `in-path`: workers roll out every candidate with current weights and the trainer trains the best; the trainer waits
+    for all candidates. `none`: train the first seeds.
     """
 
     mode: Literal["none", "in-path", "stale"] = "stale"
     budget: CandidateBudget | SecondsBudget = SecondsBudget()
     policy: Literal["uniform", "greedy", "ucb", "bayes"] = "uniform"
-    """Which prompt gets the next candidates (engine/exploration/planner.py). The others give more to prompts whose
-    rewards differ more, which pays with strict rewards and with `algorithm.std: batch`; with `std: group` every group
-    weighs the same, and an even share did better on digits-ocr (2 seeds)."""
+    """Rule for the prompt of the next candidates (engine/exploration/planner.py). Every policy but `uniform` gives more
+    candidates to prompts with more different rewards. A larger share pays with strict rewards and with
+    `algorithm.std: batch`. With `std: group` every group weighs the same, and `uniform` did better on digits-ocr (2
+    seeds)."""
     chunk: Positive = 2
-    """Candidates that a prompt gets at a time."""
+    """Candidates given to a prompt at a time."""
     profiles: Annotated[tuple[ProfileConfig, ...], Field(min_length=1, max_length=6)] = (ProfileConfig(),)
-    """With several, a bandit finds out which of them pays most."""
+    """Exploration profiles. With several profiles, a bandit learns which profile pays most."""
     random_fraction: Annotated[float, Field(ge=0.0, le=1.0)] = 0.125
-    """Share of the candidates that were not chosen which is rolled out afresh all the same, in idle time and not to be
-    trained: without it nobody knows how well old weights rank the seeds, and exploration never switches itself off."""
+    """Share of the rejected candidates to roll out again with current weights, in idle time and without training. The
+    comparison measures how well stale weights rank the seeds. Without the comparison, exploration never turns itself
+    off."""
 
     @model_validator(mode="after")
     def _waiting_has_an_end(self) -> Self:
@@ -229,25 +238,26 @@ class ExplorationConfig(Strict):
 
 
 class RewardConfig(Strict):
-    """What is optimised: a scorer of ours by name, or `package.module:function` of the user's own."""
+    """Training objective: a built-in scorer by name, or a `package.module:function` of the user's own."""
 
     name: str = "ocr"
-    """`ocr` and `ocr_strict` read pictures of at most 48 x 144 pixels as one line of text; in larger ones they find the
-    lines first. `ocr_smooth` reads one line only."""
+    """Name of the scorer. `ocr` and `ocr_strict` read images of at most 48 x 144 pixels as one line of text, and find
+    the lines first in larger images. `ocr_smooth` reads one line only."""
     placed: Literal["with_rollout"] = "with_rollout"
 
 
 class EvaluationConfig(Strict):
-    """Held-out prompts, fixed noise, ODE sampler, EMA weights: the curve that a target is read from."""
+    """Evaluation, the basis of the target: held-out prompts, fixed noise, ODE sampler, EMA weights."""
 
     prompts: Positive = 512
     on_the_way: Positive | None = None
-    """Prompts of an evaluation on the way, the first of all; None: all. The first and the last evaluation use all, and
-    so does one that would reach the target: a share p of n prompts has a standard error of sqrt(p (1 - p) / n)."""
+    """Prompts of an intermediate evaluation, counted from the first prompt; None: all prompts. The first and the last
+    evaluation use all prompts, and so does an evaluation about to reach the target. A share p of n prompts has a
+    standard error of sqrt(p (1 - p) / n)."""
     every: Positive = 3
     steps: Annotated[int, Field(ge=1)] = 8
     shape: Positive = 48
-    """Pictures per forward pass."""
+    """Images per forward pass."""
 
     @model_validator(mode="after")
     def _some_of_all(self) -> Self:
@@ -259,25 +269,25 @@ class EvaluationConfig(Strict):
 
 
 DRIFT = "drift"
-"""The metric that every evaluation has of its own: how far its pictures are from the base model's (engine/drift.py)."""
+"""Metric reported by every evaluation: the distance of its images from the base model's images (engine/drift.py)."""
 
 
 class GuardConfig(Strict):
-    """A metric of evaluations that must not pass `max`: `drift`, or one of the reward's."""
+    """Upper bound `max` on an evaluation metric: `drift`, or a metric of the reward."""
 
     metric: str = DRIFT
     max: float
 
 
 class TargetConfig(Strict):
-    """When the run has what it was started for."""
+    """Score at which the run has reached its goal and stops."""
 
     metric: str = "exact_match"
     value: float
     evaluations: Positive = 3
-    """The smoothed score must hold for this many evaluations in a row."""
+    """Evaluations in a row in which the smoothed score must hold."""
     guards: tuple[GuardConfig, ...] = ()
-    """The target counts as reached only in evaluations in which every guard holds."""
+    """Bounds on other metrics. An evaluation counts towards the target only if every guard holds."""
 
 
 class CheckpointConfig(Strict):
@@ -286,43 +296,44 @@ class CheckpointConfig(Strict):
 
 
 class RuntimeConfig(Strict):
-    """Where workers run, and the promises they renew. Durations are wall seconds."""
+    """Runtime of the workers, with their lease and heartbeat intervals. Durations are wall seconds."""
 
     name: Literal["inproc", "local", "ray"] = "local"
-    """`local`: processes of the node's agent, over HTTP. `ray`: actors of one Ray cluster. `inproc`: tests only."""
+    """Kind: `local` (processes of the node's agent, HTTP), `ray` (actors of one Ray cluster), `inproc` (tests only)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """What a node computes on. `auto`: GPUs if torch can use any, a worker each while there are as many, the trainer on
-    the first of its own; else the CPU. `cuda`: GPUs or nothing, so that none is paid for and left idle; that is what
-    `auto` means on clouds."""
+    """Device of a node's workers. `auto` uses GPUs if torch finds any, else the CPU. Each worker gets a GPU while GPUs
+    remain, and the trainer uses the first GPU of its node. `cuda` refuses to run on a CPU, so no paid GPU stays idle.
+    On clouds, `auto` means `cuda`."""
     shape: Positive = 12
-    """Pictures per forward pass of a training rollout; always this many, padded with copies."""
+    """Images per forward pass of a training rollout. A smaller batch is padded to the full shape with copies."""
     lease_seconds: Annotated[float, Field(gt=0.0)] = 2.0
-    """Shortest lease; otherwise a lease is four times the slowest step that was seen of its kind of work."""
+    """Shortest lease. If longer, a lease lasts four times the slowest measured step of its kind of work."""
     first_lease_seconds: Annotated[float, Field(gt=0.0)] = 20.0
-    """The lease while no step of its kind was seen yet: compiling and first touches take long."""
+    """Lease duration before any step of the kind was measured: compilation and first memory use take long."""
     heartbeat_seconds: Annotated[float, Field(gt=0.0)] = 0.5
-    """A worker calls in between steps when its last call is this old."""
+    """Maximum age of a worker's last call before the worker sends a heartbeat between steps."""
     commit_every: Literal["auto"] | Positive = "auto"
-    """Denoising steps between two commits of a training rollout. auto: sqrt(2 x commit cost x mean time to preemption)
-    by what was measured (research notes engine 4), which may mean on notice only."""
+    """Denoising steps between two commits of a training rollout. `auto`: sqrt(2 x commit cost x mean time to
+    preemption), from measured values (research notes engine 4). The result may be to commit only on a preemption
+    notice."""
     hours_to_preemption: Annotated[float, Field(gt=0.0)] = 1.0
-    """Mean life of a spot node (run's clock) that `auto` starts from; what the run itself sees is added to it."""
+    """Initial estimate of a spot node's mean life for `auto` (run's clock). The run adds its own observations."""
     step_seconds: Annotated[float, Field(ge=0.0)] = 0.0
-    """A denoising step takes at least so long: for drills and benchmarks."""
+    """Minimum duration of a denoising step, for drills and benchmarks."""
     sp_degree: Literal["auto"] | Positive = 1
-    """Workers of a spot node that share a picture's sequence (Ulysses); the rest of a node works at smaller degrees.
-    `auto`: by what waits and what steps were measured to take (engine/parallel/groups.py)."""
+    """Workers of a spot node that share an image's sequence (Ulysses). Workers left over on a node use smaller degrees.
+    `auto`: chosen from the waiting requests and the measured step times (engine/parallel/groups.py)."""
     resume: Literal["exact", "close", "restart"] = "close"
-    """What becomes of a picture that was interrupted. `exact`: goes on if as many workers share it as before, else it
-    begins anew, so that it is bit for bit what it would have been. `close`: goes on whoever shares it, equal to about
-    5e-7; the trainer then computes its log-probs again. `restart`: begins anew."""
+    """Treatment of an interrupted image. `exact`: resume if the same number of workers shares the image, else restart,
+    so the image is bit-identical to an uninterrupted image. `close`: resume with any number of workers, equal to about
+    5e-7; the trainer then recomputes the log-probs. `restart`: always restart."""
     sp_timeout_seconds: Annotated[float, Field(gt=0.0)] = 5.0
-    """How long a worker waits for a peer of its group that neither answers nor dies."""
+    """Time a worker waits for a peer of its group that neither answers nor dies."""
     trace_steps: bool = False
-    """Every worker writes down the steps that it finishes, with the time: `traces/` in its node's folder."""
+    """Trace of steps: every worker logs finished steps with their times to `traces/` in the node's folder."""
     trainer_threads: Annotated[int, Field(ge=0)] = 0
-    """torch threads of the trainer on a CPU; 0: one if spot workers explore beside it, else one per core. A run repeats
-    bit for bit with the same number."""
+    """torch threads of the trainer on a CPU; 0: one thread if spot workers explore on the same machine, else one per
+    core. Bit-identical repetition of a run needs the same number."""
 
     @model_validator(mode="after")
     def _leases_outlive_heartbeats(self) -> Self:
@@ -336,20 +347,20 @@ class RuntimeConfig(Strict):
 
 
 class EngineConfig(Strict):
-    """Everything the engine reads. The launcher builds it from the job file and sends it to every node."""
+    """Complete configuration of the engine, built by the launcher from the job file and sent to every node."""
 
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     iterations: Annotated[int, Field(ge=1, le=1_000_000)] = 40
-    """The run ends after so many trained batches, target reached or not."""
+    """Trained batches after which the run ends, even if the target was not reached."""
     model: ModelConfig = ModelConfig()
     sampler: SamplerConfig = SamplerConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     exploration: ExplorationConfig = ExplorationConfig()
     reward: RewardConfig = RewardConfig()
     prompts: str = "digits"
-    """`digits` or `shapes` (made on the fly), or a text file with one prompt a line."""
+    """Prompt source: `digits` or `shapes` (generated), or a text file with one prompt a line."""
     test_prompts: str | None = None
-    """A text file of prompts that are evaluated and never trained. None: a random fifth of `prompts` at most."""
+    """Text file of evaluation prompts, never trained. None: a random fifth of `prompts` at most is held out."""
     evaluation: EvaluationConfig = EvaluationConfig()
     target: TargetConfig | None = None
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -421,21 +432,21 @@ class ClockConfig(Strict):
 
 
 Role = Literal["trainer", "rollout", "controller"]
-"""A caller of the coordinator; engine/runtime/rights.py has what each may do."""
+"""Role of a caller of the coordinator. engine/runtime/rights.py lists the calls allowed to each role."""
 
 
 def role_token(run_token: str, role: Role) -> str:
-    """Return the token of one role of a run. Nobody can tell the run's token, or another role's, from it."""
+    """Return the token of one role of a run. The token reveals neither the run's token nor another role's token."""
     return hmac.new(run_token.encode(), role.encode(), "sha256").hexdigest()
 
 
 class NodeSpec(Strict):
-    """What a node is told when it starts: `python -m engine.runtime.agent FILE` reads it from a JSON file.
+    """Start instructions of a node: `python -m engine.runtime.agent FILE` reads the specification from a JSON file.
 
-    The agent takes a lock in `folder`, writes `agent.json` (pid, create_time), then `ready.json` once its
-    workers called in; it watches for `notice.json` ({"deadline_ms": ...}), appends progress to
-    `progress/SOURCE.jsonl` (trainer only) and logs to `logs/`. It exits 0 when the engine is finished, and says how it
-    ended in `exit.json` ({"code", "at_ms", "text"}).
+    The agent takes a lock in `folder` and writes `agent.json` (pid, create_time). After its workers have called in, the
+    agent writes `ready.json`. The agent watches for `notice.json` ({"deadline_ms": ...}), appends progress to
+    `progress/SOURCE.jsonl` (trainer only) and logs to `logs/`. The agent exits 0 when the engine is finished, and
+    writes the outcome to `exit.json` ({"code", "at_ms", "text"}).
     """
 
     run: str
@@ -444,40 +455,41 @@ class NodeSpec(Strict):
     market: Market
     workers: Positive = 1
     folder: str
-    """This node's own disk."""
+    """Folder on the node's own disk."""
     store: str
     """Checkpoint store: an obstore URL, file:///... on the local infra."""
     coordinator_host: str = "127.0.0.1"
     coordinator_port: int
     token: str
-    """On a trainer's node the run's own, from which its coordinator derives that of every role. On a rollout node the
-    token of that role, which opens no more than a spot node needs."""
+    """Token of the node. On the trainer's node: the run's token, from which the coordinator derives the token of every
+    role. On a rollout node: the rollout role's token, which allows only the calls of a spot node."""
     clock: ClockConfig
     engine: EngineConfig
     weights: str = ""
-    """Where the model's folder is in the run's bucket (obstore URL): the node brings it to its own disk. Empty:
-    `model.path` is a folder of this node, or the model ships with spotrl."""
+    """Location of the model's folder in the run's bucket (obstore URL). The node downloads the folder to its own disk.
+    Empty: `model.path` is a folder of this node, or the model ships with spotrl."""
     workdir: str | None = None
-    """Where the user's reward module and prompt file are found."""
+    """Folder of the user's reward module and prompt file."""
     money_deadline_ms: int | None = None
-    """The node ends itself at this moment (run's clock), whoever is left to ask it to."""
+    """Spend deadline (run's clock): the node terminates itself at this moment, even if no controller is left."""
     money_left_ms: int | None = None
-    """On a cloud's machine instead of `money_deadline_ms`: so long from when the node is told, on its own boot clock,
-    which no clock jump moves. `money.json` ({"left_ms": ..., "told": N}) says it anew."""
+    """Spend deadline on a cloud's node, instead of `money_deadline_ms`: milliseconds left from the moment of receipt,
+    on the node's own boot clock, which no clock jump moves. `money.json` ({"left_ms": ..., "told": N}) replaces the
+    deadline."""
     money_longest_ms: int | None = None
-    """No later order lets the node live longer than this, from when it was first told, on its own boot clock: running
-    alone it would have used up the run's money by then. None: the run has no limit."""
+    """Upper bound on every later spend deadline, in milliseconds from the first order on the node's own boot clock. A
+    node running alone would have used up the run's money by then. None: the run has no limit."""
     cloud: Literal["local", "aws", "gcp"] = "local"
-    """Whose machine the node is. On `local` it is a process session of a machine that others use too."""
+    """Cloud of the node. On `local`, the node is a process session on a machine shared with other programs."""
     digest: str = ""
-    """Of what was set up on the machine (launcher/cluster/bundle.py). An agent that finds another one refuses."""
+    """Digest of the machine's setup (launcher/cluster/bundle.py). An agent refuses to start if the digests differ."""
 
     @property
     def own_token(self) -> str:
-        """The token with which this node's processes call the coordinator."""
+        """Return the token with which this node's processes call the coordinator."""
         return role_token(self.token, "trainer") if self.role == "trainer" else self.token
 
     @property
     def rollout_token(self) -> str:
-        """The token that every node of the run has or can derive."""
+        """Return the rollout role's token. Every node of the run has or can derive the token."""
         return role_token(self.token, "rollout") if self.role == "trainer" else self.token

@@ -1,14 +1,15 @@
-"""Drift: how far evaluation pictures have moved from the base model's, in what no reward looks at. Pure.
+"""Measure drift: the distance of evaluation images from the base model's, in properties no reward scores. Pure.
 
-A reward sees what it scores and nothing else: a recogniser reads through grey speckle on the paper. Two statistics of
-all pixels of the pictures that an evaluation keeps see it, in every model family and at no cost worth a name:
+A reward detects only the properties in its score: a recogniser reads text through grey speckle on the paper. Two
+statistics over all pixels of an evaluation's kept images detect such changes, in every model family and at negligible
+cost:
 
     tone   the distribution of grey values: haze, burnt colours, a paper that gets darker
     grain  the distribution of differences to the mean of the four neighbours: speckle, blur, outlines
 
-`drift` is the sum of both distances (first Wasserstein, in shares of the range from black to white) to the same
-statistics of the first evaluation, which has the same prompts and seeds and the weights that the run began with.
-0: no difference. Pictures are pooled, so that another text in the same style moves the figure little.
+`drift` is the sum of both distances (first Wasserstein, in shares of the range from black to white) to the statistics
+of the first evaluation. The first evaluation has the same prompts and seeds, and the start weights of the run. 0 means
+no difference. Pixels of all images are pooled, so another text in the same style changes the figure little.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,7 +38,7 @@ class Look:
 
 
 def look_of(pictures: Sequence[NDArray[np.uint8]]) -> Look:
-    """Count the pixels of pictures [C, H, W] or [C, F, H, W]."""
+    """Count the pixels of images [C, H, W] or [C, F, H, W]."""
     tone, grain = np.zeros(LEVELS, np.int64), np.zeros(LEVELS, np.int64)
     for picture in pictures:
         grey = picture.astype(np.float32).mean(axis=0)
@@ -48,7 +49,7 @@ def look_of(pictures: Sequence[NDArray[np.uint8]]) -> Look:
 
 
 def drift(look: Look, base: Look) -> float:
-    """Return the distance of two looks; both must have seen a pixel."""
+    """Return the distance of two looks. Both looks need at least one pixel."""
     return _distance(look.tone, base.tone) + _distance(look.grain, base.grain)
 
 
@@ -66,6 +67,6 @@ def _counts(values: NDArray[np.float32]) -> NDArray[np.int64]:
 
 
 def _distance(a: Sequence[int], b: Sequence[int]) -> float:
-    """First Wasserstein distance of two histograms, as a share of their range."""
+    """Return the first Wasserstein distance of two histograms, as a share of their range."""
     ours, theirs = np.cumsum(a) / np.sum(a), np.cumsum(b) / np.sum(b)
     return float(np.abs(ours - theirs).sum() / (LEVELS - 1))

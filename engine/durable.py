@@ -1,7 +1,7 @@
-"""Write small files so that they survive a power cut.
+"""Write small files durably, safe against a power cut.
 
-A rename without fsync may leave an empty file under the new name: the file system writes the name before the bytes.
-Standard library only: engine, launcher and the window into a node all use it.
+A rename without fsync may leave an empty file under the new name, because the file system writes the name before the
+bytes. Standard library only: engine, launcher and the node's remote console all use this module.
 """
 
 import os
@@ -10,9 +10,9 @@ from pathlib import Path
 
 
 def write_durably(path: Path, data: bytes) -> None:
-    """Replace the file by one with these bytes, for its owner's eyes: all of them or none, also after a power cut.
+    """Replace the file's content atomically, also across a power cut. Only the owner can read the file.
 
-    Raises OSError, e.g. when the disk is full; then the file is what it was and nothing else is left.
+    Raises OSError, e.g. if the disk is full. The old file then stays unchanged, and no other file is left.
     """
     fresh = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
     try:
@@ -22,7 +22,7 @@ def write_durably(path: Path, data: bytes) -> None:
             os.fsync(file.fileno())
         fresh.replace(path)
     except OSError:
-        fresh.unlink(missing_ok=True)  # half a copy would keep a full disk full
+        fresh.unlink(missing_ok=True)  # a half-written copy would keep a full disk full
         raise
     sync_folder(path.parent)
 

@@ -1,4 +1,4 @@
-"""What an evaluation says: metrics averaged over held-out prompts, and the pictures that go with them."""
+"""Summarise an evaluation: metrics averaged over held-out prompts, and a sheet of images."""
 
 import io
 import math
@@ -13,17 +13,18 @@ from engine.config import GuardConfig, TargetConfig
 from engine.rollout.request import Finished
 
 SMOOTHED_OVER = 3
-"""A score is the mean of so many evaluations; one of 512 pictures has a standard error of about .02, of 128 of .04."""
+"""Number of evaluations averaged into a score. The standard error of one evaluation is about .02 with 512 images, and
+.04 with 128."""
 
 COLUMNS = 4
 BORDER = 6
 CAPTION = 16
 SMALL, SCALE = 128, 4
-"""Pictures narrower than SMALL pixels are shown SCALE times larger."""
+"""Width limit and scale: images narrower than SMALL pixels are shown SCALE times larger."""
 
 
 def mean_metrics(results: Sequence[Finished]) -> dict[str, float]:
-    """Mean of the reward and of every named metric; values that are not finite are left out and counted."""
+    """Return the mean of the reward and of every named metric. Values that are not finite are left out and counted."""
     rows = [{"reward": result.score.reward, **result.score.metrics} for result in results]
     names = sorted({name for row in rows for name in row})
     means = {}
@@ -36,19 +37,22 @@ def mean_metrics(results: Sequence[Finished]) -> dict[str, float]:
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
-    """Each evaluation averaged with the ones before it, up to SMOOTHED_OVER of them."""
+    """Return each evaluation's average with the previous evaluations, over at most SMOOTHED_OVER."""
     return [statistics.mean(values[max(0, i + 1 - SMOOTHED_OVER) : i + 1]) for i in range(len(values))]
 
 
 def guards_hold(metrics: Mapping[str, float], guards: Sequence[GuardConfig]) -> bool:
-    """Whether no guarded metric of an evaluation is above its limit; a metric that is not reported does not hold."""
+    """Return True if every guarded metric is within its limit.
+
+    A metric missing from the evaluation breaks its guard.
+    """
     return all(metrics.get(guard.metric, math.inf) <= guard.max for guard in guards)
 
 
 def held(evaluations: Sequence[Mapping[str, float]], target: TargetConfig) -> bool:
-    """Whether the target held for the last `target.evaluations` evaluations.
+    """Return True if the target held for the last `target.evaluations` evaluations.
 
-    It holds in an evaluation if the smoothed score is at or above `target.value` and every guard holds.
+    The target holds in an evaluation if the smoothed score is at or above `target.value` and every guard holds.
     """
     scores = smoothed([metrics.get(target.metric, -math.inf) for metrics in evaluations])
     last = [
@@ -59,7 +63,7 @@ def held(evaluations: Sequence[Mapping[str, float]], target: TargetConfig) -> bo
 
 
 def contact_sheet(pictures: Sequence[tuple[str, bytes]]) -> bytes:
-    """A PNG of these pictures in a grid, in order, each under its prompt.
+    """Return a PNG of these images in a grid, in order, each image under its prompt.
 
     pictures: (prompt, safetensors bytes of uint8 [C, H, W] or [C, F, H, W])
     """
@@ -81,7 +85,7 @@ def contact_sheet(pictures: Sequence[tuple[str, bytes]]) -> bytes:
 
 
 def _shortened(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, width: int) -> str:
-    """As much of a prompt as fits."""
+    """Return the longest start of a prompt that fits into `width`."""
     text = " ".join(text.split())
     if font.getlength(text) <= width:
         return text
@@ -91,8 +95,8 @@ def _shortened(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, wi
 
 
 def to_rgb(picture: np.ndarray) -> np.ndarray:
-    """uint8 [C, H, W], or [C, F, H, W] of which the first frame is taken, to [H, W, 3]. Grey pictures become RGB."""
-    if picture.ndim == 4:  # video: its first frame
+    """Convert uint8 [C, H, W], or the first frame of [C, F, H, W], to [H, W, 3]. Grey images become RGB."""
+    if picture.ndim == 4:  # video: use the first frame
         picture = picture[:, 0]
     channels = picture if picture.shape[0] == 3 else np.repeat(picture[:1], 3, axis=0)
     return np.moveaxis(channels, 0, 2)

@@ -2,12 +2,12 @@
 
 Frozen values, standard library only, one JSON object a line. Both directions survive repeats:
 
-- capacity is a *snapshot* with a generation; an older generation than the last one seen is ignored;
+- capacity is a *snapshot* with a generation; the engine ignores a generation older than the newest received;
 - progress is numbered by `(run, source, lineage, seq)`; the ledger keeps each number once.
 
-`lineage` counts how often the run went back to an older checkpoint: a step lost with its machine is
-redone under the next lineage. Rewards count once (newest lineage), dollars always.
-Times are milliseconds UTC on the run's clock (`engine/clock.py`).
+`lineage` counts how often the run went back to an older checkpoint. A step lost with its machine is repeated under the
+next lineage. Rewards count once (newest lineage), dollars always. Times are milliseconds UTC on the run's clock
+(`engine/clock.py`).
 """
 
 import json
@@ -18,14 +18,14 @@ from typing import Any, ClassVar
 
 
 class Market(StrEnum):
-    """How a node was bought."""
+    """Capacity type of a node."""
 
     SPOT = "spot"
     ON_DEMAND = "on_demand"
 
 
 class NodeState(StrEnum):
-    """What the launcher knows of a node."""
+    """State of a node, as known to the launcher."""
 
     READY = "ready"
     DRAINING = "draining"
@@ -33,7 +33,7 @@ class NodeState(StrEnum):
 
 
 class Phase(StrEnum):
-    """What a node-second was spent on. A second belongs to one phase; what is left over is idle."""
+    """Purpose of a node-second. A second belongs to one phase; the remainder is idle."""
 
     COLD_START = "cold_start"
     ROLLOUT = "rollout"
@@ -51,7 +51,7 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeCapacity:
-    """One node as the launcher sees it. `deadline_ms`: when a draining node will be gone."""
+    """A node as known to the launcher. `deadline_ms`: end of a draining node (run's clock)."""
 
     node: str
     market: Market
@@ -62,7 +62,7 @@ class NodeCapacity:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Capacity:
-    """Everything there is to compute on, at one moment. Sent on connect, on change and every 10 s."""
+    """Snapshot of all nodes at one moment. Sent on connect, on change and every 10 s."""
 
     generation: int
     nodes: tuple[NodeCapacity, ...]
@@ -72,7 +72,7 @@ class Capacity:
 
     @classmethod
     def from_json(cls, text: str) -> "Capacity":
-        """Raises ValueError when a field is missing, unknown or of an unknown state."""
+        """Parse a snapshot. Raises ValueError if a field is missing or unknown, or a state is unknown."""
         try:
             raw = json.loads(text)
             nodes = tuple(
@@ -89,7 +89,7 @@ class Capacity:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineStarted:
-    """The engine runs. `iteration` is the checkpoint's: the first batch it will train."""
+    """Start of the engine. `iteration` comes from the checkpoint: the first batch to train."""
 
     KIND: ClassVar[str] = "engine_started"
     iteration: int
@@ -97,16 +97,16 @@ class EngineStarted:
     devices: str
     versions: Mapping[str, str]
     started_from: str = ""
-    """Whose weights the run started from, in words; empty: the base model's."""
+    """Source of the start weights, in words; empty: the base model."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IterationDone:
-    """One batch is trained, its checkpoint is durable, version `iteration` + 1 is published.
+    """End of one batch: the batch is trained, its checkpoint is durable, version `iteration` + 1 is published.
 
-    `manifest_digest` names the trained multiset. `phase_ms` is the trainer's own time by phase.
-    `health` holds zero_variance_share, ratio_mean, ratio_max, clip_share, kl, gradient_norm,
-    dlogp_abs_mean, staleness, skipped_groups. `made_by`: how many of its rollouts each node finished.
+    `manifest_digest` names the trained multiset. `phase_ms` is the trainer's own time by phase. `health` holds
+    zero_variance_share, ratio_mean, ratio_max, clip_share, kl, gradient_norm, dlogp_abs_mean, staleness,
+    skipped_groups. `made_by`: number of the batch's rollouts finished by each node.
     """
 
     KIND: ClassVar[str] = "iteration_done"
@@ -124,11 +124,11 @@ class IterationDone:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluated:
-    """Held-out prompts with fixed noise, ODE sampler, EMA weights of version `iteration`.
+    """Evaluation of held-out prompts with fixed noise, an ODE sampler and the EMA weights of version `iteration`.
 
-    `metrics` holds the target's metric by name (exact_match, similarity, reward, ...), and `drift`: how far the
-    pictures are from the base model's (engine/drift.py).
-    `pictures` is a PNG contact sheet, relative to the checkpoint store, if one was kept.
+    `metrics` holds the target's metric by name (exact_match, similarity, reward, ...) and `drift`, the distance of the
+    images from the base model's (engine/drift.py). `pictures` is the path of a PNG contact sheet, relative to the
+    checkpoint store; None if no sheet was kept.
     """
 
     KIND: ClassVar[str] = "evaluated"
@@ -140,10 +140,10 @@ class Evaluated:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ranked:
-    """How well stale rewards ranked the seeds, over the last explored batches up to this one.
+    """Quality of the seed ranking by stale rewards, over the last explored batches up to this batch.
 
-    The figures are those of engine.exploration.ranking.RankingReport, which explains them; `profile` explored this
-    batch, `control` of its unselected candidates were rolled out afresh, `explores_on` is the verdict.
+    engine.exploration.ranking.RankingReport explains the figures. `profile` explored this batch. `control` counts the
+    unselected candidates rolled out again with current weights. `explores_on` is the verdict: exploration continues.
     """
 
     KIND: ClassVar[str] = "ranked"
@@ -176,15 +176,15 @@ class CheckpointSaved:
 
 
 WorkerSpan = tuple[str, str, int, int]
-"""Worker, phase, and from when to when in milliseconds."""
+"""Worker, phase, begin and end in milliseconds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeUsage:
-    """What one node's workers did between two moments, in node-milliseconds by phase.
+    """Usage of one node between two moments, in node-milliseconds by phase.
 
-    Divided by the node's workers, so that the phases of a node never sum to more than its time. `spans` say when,
-    worker by worker: what `spotrl trace` draws.
+    Worker time is divided by the node's number of workers, so the phases of a node never sum to more than elapsed time.
+    `spans` hold the times of each worker's phases, drawn by `spotrl trace`.
     """
 
     KIND: ClassVar[str] = "node_usage"
@@ -201,7 +201,7 @@ class NodeUsage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeSeen:
-    """A worker of this node called in for the first time: its cold start is over."""
+    """First call of a worker of the node: the cold start is over."""
 
     KIND: ClassVar[str] = "node_seen"
     node: str
@@ -210,7 +210,7 @@ class NodeSeen:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeServed:
-    """A worker of this node finished its first request: from here on the node is worth its price."""
+    """First finished request of a worker of the node: the node now does useful work for its price."""
 
     KIND: ClassVar[str] = "node_served"
     node: str
@@ -219,7 +219,7 @@ class NodeServed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeMissed:
-    """The engine gave a node's work away. `lost_steps`: denoising steps that must be done again."""
+    """Requeue of a node's work by the engine. `lost_steps`: denoising steps to repeat."""
 
     KIND: ClassVar[str] = "node_missed"
     node: str
@@ -230,9 +230,9 @@ class NodeMissed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Regrouped:
-    """A node's workers share pictures otherwise from now on.
+    """Change of a node's SP groups.
 
-    `groups`: all of its live workers, each group's members in rank order; who works alone is a group of one.
+    `groups`: all live workers of the node, each group's members in rank order. A worker alone is a group of one.
     """
 
     KIND: ClassVar[str] = "regrouped"
@@ -255,7 +255,7 @@ class TargetReached:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Warned:
-    """Something a person should read: a skipped group, a poisoned request, a full disk."""
+    """Warning for the user: a skipped group, a poisoned request, a full disk."""
 
     KIND: ClassVar[str] = "warned"
     text: str
@@ -263,7 +263,7 @@ class Warned:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineFinished:
-    """No more work: `reason` is target, iterations, unhealthy, failed or stopped; `text` explains."""
+    """End of the engine. `reason` is target, iterations, unhealthy, failed or stopped; `text` explains the reason."""
 
     KIND: ClassVar[str] = "engine_finished"
     reason: str
@@ -309,7 +309,7 @@ _KINDS: dict[str, type[Any]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """One line of a progress file: a numbered event. `(run, source, lineage, seq)` is its identity."""
+    """A numbered event: one line of a progress file. `(run, source, lineage, seq)` identifies the line."""
 
     run: str
     source: str
@@ -325,7 +325,7 @@ class Progress:
 
     @classmethod
     def from_json(cls, line: str) -> "Progress":
-        """Raises ValueError for anything but a whole progress line (a half-written one, say)."""
+        """Parse a progress line. Raises ValueError for anything but a whole line, such as a half-written line."""
         try:
             raw = json.loads(line)
             kind = _KINDS[raw.pop("kind")]

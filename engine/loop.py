@@ -1,12 +1,12 @@
-"""One reinforcement-learning run, from the trainer's chair.
+"""Run one reinforcement-learning job in the trainer process.
 
-    open the batch -> workers roll it out and score it -> groups are trained as they arrive -> weights move
-    beside it, spot workers explore seeds for the next batch with the weights it began with
+    open the batch -> workers roll out and score images -> groups are trained as they arrive -> weights change
+    meanwhile, spot workers explore seeds for the next batch with the weights from before the batch
     choose the next batch's seeds -> checkpoint -> publish
 
-The trainer waits for nobody while there is something to train; while there is not, it rolls out too, so a run with
-no spot node at all goes on. An optimiser step is taken only when the whole batch is rolled out: until then the
-trainer still holds the version that an unfinished rollout needs.
+The trainer never waits while a group is ready to train. With no group ready, the trainer makes rollouts too, so a run
+without any spot node continues. The trainer takes an optimiser step only after the whole batch is rolled out. Until
+then, the trainer still holds the weight version of the unfinished rollouts.
 """
 
 import hashlib
@@ -60,26 +60,26 @@ from engine.training.transaction import Average, Health, Trainer
 from engine.versions import installed_versions
 
 BAD_GROUPS_IN_A_ROW = 3
-"""So many groups in a row that are not finite stop the run at its last good checkpoint."""
+"""Groups in a row with a reward or loss that is not finite, after which the run stops at its last good checkpoint."""
 
 PICTURES_SHOWN = 24
-"""Pictures of each evaluation that are kept for the report."""
+"""Images of each evaluation kept for the report."""
 
 
 Stored = TypeVar("Stored")
 
 
 class Stopped(Exception):
-    """The run was told to stop: budget, `spotrl down`."""
+    """Stop of the run on request: budget reached, or `spotrl down`."""
 
 
 class Unhealthy(Exception):
-    """Training produced nothing finite, or a request cannot be made; going on would waste money."""
+    """Training failure: nothing finite was produced, or a request is poisoned. Continuing would waste money."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where the trainer runs: names, disks, the line to the coordinator."""
+    """Resources of the trainer process: names, stores, logs, clock and the transport to the coordinator."""
 
     run: str
     node: str
@@ -92,7 +92,7 @@ class Place:
 
 
 class Loop:
-    """A trainer with its state. `run` goes on from the newest checkpoint until there is nothing left to do."""
+    """Trainer and its state. `run` continues from the newest checkpoint until the run is finished."""
 
     def __init__(
         self, config: EngineConfig, place: Place, adapter: DiTAdapter, reward: Reward, prompts: PromptSource
@@ -131,18 +131,20 @@ class Loop:
         self.std = RunningStd()
         self.evaluations: list[tuple[int, dict[str, float]]] = []
         self.base: Look | None = None
-        """How the base model's evaluation pictures look; None before the first evaluation."""
+        """Appearance of the base model's evaluation images; None before the first evaluation."""
         self.skipped_in_a_row = 0
         self._spent_before: dict[str, float] = {}
         self._exploring_seconds = self._told_exploring = 0.0
-        """GPU-seconds that spot workers explored, as the coordinator counts them; and up to the batch before."""
+        """GPU-seconds of exploration by spot workers, as counted by the coordinator: the newest total, and the total up
+        to the previous batch."""
         self._alone_since: float | None = None
-        """Since when the coordinator says that there is no spot node; None while there is one."""
+        """Time since which the coordinator has reported no spot node (`time.monotonic`); None while a spot node is
+        live."""
         self._told_alone = False
         self._untold_seconds = 0.0
-        """Time since the last report that belongs to the next: checkpoint and publish."""
-        # It is the same job wherever it computes.
-        # What is newer than a checkpoint and not used changes nothing for it.
+        """Seconds of checkpoint and publish since the last report. The next report includes the seconds."""
+        # The digest excludes the device: the job is the same on every device. A field newer than some checkpoints is
+        # excluded while unused, so old checkpoints keep their digest.
         newer = {"model": {"start"}, "evaluation": {"on_the_way"}}
         unused = {
             room: {key for key in keys if getattr(getattr(config, room), key) is None} for room, keys in newer.items()
@@ -153,7 +155,10 @@ class Loop:
     # --- the run ----------------------------------------------------------------------------------------
 
     def run(self) -> EngineFinished:
-        """Train until the target is held, the iterations are done, or someone says stop. Never raises for those."""
+        """Train until the target holds, the iterations are done or the run is told to stop.
+
+        Returns the reason, and never raises for any of the three.
+        """
         try:
             self._begin()
             self._evaluate_if_due()
@@ -169,11 +174,11 @@ class Loop:
         self.place.progress.write(self.lineage, finished)
         self._say({"call": "stop", "reason": finished.reason})
         while not self.place.progress.flush():
-            time.sleep(ASK_AGAIN_SECONDS)  # the launcher must hear the end, however long its disk is full
+            time.sleep(ASK_AGAIN_SECONDS)  # the launcher must learn of the end, even after a long full disk
         return finished
 
     def _begin(self) -> None:
-        """Go on from the newest checkpoint; a machine that lost what was published begins a new lineage."""
+        """Restore the newest checkpoint. If the coordinator lost the published weights, begin a new lineage."""
         newest = self._store(self.place.store.newest)
         if newest is not None:
             if newest.config_digest != self.config_digest:
@@ -196,9 +201,10 @@ class Loop:
         self._withdraw_trained()
 
     def _load_start(self) -> str:
-        """Put start weights in place, if the job names any. Returns whose they are, in words.
+        """Load the start weights named by the job, if any. Returns a description of their source.
 
-        Also of a run that goes on from a checkpoint: the KL divergence is one from the start weights.
+        A run restored from a checkpoint loads the start weights too: the KL divergence is measured from the start
+        weights.
         """
         if self.config.model.start is None:
             return ""
@@ -260,7 +266,8 @@ class Loop:
         rewards = torch.tensor(rollouts.rewards(), dtype=torch.float64)
         finite = rewards[torch.isfinite(rewards).all(dim=1)]
         self.std = self.std.after(finite) if len(finite) else self.std
-        # Told before it is durable: killed in between, the batch is trained and told again, never forgotten.
+        # Report before the checkpoint is durable. A crash between the two repeats the batch and its report; the report
+        # is never lost.
         self._tell(manifest, finite, len(candidates), health, time.perf_counter() - begun, rollouts.made_by)
         saving = time.perf_counter()
         self.iteration += 1
@@ -282,7 +289,7 @@ class Loop:
         seconds: float,
         made_by: Mapping[str, int],
     ) -> None:
-        """Report a trained batch. rewards [P, K]: of the groups that are finite."""
+        """Report a trained batch. rewards [P, K]: rewards of the finite groups."""
         spent = dict(self.usage.total)
         phase_ms = {phase: round(ms - self._spent_before.get(phase, 0.0)) for phase, ms in spent.items()}
         self._spent_before = spent
@@ -302,7 +309,10 @@ class Loop:
         self.place.metrics.iteration(done)
 
     def _train(self, manifest: Manifest, plan: Plan, rollouts: Rollouts) -> list[Health]:
-        """All optimiser steps of a batch; groups of the first are trained while others are still rolled out."""
+        """Take all optimiser steps of a batch.
+
+        Groups of the first step are trained while workers still roll out other groups.
+        """
         std = None
         if self.config.algorithm.std == "batch":
             rollouts.wait_for_all()
@@ -348,7 +358,10 @@ class Loop:
     # --- exploration ------------------------------------------------------------------------------------
 
     def _explore(self, batch: int) -> ExplorationOrder | None:
-        """Let candidates of a batch be tried with the weights that are live now."""
+        """Order exploration of a batch's candidates with the current weights.
+
+        Returns None for a batch after the last, or when exploration is off.
+        """
         if batch >= self.config.iterations:
             return None
 
@@ -363,7 +376,10 @@ class Loop:
         return order
 
     def _explored(self, order: ExplorationOrder | None) -> list[Finished]:
-        """What exploration found. A counted budget is waited for while a spot node lives; idle time is not."""
+        """Return the explored candidates.
+
+        Waits for a counted budget while a spot node is live, but not for an idle-time budget.
+        """
         if order is None:
             return []
         results: list[Finished] = []
@@ -383,14 +399,17 @@ class Loop:
                 return results
 
     def _is_alone(self) -> bool:
-        """Whether spot nodes are gone for longer than a counted budget is patient, as far as was heard."""
+        """Return True if no spot node was live for longer than the counted budget's patience.
+
+        The coordinator's answers say which nodes are live.
+        """
         budget = self.config.exploration.budget
         if self._alone_since is None or not isinstance(budget, CandidateBudget):
             return False
         return time.monotonic() - self._alone_since > budget.patience_seconds
 
     def _judge(self, manifest: Manifest, rollouts: Rollouts) -> None:
-        """Compare fresh rewards with the stale ones that chose the seeds, and say what is known now."""
+        """Compare fresh rewards with the stale rewards that chose the seeds, and report the ranking quality."""
         control = self._collect(Kind.CONTROL, manifest.batch, 0, wait=False)["results"]
         report = self.explorer.judge(manifest, rollouts.reward_of(), control)
         if report is None:
@@ -405,7 +424,7 @@ class Loop:
         self.place.progress.write(self.lineage, event)
 
     def _manifest(self, order: ExplorationOrder | None, candidates: Sequence[Finished]) -> Manifest:
-        """What the next batch will train, and in which optimiser step each of its groups belongs."""
+        """Return the manifest of the next batch: its groups, and the optimiser step of each group."""
         algorithm, batch = self.config.algorithm, self.iteration
         spent, self._told_exploring = self._exploring_seconds - self._told_exploring, self._exploring_seconds
         groups = self.explorer.choose(
@@ -432,7 +451,11 @@ class Loop:
         self._evaluate(is_whole=last or self.iteration == 0)
 
     def _evaluate(self, *, is_whole: bool) -> None:
-        """Evaluate held-out prompts: some on the way, but all before a target counts as reached."""
+        """Evaluate held-out prompts.
+
+        An intermediate evaluation uses a subset, but a target counts as reached only after an evaluation of all
+        prompts.
+        """
         prompts, target = self.prompts.held_out(), self.config.target
         some = None if is_whole else self.config.evaluation.on_the_way
         results, blobs = self._evaluated(prompts[:some], pictures=PICTURES_SHOWN)
@@ -448,7 +471,7 @@ class Loop:
             self.place.progress.write(self.lineage, reached)
 
     def _record(self, results: Sequence[Finished], blobs: Mapping[str, bytes]) -> dict[str, float]:
-        """Keep and tell the metrics of this version, in place of those of fewer prompts. Returns them."""
+        """Store and report this version's metrics, replacing metrics of fewer prompts. Returns the metrics."""
         metrics = mean_metrics(results)
         sheet = f"evaluation/l{self.lineage:04d}-i{self.iteration:06d}.png"
         shown = [(one.request.prompt, blobs[one.trajectory]) for one in results if one.trajectory is not None]
@@ -462,9 +485,11 @@ class Loop:
         return metrics
 
     def _evaluated(self, prompts: Sequence[str], *, pictures: int) -> tuple[list[Finished], dict[str, bytes]]:
-        """Held-out prompts with fixed noise, ODE steps and averaged weights; everybody helps.
+        """Evaluate held-out prompts with fixed noise, ODE steps and averaged weights.
 
-        Returns the results in the order of the prompts, and the first `pictures` pictures by name.
+        All workers take part, and the trainer too.
+
+        Returns the results in the order of the prompts, and the first `pictures` images by name.
         """
         weights = WeightsKey(version=self.iteration, average=True)
         requests = [
@@ -473,7 +498,7 @@ class Loop:
                 lineage=self.lineage,
                 batch=self.iteration,
                 prompt=prompt,
-                # Of no run in particular: every run is judged by the same noise.
+                # The seed does not depend on the run, so all runs are evaluated with the same noise.
                 seed=seed_of(0, Stream.EVAL, 0, prompt, 0),
                 kind=Kind.EVALUATE,
             )
@@ -488,7 +513,8 @@ class Loop:
             results: dict[RequestId, Finished] = {}
             blobs: dict[str, bytes] = {}
             with self._averaged():
-                # Nothing else: a batch that was begun before the trainer died waits for other weights than it has now.
+                # Serve evaluations only. A batch begun before a trainer crash needs the live weights, not the averaged
+                # weights.
                 self.worker.assume(weights, published["digest"])
                 self.worker.kinds = (Kind.EVALUATE,)
                 while len(results) < len(requests):
@@ -503,7 +529,7 @@ class Loop:
         return [results[request] for request in requests], blobs
 
     def _drift(self, pictures: Sequence[bytes]) -> dict[str, float]:
-        """Return how far these pictures are from the base model's; empty when nothing is known of those.
+        """Return the distance of the images from the base model's images. Empty if the base model's look is unknown.
 
         pictures: safetensors bytes of uint8 [C, H, W] or [C, F, H, W], of the same prompts in each evaluation
         """
@@ -520,7 +546,7 @@ class Loop:
 
     @contextmanager
     def _averaged(self) -> Iterator[None]:
-        """Inside, the model has the averaged weights; its own come back afterwards."""
+        """Put the averaged weights into the model inside the context, and restore the live weights afterwards."""
         live = {name: value.detach().clone() for name, value in self.parameters.items()}
         with torch.no_grad():
             for name, value in self.parameters.items():
@@ -532,10 +558,13 @@ class Loop:
                 for name, value in self.parameters.items():
                     value.copy_(live[name])
 
-    # --- durable state and the line to the coordinator ----------------------------------------------------
+    # --- durable state and calls to the coordinator -------------------------------------------------------
 
     def _write_checkpoint_files(self, weights: bytes) -> tuple[dict[str, bytes], dict[str, str]] | None:
-        """The big part of the checkpoint after this batch, with digests; None when none is due."""
+        """Write the checkpoint's large files after this batch.
+
+        Returns files and digests, or None if no checkpoint is due.
+        """
         iteration = self.iteration + 1
         if iteration % self.config.checkpoint.every and iteration != self.config.iterations:
             return None
@@ -566,7 +595,10 @@ class Loop:
         self.place.progress.write(self.lineage, event)
 
     def _store(self, write: Callable[[], Stored]) -> Stored:
-        """Write to the checkpoint store; while that is full the run waits, because going on would risk what it did."""
+        """Write to the checkpoint store.
+
+        While the store is full, the run waits, because continuing would risk finished work.
+        """
 
         def tell(text: str) -> None:
             warned = Warned(text=f"the checkpoint store {self.place.store.url}: {text}")
@@ -580,7 +612,10 @@ class Loop:
         self.worker.assume(weights, published["digest"])
 
     def _withdraw_trained(self) -> None:
-        """What led to this iteration is in its checkpoint. Also at the start: a trainer may have died in between."""
+        """Withdraw the batches that led to this iteration: their results are in its checkpoint.
+
+        Also called at the start, because a trainer may have died between checkpoint and withdrawal.
+        """
         batches = [["train", self.iteration - 1], ["control", self.iteration - 1], ["explore", self.iteration]]
         self._say({"call": "withdraw", "batches": batches})
 
@@ -596,7 +631,7 @@ class Loop:
         if not requests:
             return
         runtime = self.config.runtime
-        # The control slice is compared by reward, not by bits: no forward pass of it is padded to the full shape.
+        # The control slice compares rewards, not bits, so no forward pass is padded to the full shape.
         shapes = {Kind.TRAIN: runtime.shape, Kind.CONTROL: min(runtime.shape, len(requests))}
         task = Task(
             requests=tuple(requests),
@@ -610,7 +645,7 @@ class Loop:
         self._say({"call": "submit", "task": task_to_dict(task)})
 
     def _collect(self, kind: Kind, batch: int, have: int, *, wait: bool, poisoned: int = 0) -> dict[str, Any]:
-        """New results of a batch. Raises Stopped and Unhealthy, so that no wait outlives the run."""
+        """Return new results of a batch. Raises Stopped or Unhealthy, so no wait outlives the run."""
         ask = {"call": "collect", "kind": str(kind), "batch": batch, "have": have, "poisoned": poisoned}
         answer, blobs = self.place.transport.call(ask | self._usage_report(), wait=wait)
         if answer["stop"]:
@@ -629,7 +664,7 @@ class Loop:
         return self._collect(Kind.TRAIN, batch, have, wait=wait)
 
     def _say(self, head: dict[str, Any], blobs: dict[str, bytes] | None = None) -> dict[str, Any]:
-        order = {"boot": self._boot, "seq": next(self._orders)}  # one that comes late is told by it
+        order = {"boot": self._boot, "seq": next(self._orders)}  # the coordinator recognises a late order by its number
         answer, _ = self.place.transport.call(head | order | self._usage_report(), blobs)
         return answer
 
@@ -638,7 +673,7 @@ class Loop:
 
 
 def _merge(steps: Sequence[Health]) -> dict[str, float]:
-    """Health of a batch: means over its optimiser steps, the largest ratio, the number of skipped groups."""
+    """Return the health of a batch: means over its optimiser steps, the largest ratio, the number of skipped groups."""
     each = [step.summary() for step in steps]
     merged = {name: sum(one[name] for one in each) / len(each) for name in each[0]}
     merged["ratio_max"] = max(one["ratio_max"] for one in each)

@@ -1,4 +1,4 @@
-"""Measure the speed of this machine, beside whatever else runs on it. The clock of a local run is set by it."""
+"""Measure the speed of this machine under its current load. The clock factor of a local run depends on the result."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -6,22 +6,22 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 REFERENCE_S = 0.75
-"""Seconds that `work_seconds` takes at most on the reference machine, two cores with nothing else running. It took .49
-to .71 there (n = 24)."""
+"""Maximum seconds of `work_seconds` on the reference machine, two cores without other load. The measured range was .49
+to .71 (n = 24)."""
 
 REPEATS = 3_000
 WARM_UP = 100
 SIZE = 192
-"""A matrix of so many rows: about what a layer of the shipped models multiplies."""
+"""Rows of the matrix: about the size of a matrix product in a layer of the shipped models."""
 
 
 def slowness() -> float:
-    """Return how many times longer this machine takes than the reference machine: 1 or more."""
+    """Return this machine's time divided by the reference machine's, at least 1."""
     return max(1.0, work_seconds() / REFERENCE_S)
 
 
 def work_seconds() -> float:
-    """Measure how long two threads take for a fixed amount of work side by side, one core each."""
+    """Measure the seconds two threads take for a fixed amount of work in parallel, one core each."""
     _work(WARM_UP)
     begun = time.perf_counter()
     with ThreadPoolExecutor(2) as threads:

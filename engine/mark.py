@@ -1,9 +1,10 @@
-"""Signs by which a process of a node is known from outside: its node, and its agent's exit code.
+"""Mark the processes of a node, and record agents' exit codes, for other processes to find.
 
-A program that is started carries the mark in its environment, and all that it starts inherits it. A process that is
-forked cannot change the environment that others see. It carries the mark in its title, which `ps` shows.
+A started program carries the mark in its environment, and all its children inherit the environment. A forked process
+cannot change the environment visible to other processes, so a forked process carries the mark in its title, shown by
+`ps`.
 
-What imports this needs the standard library only, unless it calls something.
+Importing this module needs the standard library only. Calling some functions needs more.
 """
 
 import contextlib
@@ -16,20 +17,20 @@ if TYPE_CHECKING:
     import psutil
 
 MARK = "SPOTRL_NODE_FOLDER"
-"""Environment variable: the folder of the node, which no other node has."""
+"""Environment variable with the folder of the node. No two nodes share a folder."""
 
 TITLE = "spotrl-node"
 
 ENDING = "ending"
-"""A file in the node's folder, touched before the node's processes are looked for to be killed. An agent that appears
-later ends by itself."""
+"""File in the node's folder, created before the node's processes are searched and killed. An agent started later exits
+by itself."""
 
 EXITS = "exits.jsonl"
-"""A file with a line for each agent of the node that ended: {"pid", "code"}, the code negative for a signal."""
+"""File with one line per ended agent of the node: {"pid", "code"}, with a negative code for a signal."""
 
 
 def bear_mark(folder: Path, name: str) -> bool:
-    """Mark this process, which was forked, and all that it starts. Return whether others can see it."""
+    """Mark this forked process and all its children. Return True if other processes can read the mark."""
     from setproctitle import getproctitle, setproctitle
 
     os.environ[MARK] = str(folder)
@@ -39,7 +40,7 @@ def bear_mark(folder: Path, name: str) -> bool:
 
 
 def rename(name: str) -> None:
-    """Say in the title what this process of a node is. A process without such a title has the mark elsewhere."""
+    """Set the process's name in its title. A process without a marked title carries the mark in its environment."""
     from setproctitle import getproctitle, setproctitle
 
     words = getproctitle().split(" ", 2)
@@ -48,9 +49,9 @@ def rename(name: str) -> None:
 
 
 def marked(process: "psutil.Process") -> str | None:
-    """Return the folder of the node that the process belongs to.
+    """Return the folder of the process's node, or None if the process has no mark.
 
-    Raises psutil.Error if the process is gone or another user's.
+    Raises psutil.Error if the process is gone or belongs to another user.
     """
     title, _, rest = " ".join(process.cmdline()).partition(" ")
     if title == TITLE:
@@ -59,7 +60,7 @@ def marked(process: "psutil.Process") -> str | None:
 
 
 def read_exits(folder: Path) -> dict[int, int]:
-    """Return how agents of the node ended: exit code (negative for a signal) by pid, the last one last."""
+    """Return the exit codes of the node's agents by pid (negative for a signal), the latest last."""
     found: dict[int, int] = {}
     with contextlib.suppress(OSError):
         for line in (folder / EXITS).read_text().splitlines():

@@ -1,8 +1,9 @@
-"""Before anything is bought: does the job's own code work? `python -m engine.preflight ENGINE_JSON WORKDIR [START]`.
+"""Check the job's own code before anything is bought: `python -m engine.preflight ENGINE_JSON WORKDIR [START]`.
 
-Reads the prompts, puts start weights (the file START) into the model, lets the model read some prompts, imports the
-reward and calls it once on one picture, measures how fast this machine is, and says in one JSON line what was found.
-Exit code 0: fine; 3: {"field", "found", "remedy"}. A process of its own, so that the launcher never loads torch.
+The check reads the prompts, loads start weights (the file START) into the model and encodes some prompts with the
+model. Next, the check imports the reward, calls the reward once on one image, measures this machine's speed and prints
+the findings in one JSON line. Exit code 0: fine; 3: {"field", "found", "remedy"}. The check runs in a separate process,
+so the launcher never loads torch.
 """
 
 import importlib.util
@@ -23,11 +24,11 @@ from engine.rewards.load import load_reward
 from engine.rollout.sampler import evaluation_plan, initial
 
 READ_AT_ONCE = 512
-"""Prompts that a shipped model reads in one call, so that a large file takes little memory."""
+"""Prompts per encode call of a shipped model, so a large file takes little memory."""
 
 
 class JobUnfit(Exception):
-    """A field of the job does not work. `found` says what happened, `remedy` what would do."""
+    """Failure of a field of the job. `found` describes the failure, `remedy` the correction."""
 
     def __init__(self, field: str, found: str, remedy: str) -> None:
         super().__init__(found)
@@ -35,7 +36,7 @@ class JobUnfit(Exception):
 
 
 def check(config: EngineConfig, workdir: str | None, start: Path | None = None) -> dict[str, object]:
-    """What was tried, as values to show. Raises JobUnfit."""
+    """Run all checks and return the findings to display. Raises JobUnfit."""
     if config.runtime.name == "ray" and importlib.util.find_spec("ray") is None:
         remedy = "pip install 'spotrl[ray]', or use runtime: local"
         raise JobUnfit("runtime", "runtime is ray, which is not installed here", remedy)
@@ -61,7 +62,7 @@ def check(config: EngineConfig, workdir: str | None, start: Path | None = None) 
         found, _, remedy = problem.partition("; ")
         raise JobUnfit("runtime.sp_degree", found, remedy)
     try:
-        # A shipped model reads in no time; the text encoder of a large one may take seconds for each.
+        # A shipped model encodes prompts at once; a large model's text encoder may take seconds per prompt.
         trained = prompts.trained if isinstance(prompts, FilePrompts) else batch
         read = [*trained, *held_out] if config.model.name in SHIPPED else [prompt]
         for start_at in range(0, len(read), READ_AT_ONCE):

@@ -1,7 +1,7 @@
-"""Where prompts come from: made on the fly for digits-ocr and shapes, or read from a text file.
+"""Provide a run's prompts: generated for digits-ocr and shapes, or read from a text file.
 
-The promise: the prompts of a batch are a pure function of (run seed, batch), distinct within the batch, and never one
-of the held-out prompts that evaluation uses. So a batch that is redone after a loss asks for the same pictures.
+Promise: the prompts of a batch are a pure function of (run seed, batch), distinct within the batch, and never one of
+the held-out evaluation prompts. A batch repeated after a loss therefore requests the same images.
 """
 
 import hashlib
@@ -17,36 +17,40 @@ from engine.config import EngineConfig
 from engine.shapes import Task, requests
 
 HELD_OUT_DIGITS = 512
-"""Of the 10,000 strings of four digits, so many are never trained on."""
+"""Number of held-out strings, of the 10,000 strings of four digits. Training never uses the held-out strings."""
 
 HELD_OUT_SHAPES = 2
-"""One in so many prompts of each task of shapes is never trained on ..."""
+"""Divisor of a task's prompts in shapes: one prompt in `HELD_OUT_SHAPES` is held out ..."""
 
 HELD_OUT_OF_A_TASK = 174
-"""... but at most so many, so that the two tasks with most prompts are not nearly all that is evaluated."""
+"""... up to this many of one task. Without the limit, the two tasks with most prompts would make up nearly the whole
+evaluation."""
 
 SHAPES_MIX = (
     *(Task.COUNTING, Task.POSITION, Task.ATTRIBUTION, Task.COLOURS, Task.TWO, Task.COUNTING),
     *(Task.SINGLE, Task.POSITION, Task.ATTRIBUTION, Task.COUNTING, Task.COLOURS, Task.TWO),
 )
-"""Tasks of consecutive prompts of shapes, over and over: less of what is easy and has few prompts."""
+"""Tasks of consecutive prompts of shapes, repeated in a cycle. Easy tasks with few prompts appear less often."""
 
 HELD_OUT_SHARE = 5
-"""At most one line in so many of a prompt file is held out for evaluation."""
+"""Divisor of a prompt file's lines: at most one line in `HELD_OUT_SHARE` is held out for evaluation."""
 
 
 class PromptSource(Protocol):
     """Prompts of a run, for training and for evaluation."""
 
     def batch(self, batch: int) -> list[str]:
-        """The prompts of one training batch, distinct."""
+        """Return the distinct prompts of one training batch."""
 
     def held_out(self) -> list[str]:
-        """Prompts that are only evaluated, in a fixed order."""
+        """Return the prompts used only for evaluation, in a fixed order."""
 
 
 def prompt_source(config: EngineConfig, workdir: str | None) -> PromptSource:
-    """`digits`, `shapes`, or the text file that `prompts` names (relative to the job's workdir)."""
+    """Return the source named by `prompts`: `digits`, `shapes`, or a text file (relative to the job's workdir).
+
+    Raises ValueError if a file is missing or has too few prompts.
+    """
     if config.prompts == "digits":
         return DigitPrompts(config.seed, config.algorithm.prompts_per_batch, config.evaluation.prompts)
     if config.prompts == "shapes":
@@ -69,20 +73,23 @@ def prompt_source(config: EngineConfig, workdir: str | None) -> PromptSource:
 
 @cache
 def _digits() -> tuple[str, ...]:
-    """All strings of four digits in a fixed shuffled order; the first ones are held out."""
-    # Sorted by `random()`, the one method of Random whose values Python promises to keep.
+    """Return all strings of four digits in a fixed shuffled order. The first strings are held out."""
+    # Sort by `random()`: Python guarantees reproducible values only for this method of Random.
     rng = random.Random(999)
     return tuple(f"{number:04d}" for number in sorted(range(10_000), key=lambda _: rng.random()))
 
 
 def held_out_digits() -> list[str]:
-    """The 512 strings of four digits that neither the base nor any run is trained on."""
+    """Return the 512 held-out strings of four digits.
+
+    Neither the base model nor any run is trained on a held-out string.
+    """
     return list(_digits()[:HELD_OUT_DIGITS])
 
 
 @dataclass(frozen=True)
 class DigitPrompts:
-    """Strings of four digits."""
+    """Strings of four digits as prompts."""
 
     run_seed: int
     prompts_per_batch: int
@@ -105,7 +112,10 @@ class DigitPrompts:
 
 @cache
 def _shapes() -> Mapping[Task, tuple[str, ...]]:
-    """All prompts of shapes by task, each in a fixed shuffled order; the first ones are held out."""
+    """Return all prompts of shapes by task, each task in a fixed shuffled order.
+
+    The first prompts of a task are held out.
+    """
     rng = random.Random(998)
     shuffled = sorted(requests(), key=lambda _: rng.random())
     return {task: tuple(request.prompt for request in shuffled if request.task is task) for task in Task}
@@ -117,21 +127,24 @@ def _held_out_of(prompts: Sequence[str]) -> int:
 
 @cache
 def trained_shapes() -> Mapping[Task, tuple[str, ...]]:
-    """The prompts of shapes that a run may be trained on."""
+    """Return the prompts of shapes available for training."""
     return {task: prompts[_held_out_of(prompts) :] for task, prompts in _shapes().items()}
 
 
 def held_out_shapes() -> list[str]:
-    """The 512 prompts of shapes that neither the base nor any run is trained on, in the mix while it lasts.
+    """Return the 512 held-out prompts of shapes, in the order of the task mix while prompts last.
 
-    Half of the prompts of a task, and at most 174: 2 single, 78 two, 72 counting, 12 colours, 174 position and
-    174 attribution.
+    Neither the base model nor any run is trained on a held-out prompt. Half of the prompts of a task are held out, and
+    at most 174: 2 single, 78 two, 72 counting, 12 colours, 174 position and 174 attribution.
     """
     return _mixed({task: prompts[: _held_out_of(prompts)] for task, prompts in _shapes().items()}, 0)
 
 
 def _mixed(prompts: Mapping[Task, Sequence[str]], start: int) -> list[str]:
-    """All prompts, one task after another as the mix says from place `start` on; a task that has no more is passed."""
+    """Return all prompts in the task order of the mix, from position `start` on.
+
+    A task with no prompts left is skipped.
+    """
     left = {task: iter(some) for task, some in prompts.items()}
     mixed: list[str] = []
     place = start
@@ -143,7 +156,7 @@ def _mixed(prompts: Mapping[Task, Sequence[str]], start: int) -> list[str]:
 
 @dataclass(frozen=True)
 class ShapesPrompts:
-    """Coloured shapes, in GenEval's six tasks (engine/shapes.py)."""
+    """Coloured shapes as prompts, in GenEval's six tasks (engine/shapes.py)."""
 
     run_seed: int
     prompts_per_batch: int
@@ -163,7 +176,7 @@ class ShapesPrompts:
             count = min(len(prompts), self.prompts_per_batch)
             name = f"shapes/{self.run_seed}/{batch}/{task}"
             drawn[task] = [prompts[i] for i in _distinct(len(prompts), count, name)]
-        # Each batch goes on in the mix where the one before stopped.
+        # Each batch continues the mix after the previous batch.
         return _mixed(drawn, batch * self.prompts_per_batch)[: self.prompts_per_batch]
 
     def held_out(self) -> list[str]:
@@ -172,7 +185,10 @@ class ShapesPrompts:
 
 @dataclass(frozen=True)
 class FilePrompts:
-    """Lines of a file: passes over the trained ones, each in an order of its own; the others are only evaluated."""
+    """Prompts from the lines of a file.
+
+    Training passes over the trained lines, each pass in an order of its own. Held-out lines are only evaluated.
+    """
 
     trained: tuple[str, ...]
     evaluated: tuple[str, ...]
@@ -180,7 +196,7 @@ class FilePrompts:
     prompts_per_batch: int
 
     def batch(self, batch: int) -> list[str]:
-        # Whole batches only, so that no prompt appears twice in one: a pass may leave a few lines out.
+        # Use whole batches only, so no prompt appears twice in a batch. A pass may leave a few lines out.
         a_pass, place = divmod(batch, len(self.trained) // self.prompts_per_batch)
         order = _distinct(len(self.trained), len(self.trained), f"file/{self.run_seed}/{a_pass}")
         start = place * self.prompts_per_batch
@@ -193,11 +209,11 @@ class FilePrompts:
 def file_prompts(
     path: Path, run_seed: int, prompts_per_batch: int, evaluated: int, test: Path | None = None
 ) -> FilePrompts:
-    """One prompt a line; blank lines, `#` comments and repeated prompts are skipped.
+    """Read one prompt a line. Blank lines, `#` comments and repeated prompts are skipped.
 
-    `test`: a file of prompts that are evaluated, at most `evaluated`; those that `path` has too are not trained.
-    Without it a random part of `path` is held out: `evaluated` prompts, but at most one fifth, and at least one.
-    Raises ValueError if too few are left to train, or none to evaluate.
+    `test`: a file of evaluation prompts, of which at most `evaluated` are used. Prompts in both files are not trained.
+    Without `test`, a random part of `path` is held out: `evaluated` prompts, but at most one fifth, and at least one.
+    Raises ValueError if too few prompts are left to train, or none to evaluate.
     """
     prompts = _prompts_of(path)
     if test is None:
@@ -209,7 +225,7 @@ def file_prompts(
         if not tested:
             raise ValueError(f"{test} has no prompts to evaluate with; write one prompt a line")
         held_out = _drawn(tested, evaluated)
-        # Not those that are left out of a large file either: another run may evaluate with more of them.
+        # Exclude all test prompts, used or not: another run may evaluate with more of the same file.
         trained = tuple(prompt for prompt in prompts if prompt not in set(tested))
     if len(trained) < prompts_per_batch:
         raise ValueError(
@@ -226,11 +242,11 @@ def _prompts_of(path: Path) -> tuple[str, ...]:
 
 
 def _drawn(prompts: Sequence[str], count: int) -> tuple[str, ...]:
-    """A random part, in order of the file: the prompts whose blake2b is smallest.
+    """Return a random part, in order of the file: the `count` prompts with the smallest blake2b.
 
-    Runs with other seeds draw the same, so that their curves can be compared, and a file that is sorted by subject
-    holds out some of each. A prompt's number depends on its text alone: lines that move change nothing, and an added
-    line changes at most two.
+    Runs with different seeds draw the same part, so their curves are comparable. A file sorted by subject has held-out
+    prompts of each subject. A prompt's number depends only on the prompt's text: moved lines change nothing, and an
+    added line changes at most two prompts of the part.
     """
 
     def number(prompt: str) -> bytes:
@@ -241,7 +257,7 @@ def _drawn(prompts: Sequence[str], count: int) -> tuple[str, ...]:
 
 
 def _distinct(choices: int, count: int, name: str) -> list[int]:
-    """`count` different numbers below `choices`, decided by the name."""
+    """Return `count` distinct numbers below `choices`, determined by the name."""
     rng = random.Random(int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little"))
     if count * 2 > choices:
         return sorted(range(choices), key=lambda _: rng.random())[:count]

@@ -1,8 +1,8 @@
-"""Pictures of a model to look at: `python -m engine.sample < REQUEST.json`, where the request is a `SampleRequest`.
+"""Sample images from a model: `python -m engine.sample < REQUEST.json`, with a `SampleRequest` as input.
 
-Drawn as an evaluation draws them: ODE steps, fp32 latents, the noise of a seed. So they depend on the weights, the
-prompt and the seed alone. One picture at a time, so that a model that fits also fits here; a line of JSON on stdout
-after each.
+The sampling equals an evaluation's: ODE steps, fp32 latents, the noise of a seed. The images therefore depend only on
+the weights, the prompt and the seed. Images are sampled one at a time, so a model that fits into memory elsewhere also
+fits here. After each image, stdout gets a line of JSON.
 """
 
 import json
@@ -24,11 +24,11 @@ from engine.rollout.sampler import Plan, denoise, evaluation_plan
 from engine.runtime.worker import as_bytes, set_weights
 
 FRAME_MS = 1000 / 16
-"""Wan makes 16 frames a second."""
+"""Milliseconds per frame: Wan generates 16 frames a second."""
 
 
 class Wanted(Strict):
-    """One picture, and the file it is written to."""
+    """Order for one image, with the file to write."""
 
     prompt: str
     seed: Annotated[int, Field(ge=0, lt=2**63)]
@@ -40,12 +40,12 @@ class SampleRequest(Strict):
     sampler: SamplerConfig
     steps: Annotated[int, Field(ge=1)]
     weights: Path | None
-    """Trained weights as checkpoints have them; None: the base model as it is."""
+    """Trained weights in the format of checkpoints; None: the base model."""
     pictures: tuple[Wanted, ...]
 
 
 def load_trained(model: ModelConfig, weights: Path | None, device: str) -> DiTAdapter:
-    """Return the model with these weights. Raises KeyError when they are those of another model."""
+    """Return the model with these weights. Raises KeyError if the weights belong to another model."""
     adapter = load_adapter(model, device)
     if weights is not None:
         set_weights(trainable(adapter), weights.read_bytes())
@@ -54,12 +54,12 @@ def load_trained(model: ModelConfig, weights: Path | None, device: str) -> DiTAd
 
 @torch.no_grad()
 def draw(adapter: DiTAdapter, plan: Plan, prompt: str, seed: int) -> Tensor:
-    """Return one picture in [-1, 1]: [C, H, W], or [C, F, H, W] for video."""
+    """Return one image in [-1, 1]: [C, H, W], or [C, F, H, W] for video."""
     return adapter.decode(denoise(adapter, plan, adapter.encode([prompt]), [seed]))[0].float().cpu()
 
 
 def write_picture(picture: Tensor, file: Path) -> None:
-    """Write a PNG; of a video an animated one. `picture`: in [-1, 1], [C, H, W] or [C, F, H, W]."""
+    """Write a PNG, or an animated PNG for a video. `picture`: in [-1, 1], [C, H, W] or [C, F, H, W]."""
     data = as_bytes(picture)
     frames = [data] if data.dim() == 3 else list(data.unbind(1))
     first, *more = (Image.fromarray(to_rgb(frame.numpy())) for frame in frames)
@@ -71,7 +71,7 @@ def write_picture(picture: Tensor, file: Path) -> None:
 
 
 def sample(request: SampleRequest, device: str) -> Iterator[Wanted]:
-    """Write the pictures one after the other, and yield each that is written."""
+    """Write the images one after the other, and yield each written image's order."""
     adapter = load_trained(request.model, request.weights, device)
     plan = evaluation_plan(request.sampler, request.steps)
     for wanted in request.pictures:

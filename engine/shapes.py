@@ -1,7 +1,7 @@
-"""The world of the `shapes` task: what a prompt may ask for, how it is said, and how a shape looks.
+"""Define the `shapes` task: its prompts, their meaning and the appearance of the shapes.
 
-A small GenEval (djghosh13/geneval; research notes rl 1.4): the same six kinds of task, about flat shapes in flat
-colours on white instead of photographs of objects. Model, prompts and reward all read this file.
+The task is a small GenEval (djghosh13/geneval; research notes rl 1.4): the same six kinds of task, with flat shapes in
+flat colours on white instead of photographs of objects. Model, prompts and reward all read this file.
 
     single       a cross
     two          a circle and a square, a red circle and a square
@@ -10,7 +10,7 @@ colours on white instead of photographs of objects. Model, prompts and reward al
     position     a circle above a square, a green circle left of a blue triangle
     attribution  a red circle and a blue square
 
-The promise: a prompt and its `Request` decide one another, and the list of all prompts never changes its order.
+Promise: a prompt and its `Request` determine each other, and the order of all prompts never changes.
 """
 
 from dataclasses import dataclass, replace
@@ -23,11 +23,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 PICTURE = 36
-"""Rows and columns of a picture."""
+"""Rows and columns of an image."""
 
 SHAPE = 12
-"""Rows and columns of a shape, in the middle of a quarter of the picture: 6 white pixels stay between neighbours, so
-that noise does not join them."""
+"""Rows and columns of a shape, centred in a quarter of the image. 6 white pixels stay between neighbours, so noise does
+not join two shapes."""
 
 COLOURS = MappingProxyType(
     {
@@ -39,18 +39,18 @@ COLOURS = MappingProxyType(
         "black": (30, 30, 30),
     }
 )
-"""RGB, 0 to 255: at least 144 apart, which is more than five times a noise of 0.2 in pictures of [-1, 1]."""
+"""RGB, 0 to 255. Any two colours are at least 144 apart, more than five times a noise of 0.2 in images of [-1, 1]."""
 
 KINDS = MappingProxyType({"square": "squares", "circle": "circles", "triangle": "triangles", "cross": "crosses"})
 """Singular to plural."""
 
 NUMBERS = MappingProxyType({2: "two", 3: "three", 4: "four"})
-"""What counting asks for, as in GenEval."""
+"""Counts requested by counting prompts, as in GenEval."""
 
 RELATIONS = ("left of", "right of", "above", "below")
 
 WORDS = 8
-"""Of the longest prompt: a green circle left of a blue triangle."""
+"""Number of words in the longest prompt: a green circle left of a blue triangle."""
 
 VOCABULARY = (
     *("a", "and", "left", "right", "of", "above", "below"),
@@ -62,7 +62,7 @@ VOCABULARY = (
 
 
 class Task(StrEnum):
-    """GenEval's six."""
+    """GenEval's six kinds of task."""
 
     SINGLE = "single"
     TWO = "two"
@@ -74,7 +74,7 @@ class Task(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Thing:
-    """So many shapes of one kind; any colour will do if `colour` is None."""
+    """A number of shapes of one kind. Any colour is correct if `colour` is None."""
 
     kind: str
     colour: str | None = None
@@ -90,7 +90,10 @@ class Thing:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """What a picture should show, and nothing else. `relation` is how the first thing lies to the second."""
+    """Required content of an image; nothing else may appear.
+
+    `relation` is the position of the first thing relative to the second.
+    """
 
     task: Task
     things: tuple[Thing, ...]
@@ -98,16 +101,19 @@ class Request:
 
     @property
     def prompt(self) -> str:
-        """One thing, or two with `and` or their relation between them."""
+        """Return the prompt: one thing, or two things joined by `and` or by their relation."""
         return f" {self.relation or 'and'} ".join(str(thing) for thing in self.things)
 
 
 @cache
 def requests() -> tuple[Request, ...]:
-    """All 2,752 of them, in a fixed order. Two things always differ in kind, and in colour where both have one."""
+    """Return all 2,752 requests, in a fixed order.
+
+    Two things always differ in kind, and in colour if both have a colour.
+    """
     kinds, colours = tuple(KINDS), tuple(COLOURS)
     plain = [(Thing(kind=kind), Thing(kind=other)) for kind, other in permutations(kinds, 2)]
-    # One of the two has a colour, the other is left open.
+    # One of the two things has a colour, the other has none.
     half = [
         pair
         for colour, (one, other) in product(colours, plain)
@@ -148,7 +154,7 @@ def _by_prompt() -> dict[str, Request]:
 
 
 def parse(prompt: str) -> Request:
-    """The request that a prompt is. Raises ValueError for any other text."""
+    """Return the request of a prompt. Raises ValueError for any other text."""
     request = _by_prompt().get(prompt)
     if request is None:
         raise ValueError(
@@ -161,7 +167,7 @@ def parse(prompt: str) -> Request:
 
 @cache
 def coverage(kind: str) -> NDArray[np.float32]:
-    """How much of each pixel a shape covers, [SHAPE, SHAPE] in [0, 1]: 4 x 4 points a pixel."""
+    """Return the share of each pixel covered by a shape, [SHAPE, SHAPE] in [0, 1], sampled at 4 x 4 points a pixel."""
     fine = 4
     points = (np.arange(SHAPE * fine) + 0.5) / (SHAPE * fine) * 2.0 - 1.0
     x, y = points[None, :], points[:, None]  # from -1 to 1, y downwards

@@ -1,4 +1,4 @@
-"""Which code made a number: our version and those of the libraries that decide results."""
+"""List the versions behind a result: spotrl and the libraries that influence results."""
 
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -8,7 +8,7 @@ DECISIVE = ("spotrl", "torch", "diffusers", "transformers", "peft", "ray", "rapi
 
 @cache
 def installed_versions() -> dict[str, str]:
-    """Versions by package; what is not installed is left out."""
+    """Return versions by package. A package not installed is left out."""
     found = {}
     for name in DECISIVE:
         try:

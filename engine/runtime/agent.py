@@ -1,16 +1,16 @@
-"""The node agent: `python -m engine.runtime.agent node.json` is what a node runs, and all that it runs.
+"""Run one node's processes. The node agent, `python -m engine.runtime.agent node.json`, is the node's only entry point.
 
-It starts the node's processes from a preloaded forkserver, or forks them itself if starter.py forked it. It starts them
-again when they die, hears the cloud's notice before anyone else and raises drain locally, and owns the memory where the
-node keeps its one copy of the weights. On the on-demand node the processes are coordinator and trainer; on a spot node
-the workers. It holds a lock on its folder, so that one node is one agent however often it was asked for, and it ends
-the node at the money deadline even if nobody is left to ask for that.
+The agent starts the node's processes from a preloaded forkserver, or forks the processes directly if starter.py forked
+the agent. The agent restarts dead processes, receives the cloud's preemption notice first, raises drain locally, and
+owns the memory with the node's single copy of the weights. The processes are coordinator and trainer on the on-demand
+node, and the workers on a spot node. A lock on the node's folder ensures one agent per node, however often the node was
+requested. The agent terminates the node at the spend deadline, even if no controller is left.
 
-On a machine of a cloud (`NodeSpec.cloud`) the node is the whole machine. There the agent listens to the metadata
-service (notice.py), counts its money on the boot clock and ends the machine itself (money.py, self_end.py), sends its
-logs away (ship.py), and refuses a machine that was set up with something else than its controller means. It outlives
-the connection that started it. However an agent ends, it leaves no process behind but the guard, and says in
-`exit.json` why. The guard ends the machine at the money deadline, or when no controller comes for it (alone.py).
+On a cloud's instance (`NodeSpec.cloud`), the node is the whole instance. There the agent reads the metadata service
+(notice.py), counts its money on the boot clock and terminates the instance itself (money.py, self_end.py). The agent
+ships the logs (ship.py), and refuses an instance with a setup different from the controller's. The agent outlives the
+connection that started the agent. On every exit, the agent leaves no process behind except the guard, and writes the
+reason to `exit.json`. The guard terminates the instance at the spend deadline, or when no controller comes (alone.py).
 """
 
 import contextlib
@@ -51,23 +51,23 @@ from engine.runtime.ship import begin_shipping
 from engine.runtime.starter import ENVIRONMENT
 
 LOOK_SECONDS = 0.05
-"""Between two looks at what only files say; a death wakes the agent at once."""
+"""Seconds between two looks at files. A process's death wakes the agent at once."""
 FROZEN_SECONDS = 5.0
-"""A process that shows no sign of life for this long is killed and started again."""
+"""Seconds without a sign of life after which a process is killed and restarted."""
 NOTICE_AGAIN_SECONDS = 0.5
-"""A coordinator that did not hear of a notice is told again after so long."""
+"""Seconds after which an unheard notice is sent to the coordinator again."""
 LAST_WORDS_SECONDS = 3.0
-"""How long the coordinator answers after the trainer is done, so that workers hear that it is over."""
+"""Seconds the coordinator still answers after the trainer is done, so the workers learn of the end."""
 
 ENDING_SECONDS = 2.0
-"""How long an agent that ends waits for what it killed."""
+"""Maximum seconds a stopping agent waits for killed processes."""
 
 EXIT_FINISHED, EXIT_BROKEN, EXIT_MONEY, EXIT_REFUSED = 0, 1, 7, 9
 
 
 @dataclass
 class _Child:
-    """One process of the node, and how it ended since the node last made progress."""
+    """A process of the node, with its exits since the node last made progress."""
 
     name: str
     start: Callable[[], Any]
@@ -78,10 +78,10 @@ class _Child:
     done: bool = False
 
     def keep_alive(self, *, leaving: bool = False) -> str | None:
-        """Start the process if it is not running. Exit code 0 means it is done.
+        """Start the process if the process is not running. Exit code 0 means done.
 
-        Returns why another start would be in vain; None when all is well. `leaving`: the cloud takes the node back, and
-        a process that dies of that counts for nothing.
+        Returns the reason why another start would be useless, or None. `leaving`: the node is being preempted, and
+        deaths are not counted.
         """
         now, frozen = time.monotonic(), False
         if self.done:
@@ -105,7 +105,7 @@ class _Child:
             if (why := self.past.give_up()) is not None:
                 return f"{self.name} {why}"
             self.process = None
-            # A first death is bad luck and costs no time. After a second one the next start waits.
+            # Restart at once after a first death. After later deaths the restart waits longer each time.
             self.started = now + (0.1 * 2**deaths if deaths > 1 else 0.0)
         if now >= self.started:
             self.beat.value = 0.0
@@ -116,7 +116,7 @@ class _Child:
 
 @dataclass
 class Agent:
-    """One node's life, from the lock to the last process."""
+    """Agent of one node, from the folder's lock to the end of the last process."""
 
     spec: NodeSpec
     children: list[_Child] = field(default_factory=list)
@@ -131,7 +131,8 @@ class Agent:
         self.ray = self.spec.engine.runtime.name == "ray"
         if self.ray:
             os.environ.update(ray_environment(self.spec))
-        # Where Ray starts the workers, nothing here needs torch: the raylet keeps processes ready that have it.
+        # With Ray on a rollout node, the agent's processes need no torch: the raylet keeps processes ready with torch
+        # imported.
         needs_torch = not self.ray or self.spec.role == "trainer"
         if self.context.get_start_method() == "forkserver":
             self.context.set_forkserver_preload(["engine.runtime.processes"] if needs_torch else [])
@@ -143,7 +144,7 @@ class Agent:
         self.money, self.guard = Money(self.folder), Guard(self.folder)
 
     def run(self) -> tuple[int, str]:
-        """Returns the exit code, and why in words."""
+        """Run the node until its end. Returns the exit code and the reason."""
         if (refusal := other_setup(self.spec)) is not None:
             return EXIT_REFUSED, refusal
         if self.spec.cloud != "local" and self.spec.market == Market.SPOT:
@@ -153,7 +154,8 @@ class Agent:
         looked = time.monotonic()
         while True:
             if time.monotonic() - looked > FROZEN_SECONDS / 2:
-                # It was the agent that stood still, perhaps with the whole node: let the others show themselves.
+                # The agent itself was stopped, perhaps with the whole node. Give the processes time to show a sign of
+                # life.
                 time.sleep(1.0)
             looked = time.monotonic()
             if self.on_cloud:
@@ -163,7 +165,7 @@ class Agent:
                 if why is not None:
                     return EXIT_BROKEN, f"{why}; its log ends: {last_line(self.spec, child.name)}"
             if not told_ready and all(event.is_set() for event in ready):
-                with contextlib.suppress(OSError):  # a full disk: at the next look
+                with contextlib.suppress(OSError):  # a full disk: try again at the next look
                     self.write("ready.json", {"at_ms": self.spec.clock.clock().now_ms(), "pid": os.getpid()})
                     told_ready = True
             self._hear_notice()
@@ -178,9 +180,9 @@ class Agent:
             wait_for([process.sentinel for process in running], LOOK_SECONDS)
 
     def stop(self) -> None:
-        """End every process of the node that is ours, Ray's too, whatever session it moved to and whoever started it.
+        """Kill every process of the node, Ray's too, in any session and from any parent.
 
-        But not the guard, nor multiprocessing's resource tracker, which cleans up behind this process and ends then.
+        The guard and multiprocessing's resource tracker stay. The tracker cleans up after the agent and then exits.
         """
         until = time.monotonic() + ENDING_SECONDS
         while left := self._descendants():
@@ -228,7 +230,7 @@ class Agent:
         ]
 
     def _child(self, name: str, runs: str, *arguments: Any) -> Any:
-        """Plan one process, which logs under this name; returns the event that it sets when it is ready."""
+        """Register a process with this log name. Returns the event the process sets when ready."""
         ready, beat = self.context.Event(), self.context.Value("d", 0.0, lock=False)
         spec_json = self.spec.model_dump_json()
 
@@ -242,13 +244,16 @@ class Agent:
         return ready
 
     def _is_finished(self) -> bool:
-        """The trainer's end is its node's; a spot node ends with the last of its workers, and its store with it."""
+        """Return True if the node's work is done: the trainer has ended, or all workers of a spot node have ended.
+
+        The weight store ends with the workers.
+        """
         if self.spec.role == "trainer":
             return self.children[-1].done
         return all(child.done for child in self.children if child.name != "store")
 
     def _is_money_spent(self) -> bool:
-        """By what the node was told at its start, or by its controller since."""
+        """Return True if the spend deadline has passed, as set at the start or later by the controller."""
         if self.on_cloud:
             left_ms = self.money.left_ms()
             return left_ms is not None and left_ms <= 0
@@ -256,19 +261,25 @@ class Agent:
         return deadline_ms is not None and self.spec.clock.clock().now_ms() >= deadline_ms
 
     def _money_deadline_ms(self) -> int | None:
-        """On the local infra."""
+        """Return the spend deadline on the local infra (run's clock), or None without a limit."""
         with contextlib.suppress(OSError, ValueError):
             return int(json.loads((self.folder / "money.json").read_text())["deadline_ms"])
         return self.spec.money_deadline_ms
 
     def ended_ms(self, code: int) -> int:
-        """When the node's work ended: now, but what the local infra sells ends with its deadline to the millisecond."""
+        """Return the time at which the node's work ended.
+
+        On the local infra, a node ended by its spend deadline is billed up to exactly that deadline.
+        """
         deadline_ms = None if self.on_cloud or code != EXIT_MONEY else self._money_deadline_ms()
         now_ms = self.spec.clock.clock().now_ms()
         return now_ms if deadline_ms is None else min(now_ms, deadline_ms)
 
     def _hear_notice(self) -> None:
-        """The cloud takes this node back: tell the workers at once, and the coordinator as soon as it listens."""
+        """React to a preemption notice.
+
+        The agent drains the workers at once, and notifies the coordinator as soon as the coordinator answers.
+        """
         deadline_ms = None
         with contextlib.suppress(OSError, ValueError):
             deadline_ms = int(json.loads((self.folder / "notice.json").read_text())["deadline_ms"])
@@ -290,13 +301,13 @@ class Agent:
             time.sleep(NOTICE_AGAIN_SECONDS)
 
     def write(self, name: str, content: dict[str, Any]) -> None:
-        """Write a file that the launcher reads, durably. Raises OSError when the disk is full."""
+        """Write a file for the launcher, durably. Raises OSError if the disk is full."""
         write_durably(self.folder / name, json.dumps(content).encode())
 
 
 def _run(runs: str, spec_json: str, *arguments: Any) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a forked process has the agent's answer to it
-    # Imported in the forkserver and its children only: an agent that was not forked stays small and never loads torch.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a forked process inherits the agent's handler
+    # Import only in the forkserver and its children, so an agent without a fork stays small and never loads torch.
     module = "node_store" if runs == "run_store" else "ray_processes" if runs.startswith("run_ray") else "processes"
     process = getattr(importlib.import_module(f"engine.runtime.{module}"), runs)
     lost = importlib.import_module("engine.runtime.transport").CoordinatorLost
@@ -308,7 +319,7 @@ def _run(runs: str, spec_json: str, *arguments: Any) -> None:
 
 
 def other_setup(spec: NodeSpec) -> str | None:
-    """Why this machine is not the one that its controller means; None when it is."""
+    """Return a message if the machine's setup differs from the one the controller named, else None."""
     if spec.cloud == "local" or not spec.digest:
         return None
     file = Path(sys.prefix) / ".digest"
@@ -325,16 +336,16 @@ def other_setup(spec: NodeSpec) -> str | None:
 
 
 class _ToldToEnd(BaseException):
-    """SIGTERM has come."""
+    """Request to end, raised on SIGTERM."""
 
 
 def _on_sigterm(*_: Any) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough: what is being ended now is ended in peace
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # ignore repeats: an agent already ending finishes undisturbed
     raise _ToldToEnd
 
 
 def main() -> int:
-    """Run the node that the file named on the command line describes."""
+    """Run the node described by the file on the command line."""
     spec = NodeSpec.model_validate_json(Path(sys.argv[1]).read_text())
     folder = Path(spec.folder)
     (folder / "logs").mkdir(parents=True, exist_ok=True)
@@ -344,15 +355,15 @@ def main() -> int:
     except BlockingIOError:
         print(f"{spec.node} runs already; nothing to do", flush=True)
         return EXIT_FINISHED
-    os.register_at_fork(after_in_child=lock.close)  # the lock is the agent's own, not its processes'
+    os.register_at_fork(after_in_child=lock.close)  # only the agent holds the lock, not its children
     log_to(sys.stdout.fileno())
-    for stale in ("ready.json", "exit.json"):  # of an agent before this one
+    for stale in ("ready.json", "exit.json"):  # files of an earlier agent
         (folder / stale).unlink(missing_ok=True)
     agent = Agent(spec)
     this = {"pid": os.getpid(), "create_time": psutil.Process().create_time()}
     agent.write("agent.json", {**this, "ticks": start_ticks(os.getpid()), "boot_id": boot_id()})
     if agent.on_cloud:
-        agent.guard.keep_alive()  # before anything can go wrong: a machine that refuses its work has a guard too
+        agent.guard.keep_alive()  # start first: a machine that refuses its work needs a guard too
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _on_sigterm)
     shipping = begin_shipping(spec)

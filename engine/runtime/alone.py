@@ -1,13 +1,13 @@
-"""A machine without work and without a controller ends itself.
+"""Terminate an instance without work and without a controller.
 
-    agent runs ------------------------------------------> it stays (the spend deadline of money.py holds all the same)
-    agent ended, a controller was heard lately ----------> it stays: the controller reads its last words and ends it
-    agent ended, no controller was heard for 10 minutes -> its logs go to the bucket, then the machine is deleted
+    agent runs ------------------------------------------> stay (the spend deadline of money.py still holds)
+    agent ended, a controller called lately -------------> stay: the controller reads the last logs, then terminates
+    agent ended, no controller called for 10 minutes ----> copy the logs to the bucket, then delete the instance
 
-The window touches `heard` in the node's folder whenever it hears its controller. The guard sees the file's time
-change, and counts on the machine's boot clock how long ago that was: no clock jump ends a machine or keeps it, and a
-full disk does not hide a controller. A trainer's checkpoints are in the bucket before it says that it is finished.
-Standard library only, because the guard uses it.
+The remote console touches `heard` in the node's folder on every line from its controller. The guard notices the changed
+file time and counts the silence on the machine's boot clock. No clock jump therefore ends an instance or keeps an
+instance alive, and a full disk does not hide a controller. A trainer's checkpoints are in the bucket before the trainer
+reports the end. Standard library only, because the guard uses this module.
 """
 
 import contextlib
@@ -20,20 +20,22 @@ from collections.abc import Callable
 from pathlib import Path
 
 ALONE_SECONDS = 600.0
-"""A controller that is started again, or whose network is away for a while, is back within minutes. Ten of them cost
-less than a dollar for most instances. The spend deadline, which ended such a machine before, is often a day away."""
+"""Seconds of silence before termination. A restarted controller, or a controller with a network outage, is back within
+minutes. Ten minutes cost less than a dollar for most instances. The spend deadline, which used to end such an instance,
+is often a day away."""
 
 ALONE = "SPOTRL_ALONE_SECONDS"
-"""Environment variable: another number of seconds, for drills."""
+"""Environment variable with another number of seconds, for drills."""
 
 HEARD = "heard"
 
 COPY_TRIES, COPY_SECONDS, COPY_GAP_SECONDS = 3, 60.0, 10.0
-"""Tries to send the logs to the bucket, the limit of each, and the pause between: logs are worth no more GPU time."""
+"""Attempts to send the logs to the bucket, the seconds allowed for each, and the pause between: logs are worth no more
+GPU time."""
 
 
 def touch(file: Path) -> None:
-    """Note by a file's time that something happened just now. A full disk is no obstacle once the file is there."""
+    """Set a file's time to now, to record an event. Works on a full disk once the file exists."""
     with contextlib.suppress(OSError):
         try:
             os.utime(file)
@@ -42,7 +44,10 @@ def touch(file: Path) -> None:
 
 
 def start_ticks(pid: int) -> int | None:
-    """Return a process's start in ticks since the boot, which no clock jump moves. None: it is gone, or a zombie."""
+    """Return a process's start in ticks since the boot, immune to clock jumps.
+
+    None: the process is gone or a zombie.
+    """
     try:
         state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -51,7 +56,10 @@ def start_ticks(pid: int) -> int | None:
 
 
 class Alone:
-    """Watches one node's folder. Counts from its first look, or from when the controller was heard since."""
+    """Watcher of one node's folder.
+
+    Counts silence from the first look, or from the controller's last line after the look.
+    """
 
     def __init__(self, folder: Path, boot_ms: Callable[[], int], boot_id: str) -> None:
         self._folder, self._boot_ms, self._boot_id = folder, boot_ms, boot_id
@@ -59,14 +67,14 @@ class Alone:
         self._heard_ms, self._seen = boot_ms(), self._touched()
 
     def has_ended(self) -> bool:
-        """Return whether the node has no agent, and no controller was heard for ten minutes."""
+        """Return True if the node has no agent, and the controller was silent for ten minutes."""
         now_ms, touched = self._boot_ms(), self._touched()
         if touched != self._seen:
             self._heard_ms, self._seen = now_ms, touched
         return now_ms - self._heard_ms >= self._limit_ms and not self._agent_runs()
 
     def minutes(self) -> float:
-        """For how long no controller was heard."""
+        """Return the minutes of the controller's silence."""
         return (self._boot_ms() - self._heard_ms) / 60_000
 
     def _touched(self) -> int | None:
@@ -75,7 +83,10 @@ class Alone:
         return None
 
     def _agent_runs(self) -> bool:
-        """By agent.json, which every agent of this folder replaces. An unreadable one is nobody's."""
+        """Return True if the agent named by agent.json runs.
+
+        Every agent of the folder replaces agent.json. An unreadable file counts as no agent.
+        """
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             agent = json.loads((self._folder / "agent.json").read_text())
             ticks = start_ticks(int(agent["pid"]))
@@ -84,7 +95,7 @@ class Alone:
 
 
 def copy_logs(folder: Path, say: Callable[[str], None]) -> bool:
-    """Send what the node wrote to the bucket, in a process of its own. Returns whether all of it is there."""
+    """Copy the node's files to the bucket, in a separate process. Returns True if the copy is complete."""
     for attempt in range(1, COPY_TRIES + 1):
         try:
             subprocess.run(

@@ -1,7 +1,7 @@
-"""Open a store: an S3 bucket is asked for its region first, because S3 refuses what is signed for another one.
+"""Open a store. For an S3 bucket, ask for the region first, because S3 refuses a signature for another region.
 
-A bucket may be in another region than the node, and another one than the environment names. Anybody may ask S3 where
-a bucket is, without credentials. `AWS_ENDPOINT_URL_S3` and `AWS_ENDPOINT_URL` name another server.
+A bucket may be in another region than the node, and in another region than the environment names. S3 tells every caller
+a bucket's region, without credentials. `AWS_ENDPOINT_URL_S3` and `AWS_ENDPOINT_URL` name another server.
 """
 
 import os
@@ -22,9 +22,9 @@ TRIES, GAP_SECONDS, ANSWER_SECONDS = 3, 1.0, 5.0
 def open_store(url: str) -> "ObjectStore":
     """Return the store at an obstore URL, with this machine's own credentials.
 
-    Raises OSError when S3 does not say in which region the bucket is; that may pass, so `when_there_is_room` waits.
+    Raises OSError if S3 does not report the bucket's region. The failure may pass, so `when_there_is_room` waits.
     """
-    from obstore.store import LocalStore, from_url  # only here: the node's agent stays small
+    from obstore.store import LocalStore, from_url  # import here only: the node's agent stays small
 
     where = urlsplit(url)
     if where.scheme == "file":
@@ -34,9 +34,9 @@ def open_store(url: str) -> "ObjectStore":
 
 
 def region_of(bucket: str) -> str | None:
-    """Return the region of an S3 bucket; None if the server names none, as servers that imitate S3 may.
+    """Return the region of an S3 bucket, or None if the server reports no region, like some servers that imitate S3.
 
-    Raises OSError when no server answers.
+    Raises OSError if no server answers.
     """
     endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or "https://s3.amazonaws.com"
     request = urllib.request.Request(f"{endpoint.rstrip('/')}/{bucket}", method="HEAD")
@@ -48,7 +48,7 @@ def region_of(bucket: str) -> str | None:
             with urllib.request.urlopen(request, timeout=ANSWER_SECONDS) as response:
                 headers = response.headers
         except urllib.error.HTTPError as error:
-            headers = error.headers  # a caller who may not look at the bucket is told its region all the same
+            headers = error.headers  # a caller without access to the bucket gets the region too
         except OSError as error:
             trouble = error
             continue

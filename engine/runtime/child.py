@@ -1,5 +1,8 @@
-"""How a process of a node begins: its output goes to its own log, it shows its agent that it is not frozen, and it
-ends itself when the agent is gone. A node lives and dies as one. No torch here."""
+"""Start up a process of a node.
+
+The process writes its output to its own log, and shows its agent regularly that the process is not frozen. The process
+exits when the agent is gone, so all processes of a node live and die together. No torch here.
+"""
 
 import contextlib
 import json
@@ -21,32 +24,33 @@ from engine.runtime.disk import log_to
 
 
 class Beat(Protocol):
-    """A shared number: the monotonic time at which a process was last seen running."""
+    """A shared number: the monotonic time of a process's last sign of life."""
 
     value: float
 
 
 SAME_EXITS, MOST_DEATHS = 3, 5
-"""A node gives up when a process of it ended three times in the same way, or five times in any way, without progress
-in between, however long each life was. The next start would cost as much and end like those."""
+"""Limits on deaths without progress in between: three equal exits, or five exits of any kind, end the node. The length
+of each life does not count. Another start would cost as much and end the same way."""
 
 EXIT_UNANSWERED = 75
-"""The exit code of a process whose coordinator did not answer for too long. No fault of its own: it never counts."""
+"""Exit code of a process whose coordinator did not answer for too long. The exit is not the process's fault and never
+counts."""
 
 FINISHED_FILE = "finished"
-"""Touched by the workers of a spot node whenever they finished a lease."""
+"""File touched by a spot node's workers after every finished lease."""
 
 LAST_LINE_CHARACTERS = 300
 
 BEAT_SECONDS = 0.2
-"""How often a process shows its agent that it is not frozen."""
+"""Interval of a process's signs of life to its agent."""
 
 LOOK_SECONDS = 0.5
-"""Between two looks for an agent whose end no pipe tells."""
+"""Interval of checks for an agent's death that no pipe reports."""
 
 
 def begin(spec: NodeSpec, name: str, beat: Beat) -> None:
-    """The first thing that a process of the agent does."""
+    """Set up log, title and sign of life. Every process started by the agent calls this function first."""
     open_log(spec, name)
     rename(name)
     threading.Thread(target=_beat, args=(beat,), daemon=True).start()
@@ -56,7 +60,7 @@ def begin(spec: NodeSpec, name: str, beat: Beat) -> None:
 
 
 def open_log(spec: NodeSpec, name: str) -> None:
-    """Everything that this process says from here on is in the node's `logs/NAME.log`."""
+    """Redirect this process's output to the node's `logs/NAME.log`."""
     log = os.open(Path(spec.folder) / "logs" / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     log_to(log)
     print(
@@ -66,22 +70,22 @@ def open_log(spec: NodeSpec, name: str) -> None:
 
 @dataclass
 class Deaths:
-    """The ends of one process since its node last made progress."""
+    """Exits of one process since its node last made progress."""
 
     progress: Callable[[], object]
-    """Returns another value when there was progress (`progress_of`)."""
+    """Progress function: its return value changes after progress (`progress_of`)."""
     exits: list[str] = field(default_factory=list)
     _seen: object = None
 
     def add(self, how: str) -> None:
-        """Count an end. Progress since the end before it forgives all earlier ones."""
+        """Count an exit. Progress since the previous exit clears all earlier exits."""
         now = self.progress()
         if now != self._seen:
             self.exits, self._seen = [], now
         self.exits.append(how)
 
     def give_up(self) -> str | None:
-        """Return why the node gives up, in words; None while another start is worth it."""
+        """Return the reason why the node gives up, in words, or None if another start is worthwhile."""
         if not self.exits:
             return None
         last, same = self.exits[-1], self.exits.count(self.exits[-1])
@@ -93,16 +97,16 @@ class Deaths:
 
 
 def exit_in_words(code: int | None) -> str:
-    """Name how a process ended: its exit code, or the signal that killed it."""
+    """Return the name of a process's exit: its exit code, or the signal that killed the process."""
     if code is not None and code < 0:
         return signal.Signals(-code).name
     return f"exit code {code}"
 
 
 def progress_of(spec: NodeSpec) -> object:
-    """Return what a node has achieved: another value after every new iteration, or after rollouts were finished.
+    """Return a value that changes after every new iteration (trainer), or after finished rollouts (spot node).
 
-    An iteration that is done again after a checkpoint is none: the run was there before.
+    An iteration repeated after a checkpoint is no progress: the run was there before.
     """
     folder = Path(spec.folder)
     if spec.role == "rollout":
@@ -124,7 +128,7 @@ def progress_of(spec: NodeSpec) -> object:
 
 
 def last_line(spec: NodeSpec, log: str) -> str:
-    """Return the last words in a log of this node, for whoever asks why a process ended."""
+    """Return the last line in a log of this node, to explain a process's exit."""
     with contextlib.suppress(OSError):
         text = (Path(spec.folder) / "logs" / f"{log}.log").read_bytes()[-4096:].decode(errors="replace")
         for line in reversed(text.splitlines()):
@@ -134,7 +138,10 @@ def last_line(spec: NodeSpec, log: str) -> str:
 
 
 def note_start(path: Path, spec: NodeSpec, **more: Any) -> list[float]:
-    """Write down that a process that Ray restarts, not the agent, began now; returns its starts since progress."""
+    """Record the start of a process restarted by Ray, not by the agent.
+
+    Returns the start times since the last progress.
+    """
     note, progress = read_note(path), progress_of(spec)
     starts = [*note.get("starts", []), time.time()] if note.get("progress") == progress else [time.time()]
     write_note(path, starts=starts[-MOST_DEATHS:], progress=progress, **more)
@@ -142,12 +149,12 @@ def note_start(path: Path, spec: NodeSpec, **more: Any) -> list[float]:
 
 
 def died_too_often(path: Path) -> bool:
-    """Return whether it was started so often without progress that it will not get better: the node gives up."""
+    """Return True if the process was started too often without progress, so the node gives up."""
     return len(read_note(path).get("starts", [])) >= MOST_DEATHS
 
 
 def read_note(path: Path) -> dict[str, Any]:
-    """Empty when it is not there."""
+    """Return the note's content, or an empty dict if the file is absent or unreadable."""
     try:
         return dict(json.loads(path.read_text()))
     except (OSError, ValueError):
@@ -169,8 +176,8 @@ def _beat(beat: Beat) -> None:
 def _follow(parent: multiprocessing.process.BaseProcess) -> None:
     """End this process with its agent.
 
-    The pipe that tells of the agent's end may be held open by a frozen process that was forked beside this one. So the
-    parent is looked at as well: an orphan has another one.
+    A frozen process forked beside this one may hold the pipe open that reports the agent's end. The thread therefore
+    also checks the parent's pid, which changes for an orphan.
     """
     before = os.getppid()
     while os.getppid() == before:

@@ -1,11 +1,12 @@
-"""The coordinator: the queue's state machine with a memory on disk, a weight book and a clock.
+"""Serve the queue's state machine, with a journal on disk, a weight book and a clock.
 
-One call in, one answer out, whatever carries it (in-process, HTTP, Ray). A call that changes something
-is written to the journal first and applied second, both before anyone else is heard; it is *acknowledged*
-only after `sync`. So memory and journal never disagree, and what a worker was told is never forgotten.
+Each call gets one answer, over any transport (in-process, HTTP, Ray). A call with an effect is written to the journal
+first and applied second, both before the next call is handled. The call is *acknowledged* only after `sync`. Memory and
+journal therefore never disagree, and a worker's acknowledged results are never lost.
 
-It runs on the on-demand node, beside the trainer. Killed anywhere, it starts again from its journal, leases
-included: a worker in the middle of a picture does not notice. Every start begins a range of lease numbers of its own.
+The coordinator runs on the on-demand node, beside the trainer. Killed at any moment, the coordinator restarts from its
+journal, leases included: a worker in the middle of an image notices nothing. Every start issues lease numbers from a
+range of its own.
 """
 
 import contextlib
@@ -53,8 +54,9 @@ from engine.runtime.weight_book import WeightBook, digest_of
 
 LEASES_PER_MS = 10_000
 LEASES_PER_START = 1_000_000
-"""Every start of a coordinator begins its lease numbers above those of all earlier ones: by the time of day, because
-one that starts on a new machine knows of none, and by what its journal holds, because clocks may be set back."""
+"""Gap between the first lease numbers of two starts. Every start of a coordinator issues numbers above all earlier
+ones. The time of day ensures uniqueness on a new machine with an empty journal. The journal's newest number ensures
+uniqueness after a clock was set back."""
 
 USAGE_EVERY_WALL_SECONDS = 1.0
 
@@ -62,7 +64,10 @@ Head = dict[str, Any]
 
 
 class Coordinator:
-    """See the module's story. Not thread-safe: one caller at a time."""
+    """Message handler over the queue, the journal and the weights; see the module docstring.
+
+    Not thread-safe: make one call at a time.
+    """
 
     def __init__(
         self,
@@ -74,22 +79,26 @@ class Coordinator:
         progress: ProgressLog | None = None,
         sp_degree: int | Literal["auto"] = 1,
     ) -> None:
-        """`sp_degree`: workers of a node that share a picture's sequence."""
+        """Restore the state from the journal.
+
+        `sp_degree`: number of workers of a node that share an image's sequence.
+        """
         self._clock = clock
         self._rules = rules
         self._progress = progress
         self._book = book
         self.journal = journal
         self.changes = 0
-        """Grows whenever an answer of `Wait` might have become another one."""
+        """Change counter. Grows whenever a repeated call might get a new answer instead of `Wait`."""
         self.lineage = 0
         self._pulls: dict[str, tuple[int, int]] = {}
-        """By worker: boot and number of its last pull."""
+        """Boot and number of each worker's last pull."""
         self._unheard: dict[str, tuple[int, int]] = {}
-        """The same of workers that died: a pull that is kept waiting is asked again, and nobody is there to hear."""
+        """Boot and number of the last pull of each dead worker. The server repeats a waiting pull internally, but a
+        dead worker cannot receive the answer, and so gets no work."""
         self._first_lease = 0
         self._heard = [0, 0]
-        """Boot and number of the trainer's newest order: one that comes late, from before it, changes nothing."""
+        """Boot and number of the trainer's newest order. A late order with a smaller number changes nothing."""
         self._tasks: list[Task] = []
         self._digests: dict[WeightsKey, str] = {}
         self._order: dict[tuple[Kind, int], list[RequestId]] = defaultdict(list)
@@ -110,7 +119,7 @@ class Coordinator:
     # --- one call ---------------------------------------------------------------------------------------
 
     def call(self, head: Mapping[str, Any], blobs: Blobs) -> tuple[Head, dict[str, bytes]]:
-        """Answer one message. Raises ValueError for one it does not understand, OSError when the disk is full."""
+        """Answer one message. Raises ValueError if the call is unknown, OSError if the disk is full."""
         now_ms = self._clock.now_ms()
         self._note_usage(head, now_ms)
         match head["call"]:
@@ -137,7 +146,7 @@ class Coordinator:
             case "died":
                 worker = head["worker"]
                 self.queue.died(worker, head["boot"], head["reason"], now_ms=now_ms)
-                if head["boot"] >= self._pulls.get(worker, (0, 0))[0]:  # else a newer process has called in since
+                if head["boot"] >= self._pulls.get(worker, (0, 0))[0]:  # else a newer process has already called
                     self._unheard[worker] = self._pulls.get(worker, (0, 0))
                     self.groups.gone([worker], f"{worker} died", now_ms=now_ms)
             case "node_lost":
@@ -195,21 +204,24 @@ class Coordinator:
         return {"do": "done"}, {}
 
     def set_capacity(self, snapshot: Capacity) -> None:
-        """The launcher's view of the nodes."""
+        """Apply the launcher's snapshot of the nodes."""
         self.queue.capacity(snapshot, now_ms=self._clock.now_ms())
         self.changes += 1
 
     def stop(self, reason: str) -> None:
-        """Tell everyone to exit: the trainer first, by its next `collect`, then the workers."""
+        """Order every process to exit.
+
+        The trainer learns of the stop first, from its next `collect`; the workers follow.
+        """
         self.queue.stop(reason)
         self.changes += 1
 
     def tick(self) -> None:
-        """Call often: leases expire, and the launcher hears what happened."""
+        """Expire leases, regroup workers and write events to the progress log. Call often."""
         now_ms = self._clock.now_ms()
         before = len(self.queue.events)
         self.queue.tick(now_ms)
-        ends = self.queue.stop_reason is not None  # one by one they exit, and nobody regroups for that
+        ends = self.queue.stop_reason is not None  # no regroup while workers exit
         regrouped = not ends and self.groups.tick(self.queue.takes_part, now_ms=now_ms)
         if regrouped or len(self.queue.events) != before:
             self.changes += 1
@@ -252,12 +264,15 @@ class Coordinator:
             self._remember_lease(reply.lease)
         elif isinstance(reply, Wait) and (order := self.groups.members.order(head["worker"])):
             if order.epoch != ALONE:
-                self.changes += 1  # the other members wait for theirs
+                self.changes += 1  # the other members wait for the same regroup
             return order
         return reply
 
     def _may_work(self, head: Mapping[str, Any], now_ms: int) -> bool:
-        """Whether one that pulls may be given work: it leads its group, and that is the one that is wanted."""
+        """Return True if the pulling worker may get work.
+
+        The worker must lead its group, and the group must be the wanted group.
+        """
         worker = head["worker"]
         pull = self._pulls[worker] = (head["boot"], head["seq"])
         if self._unheard.get(worker) == pull:
@@ -265,14 +280,14 @@ class Coordinator:
         if "group" not in head:
             return True
         if not self.queue.takes_part(head["node"]):
-            return True  # to be told to drain or to exit
+            return True  # the pull's answer will be drain or exit
         if self.groups.pulled(worker, head["boot"], head["group"], now_ms=now_ms):
             self.changes += 1
         return self.groups.members.leads(worker)
 
     def _finish(self, head: Mapping[str, Any], blobs: Blobs, now_ms: int) -> Reply:
         self._renew(head, now_ms)
-        # Only what the queue will take is remembered, or a restart would take what was fenced.
+        # Record only results with a valid lease. Otherwise a restart would accept results of revoked leases.
         held = set(self.queue.held(head["worker"], head["lease"]))
         results = [result for result in map(finished_from_dict, head["results"]) if result.request in held]
         results = [replace(result, node=head["node"]) for result in results]
@@ -302,11 +317,11 @@ class Coordinator:
         return self.queue.commit(head["worker"], head["node"], head["lease"], states, now_ms=now_ms, cost_ms=cost_ms)
 
     def _renew(self, head: Mapping[str, Any], now_ms: int) -> None:
-        """Who speaks for its lease keeps it, even if there is no room for what it says."""
+        """Renew the worker's lease, even if the disk has no room for the results in the message."""
         self.queue.heartbeat(head["worker"], head["node"], {head["lease"]: 0}, now_ms=now_ms)
 
     def _note_usage(self, head: Mapping[str, Any], now_ms: int) -> None:
-        """Add what a worker says it did since it last called; `of` is the number of workers of its node."""
+        """Add the usage spans of a worker since its last call. `of` is the number of workers of its node."""
         if head.get("usage"):
             worker = head.get("worker", f"{head['node']}/trainer")
             self._usage[head["node"]].add(worker, head["usage"], head["of"])
@@ -324,12 +339,12 @@ class Coordinator:
     # --- exploration ------------------------------------------------------------------------------------
 
     def _explore(self, order: ExplorationOrder) -> None:
-        """Candidates of this batch may be dealt from now on. The same order again changes nothing."""
+        """Start to issue candidates of the order's batch. A repeated order changes nothing."""
         if self._exploration is None or self._exploration.order != order:
             self._exploration = BatchExploration(order)
 
     def _deal(self, now_ms: int) -> None:
-        """Ask for the next candidates, when all that was asked for is being made and nothing matters more."""
+        """Submit more candidates once every submitted one is leased and no request of higher priority waits."""
         exploration = self._exploration
         if exploration is None or any(self.queue.waits(kind) for kind in PRIORITY):
             return
@@ -351,7 +366,10 @@ class Coordinator:
             self._submit(task)
 
     def _explored(self, results: Sequence[Finished]) -> None:
-        """Tell the planner. Also of what it did not ask for: it knows its own."""
+        """Report finished candidates to the batch's exploration.
+
+        `BatchExploration` ignores candidates of other orders.
+        """
         candidates = [result for result in results if result.request.kind is Kind.EXPLORE]
         self._idle.candidates += len(candidates)
         if self._exploration is not None:
@@ -360,12 +378,12 @@ class Coordinator:
     # --- the trainer ------------------------------------------------------------------------------------
 
     def _known(self) -> Head:
-        """What a trainer that starts must know: which lineage this machine has, and what was published last."""
+        """Return the facts a starting trainer needs: this machine's lineage and the newest published weight version."""
         live = self.queue.live
         return {"do": "known", "lineage": self.lineage, "version": live.version if live else None}
 
     def _hello(self, lineage: int) -> None:
-        """A trainer begins a lineage: with an empty queue."""
+        """Begin a lineage with an empty queue."""
         if lineage != self.lineage:
             self.lineage = lineage
             self._withdraw_all()
@@ -388,7 +406,10 @@ class Coordinator:
         return digest
 
     def _withdraw(self, batches: Sequence[tuple[Kind, int]]) -> None:
-        """Forget batches of requests, done or not, with everything the journal holds of them."""
+        """Forget batches of requests, finished or not, and drop weights no longer needed.
+
+        The next compaction removes the batches from the journal.
+        """
         gone = [r for task in self._tasks for r in task.requests if (r.kind, r.batch) in batches]
         self.queue.withdraw(gone)
         for batch in batches:
@@ -404,9 +425,9 @@ class Coordinator:
             self._book.drop(weights)
 
     def _collect(self, head: Mapping[str, Any], now_ms: int) -> tuple[Head, dict[str, bytes]]:
-        """Results of a batch from the `have`-th on, in the order they came, with their trajectories.
+        """Return the results of a batch from index `have` on, in order of arrival, with their trajectories.
 
-        `poisoned`: how many requests that cannot be made the caller has heard of.
+        `poisoned`: number of poisoned requests the caller knows already.
         """
         kind, batch = Kind(head["kind"]), head["batch"]
         found = [self.queue.finished[request] for request in self._order[kind, batch][head["have"] :]]
@@ -424,13 +445,16 @@ class Coordinator:
         names = [result.trajectory for result in found if result.trajectory is not None]
         return answer, {name: self.journal.blob(name) for name in names}
 
-    # --- memory -----------------------------------------------------------------------------------------
+    # --- journal ----------------------------------------------------------------------------------------
 
     def _record(self, record: Head, blobs: Blobs | None = None) -> None:
         self.journal.append(record, blobs)
 
     def _remember_lease(self, number: int) -> None:
-        """Not waited for: a lease that a crash forgets is fenced, which costs steps and nothing else."""
+        """Record the lease without waiting for the disk.
+
+        After a crash, a forgotten lease is revoked: its steps are repeated, and no result is lost.
+        """
         self._record_lazily(lease_to_dict(self.queue.lease_record(number)))
 
     def _remember_poison(self) -> None:
@@ -441,7 +465,7 @@ class Coordinator:
         self._poisoned_known = set(self.queue.poisoned)
 
     def _record_lazily(self, record: Head) -> None:
-        with contextlib.suppress(OSError):  # the disk is full: the next call that must be durable says so
+        with contextlib.suppress(OSError):  # the disk is full: the next call with a durable record raises
             self.journal.append(record, durable=False)
 
     def _in_order(self, results: Iterable[Finished]) -> None:
@@ -490,7 +514,7 @@ class Coordinator:
         now_ms = self._clock.now_ms()
         for lease in leases:
             self.queue.restore_lease(lease, now_ms=now_ms)
-        self.queue.tick(now_ms)  # from here on a pause of our own is noticed
+        self.queue.tick(now_ms)  # from here on, the queue notices pauses of its own process
         self._poisoned_known = set(self.queue.poisoned)
         known = max([self._first_lease, *(lease.number for lease in leases)])
         self._first_lease = max(known + LEASES_PER_START, now_ms * LEASES_PER_MS)
@@ -506,18 +530,18 @@ class Coordinator:
         self.queue.forget_all_weights()
 
     def _compact(self) -> None:
-        """Rewrite the journal with what is still wanted; blobs of trained batches go."""
+        """Rewrite the journal with the current state. Blobs of trained batches are dropped."""
         records: list[tuple[Head, dict[str, bytes]]] = [
             ({"op": "start", "first_lease": self._first_lease}, {}),
             ({"op": "hello", "lineage": self.lineage, "said": self._heard}, {}),
         ]
         for weights, digest in self._digests.items():
             records.append(({"op": "publish", "weights": weights_to_list(weights), "digest": digest}, {}))
-        if self._exploration is not None:  # before the tasks: they tell it what was asked for
+        if self._exploration is not None:  # before the tasks: each task's requests count as issued candidates
             records.append(({"op": "explore", "order": self._exploration.order.to_dict()}, {}))
         for task in self._tasks:
             records.append(({"op": "submit", "task": task_to_dict(task)}, {}))
-        for task in self._tasks:  # after all of them: a request that was begun anew is in two
+        for task in self._tasks:  # after all tasks: a request restarted with new weights is in two tasks
             for request, step, name in self.queue.committed(task.requests):
                 raw = [request_to_list(request), step, name]
                 records.append(({"op": "commit", "states": [raw]}, {name: self.journal.blob(name)}))
@@ -531,24 +555,26 @@ class Coordinator:
                 kept = result.trajectory
                 blobs = {} if kept is None else {kept: self.journal.blob(kept)}
                 records.append(({"op": "finish", "results": [finished_to_dict(result)]}, blobs))
-        # On a full disk what is not wanted stays in the journal until the next time.
+        # On a full disk, the obsolete records stay in the journal until the next compaction.
         with contextlib.suppress(OSError):
             self.journal.rewrite(records)
 
 
 @dataclass
 class _IdleTime:
-    """How long spot workers will still have nothing better to do: what an exploration budget is made of.
+    """Estimate of the time in which spot workers have nothing better to do.
 
-    Forgotten with the coordinator; a new one begins as a run does.
+    The exploration budget is computed from the estimate.
+
+    The estimate is not stored: a restarted coordinator begins with no measurements, like a new run.
     """
 
     explorers: dict[str, str] = field(default_factory=dict)
-    """Workers that explore, and their nodes."""
+    """Node of each exploring worker."""
     phase_seconds: list[float] = field(default_factory=list)
-    """How long training took, from the last rollout of a batch to the next weights."""
+    """Wall seconds of the last training phases, each from the last rollout of a batch to the next weights."""
     since_ms: int | None = None
-    """When the last rollout of the open batch came in; None while there are more to come."""
+    """Arrival of the last rollout of the open batch (run's clock); None while rollouts are missing."""
     exploring_ms: float = 0.0
     candidates: int = 0
 
@@ -562,7 +588,7 @@ class _IdleTime:
             self.since_ms = None
 
     def fit(self, nodes: Sequence[str], pending: int, clock: Clock, now_ms: int) -> int:
-        """How many more candidates to ask for, with these nodes alive and so many candidates under way."""
+        """Return the number of candidates to add, given the live nodes and `pending` candidates in progress."""
         elapsed = 0.0 if self.since_ms is None else clock.wall_seconds(now_ms - self.since_ms)
         per_candidate = clock.wall_seconds(round(self.exploring_ms)) / self.candidates if self.candidates else None
         return candidates_that_fit(
@@ -575,7 +601,7 @@ class _IdleTime:
 
 @dataclass
 class _NodeBook:
-    """What the workers of one node did and nobody was told yet."""
+    """Usage of one node's workers since the last `NodeUsage` event."""
 
     phase_ms: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     spans: list[WorkerSpan] = field(default_factory=list)
@@ -588,7 +614,7 @@ class _NodeBook:
             self.from_ms = round(begun) if self.from_ms is None else self.from_ms
 
     def tell(self, node: str, now_ms: int) -> NodeUsage | None:
-        """The event; None when there is nothing to tell. Parts of a millisecond are left for the next one."""
+        """Return the usage event, or None if no phase has a whole millisecond. Fractions stay for the next event."""
         whole = {phase: int(spent) for phase, spent in self.phase_ms.items() if spent >= 1}
         if not whole or self.from_ms is None:
             return None
@@ -608,7 +634,7 @@ def _begin(span: WorkerSpan) -> int:
 def open_coordinator(
     folder: Path, *, clock: Clock, runtime: RuntimeConfig, progress: ProgressLog | None = None
 ) -> Coordinator:
-    """The coordinator whose memory is in this folder."""
+    """Open the coordinator with its journal and weights in `folder`."""
     rules = Rules(
         lease_ms=_run_ms(clock, runtime.lease_seconds),
         first_lease_ms=_run_ms(clock, runtime.first_lease_seconds),
@@ -627,7 +653,7 @@ def open_coordinator(
 
 def _commit_every(runtime: RuntimeConfig) -> int | None:
     if runtime.resume == "restart":
-        return 0  # nobody would go on from what is committed
+        return 0  # with `restart`, no worker resumes from a commit
     return None if runtime.commit_every == "auto" else runtime.commit_every
 
 
@@ -657,7 +683,7 @@ def lease_from_dict(raw: Mapping[str, Any]) -> LeaseRecord:
 
 
 def is_nothing(answer: Mapping[str, Any]) -> bool:
-    """Whether an answer says only that there is nothing yet, so that a patient caller may be kept waiting."""
+    """Return True if the answer holds no news. The server may then keep a patient caller waiting."""
     if answer["do"] == "results":
         return not answer["results"] and not answer["stop"] and not answer["poisoned"]
     return answer["do"] == "wait"

@@ -1,9 +1,9 @@
-"""Which device a process of a node computes on: its GPU if the node has any, else the CPU.
+"""Choose the device of a node's process: its GPU if the node has any, else the CPU.
 
-    runtime.device -> device_of (in the process itself) -> load_adapter puts the model there -> the rest follows it
+    runtime.device -> device_of (in the process itself) -> load_adapter puts the model on the device -> the rest follows
 
-The promise: nothing asks CUDA for anything before the process that computes was forked, because no fork of a process
-that did may use a GPU. So `device_of` is called where a model is loaded, never by the agent or its forkserver.
+Promise: no code calls CUDA before the computing process is forked, because a process forked after a CUDA call cannot
+use a GPU. Code that loads a model therefore calls `device_of`; the agent and its forkserver never do.
 """
 
 from typing import Literal
@@ -12,14 +12,16 @@ import torch
 
 
 def device_of(wanted: Literal["auto", "cpu", "cuda"], number: int) -> str:
-    """For process `number` of a node (the trainer is 0). More processes than GPUs share them.
+    """Return the device of process `number` of a node (the trainer is 0).
 
-    Under Ray a worker sees only the GPU that Ray gave it, which is then number 0 whatever its own is. Raises
-    RuntimeError when a GPU is wanted and torch can use none.
+    If processes outnumber GPUs, processes share GPUs.
+
+    Under Ray, a worker sees only the GPU assigned by Ray, always as number 0. Raises RuntimeError if a GPU is required
+    and torch can use none.
     """
     if wanted == "cpu":
         return "cpu"
-    # A count alone may come from a driver that is too old for this torch.
+    # The count alone may come from a driver too old for this torch.
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if gpus:
         return f"cuda:{number % gpus}"

@@ -1,6 +1,6 @@
-"""A full disk stops nobody for good: who needs room says so once, waits, and goes on when there is some.
+"""Wait while a disk is full: the caller reports the problem once, waits, and continues when the disk has room.
 
-Nor does a store that cannot be reached.
+A store that cannot be reached is treated the same way.
 """
 
 import errno
@@ -12,10 +12,10 @@ from collections.abc import Callable
 from typing import TypeVar
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
-"""What an OSError says when a disk, or the caller's share of it, has no room left."""
+"""Error numbers of a full disk, or of a used-up disk quota."""
 
 AWAY = errno.EHOSTUNREACH
-"""What it says when the store is a bucket that does not answer."""
+"""Error number of a store whose bucket does not answer."""
 
 ASK_AGAIN_SECONDS = 0.5
 
@@ -23,9 +23,9 @@ Result = TypeVar("Result")
 
 
 def when_there_is_room(do: Callable[[], Result], tell: Callable[[str], None]) -> Result:
-    """Do it, again and again while the disk is full or the store away. `do` must be repeatable.
+    """Call `do`, and repeat the call while the disk is full or the store is unreachable. `do` must be repeatable.
 
-    Other errors come through.
+    Other errors are raised.
     """
     waited = False
     while True:
@@ -45,7 +45,7 @@ def when_there_is_room(do: Callable[[], Result], tell: Callable[[str], None]) ->
 
 
 class _Lossy(io.RawIOBase):
-    """A log file: on a full disk it loses lines, never the process that writes them."""
+    """Log file that loses lines on a full disk, but never stops the writing process."""
 
     def __init__(self, handle: int) -> None:
         self._handle = handle
@@ -61,7 +61,7 @@ class _Lossy(io.RawIOBase):
 
 
 def log_to(handle: int) -> None:
-    """From here on stdout and stderr go to this file, and no `print` fails for want of room."""
+    """Send stdout and stderr to this file from now on. No `print` fails on a full disk."""
     os.dup2(handle, 1)
     os.dup2(handle, 2)
     sys.stdout = io.TextIOWrapper(io.BufferedWriter(_Lossy(1)), line_buffering=True)

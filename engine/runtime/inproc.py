@@ -1,6 +1,8 @@
-"""A whole run in one process: coordinator, trainer and workers take turns. For tests, and to step through.
+"""Run a whole run in one process: coordinator, trainer and workers take turns.
 
-Workers move when the trainer waits, so a run is a fixed sequence of calls and repeats bit for bit.
+For tests, and for debugging step by step.
+
+Workers run when the trainer waits, so a run is a fixed sequence of calls and repeats bit for bit.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,7 +30,7 @@ from engine.training.metrics import MetricsLog
 
 
 class _Turns:
-    """The trainer's line to the coordinator: when it would wait, the workers take a turn first."""
+    """Trainer's transport to the coordinator. Instead of waiting, the trainer gives each worker a turn."""
 
     def __init__(self, coordinator: Coordinator, workers: list[Worker]) -> None:
         self._inner = InprocTransport(coordinator)
@@ -44,7 +46,7 @@ class _Turns:
 
 @dataclass(kw_only=True)
 class InprocRun:
-    """One run's parts, put together; `loop.run()` runs it."""
+    """Parts of one run. `loop.run()` runs the run."""
 
     coordinator: Coordinator
     loop: Loop
@@ -61,10 +63,10 @@ def build_inproc(
     workers: int,
     make_adapter: Callable[[], DiTAdapter] | None = None,
 ) -> InprocRun:
-    """A run with so many spot workers, its journal, checkpoints and progress under `folder`.
+    """Build a run with `workers` spot workers, its journal, checkpoints and progress under `folder`.
 
-    `make_adapter` gives the trainer and every worker a model of its own, all with the same weights; by default the
-    one that the config names.
+    `make_adapter` gives the trainer and every worker a separate model, all with equal weights. The default loads the
+    model named by the config.
     """
     make_adapter = make_adapter or (lambda: load_adapter(config.model, device_of(config.runtime.device, 0)))
     progress = ProgressLog(folder / "progress" / "coordinator.jsonl", run=run, source="coordinator", clock=clock)

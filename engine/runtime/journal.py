@@ -1,8 +1,8 @@
-"""The coordinator's memory on disk: an append-only file of records with their blobs.
+"""Store the coordinator's state on disk, in an append-only file of records with their blobs.
 
-What is acknowledged to a worker has been through `sync`. A record that was cut short by a crash is dropped
-when the journal is opened again; everything before it is whole, because each record carries a checksum. A damaged
-record with whole ones behind it was acknowledged: then the file stays as it is, and opening it fails.
+Every result acknowledged to a worker has been through `sync`. On opening, the journal drops a record cut short by a
+crash. Every earlier record is whole, because each record carries a checksum. A damaged record followed by whole records
+was acknowledged: the file stays unchanged, and opening the journal fails.
 """
 
 import os
@@ -21,11 +21,11 @@ _MAGIC = b"SPT1"
 
 
 class JournalDamaged(Exception):
-    """A record in the middle of the journal is not what was written. The file was left as it is."""
+    """Damage in the middle of the journal: a record differs from the written record. The file was left unchanged."""
 
 
 class Journal:
-    """One writer. Blobs are read back from the file by name, so that they need no memory."""
+    """Journal with a single writer. Blobs are read from the file by name, so blobs use no memory."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -38,14 +38,16 @@ class Journal:
         self._file = self._open()
 
     def replay(self) -> Iterator[dict[str, Any]]:
-        """The records that were found when the journal was opened, oldest first; once."""
+        """Yield the records found when the journal was opened, oldest first. Works once."""
         records, self._records = self._records, []
         yield from records
 
     def append(self, record: Mapping[str, Any], blobs: Blobs | None = None, *, durable: bool = True) -> None:
-        """Write one record; not durable before `sync`. Raises OSError (a full disk) and leaves no trace then.
+        """Write one record; the record is durable only after `sync`.
 
-        `durable`: false for a record that nobody waits for; it moves no `position`.
+        Raises OSError (a full disk) and then leaves no trace.
+
+        `durable`: False for a record no caller waits for. Such a record does not move `position`.
         """
         blobs = blobs or {}
         body = pack(record, blobs)
@@ -64,21 +66,24 @@ class Journal:
         self._index(blobs, self._end)
 
     def sync(self) -> None:
-        """Everything appended so far survives the machine's power. May run in a thread."""
+        """Make everything appended so far survive a power cut. May run in a thread."""
         with self._lock:
             os.fsync(self._file.fileno())
 
     def position(self) -> int:
-        """How much that must be durable has been appended since this journal was opened, whatever was rewritten."""
+        """Return the bytes of durable records appended since this journal was opened.
+
+        Rewrites do not change the count.
+        """
         return self._appended
 
     def blob(self, name: str) -> bytes:
-        """Raises KeyError for a blob that was never written or was compacted away."""
+        """Return a blob. Raises KeyError if the blob was never written, or was dropped by a compaction."""
         start, size = self._blobs[name]
         return os.pread(self._file.fileno(), size, start)
 
     def rewrite(self, records: list[tuple[dict[str, Any], dict[str, bytes]]]) -> None:
-        """Replace everything by these records, all or nothing: what is trained need not be remembered."""
+        """Replace the whole journal by these records, atomically. Records of trained batches are no longer needed."""
         fresh = self._path.with_suffix(".new")
         try:
             with fresh.open("wb") as file:
@@ -88,7 +93,7 @@ class Journal:
                 file.flush()
                 os.fsync(file.fileno())
         except OSError:
-            fresh.unlink(missing_ok=True)  # half a copy would keep a full disk full
+            fresh.unlink(missing_ok=True)  # a half-written copy would keep a full disk full
             raise
         with self._lock:
             fresh.replace(self._path)
@@ -102,7 +107,7 @@ class Journal:
         self._file.close()
 
     def _open(self) -> Any:
-        """Read every record and cut off a torn one at the end. Raises JournalDamaged, and then changes nothing."""
+        """Read every record and cut off a torn record at the end. Raises JournalDamaged without changing the file."""
         self._end = 0
         data = self._path.read_bytes() if self._path.exists() else b""
         while (body := _record_at(data, self._end)) is not None:
@@ -117,13 +122,13 @@ class Journal:
                 f"or cut it off (`truncate -s {self._end} {self._path}`) and lose what came after: the run goes on "
                 "from its newest checkpoint"
             )
-        # Unbuffered: what a full disk refused must not be written later, when the file object is closed.
+        # Unbuffered: bytes refused by a full disk must not be written later, when the file object is closed.
         file = self._path.open("a+b", buffering=0)
         file.truncate(self._end)
         return file
 
     def _index(self, blobs: Blobs, end: int) -> None:
-        """Remember where the blobs of the record that ends here are."""
+        """Record the positions of the blobs of the record ending at `end`."""
         offset = end - sum(len(data) for data in blobs.values())
         for name, data in blobs.items():
             self._blobs[name] = (offset, len(data))
@@ -131,7 +136,7 @@ class Journal:
 
 
 def _record_at(data: bytes, start: int) -> bytes | None:
-    """Return the body of the record that begins at this byte; None when there is no whole one."""
+    """Return the body of the record starting at this byte, or None if there is no whole record."""
     if start + _HEAD.size > len(data):
         return None
     magic, size, crc = _HEAD.unpack_from(data, start)
@@ -142,7 +147,7 @@ def _record_at(data: bytes, start: int) -> bytes | None:
 
 
 def _next_record(data: bytes, start: int) -> int | None:
-    """Return where the next whole record begins; None when there is none."""
+    """Return the start of the next whole record, or None."""
     at = data.find(_MAGIC, start)
     while at >= 0 and _record_at(data, at) is None:
         at = data.find(_MAGIC, at + 1)

@@ -1,8 +1,8 @@
-"""What a cloud's machine is told by its metadata service: who it is, what it may do, when it goes.
+"""Read a cloud's metadata service on an instance: its identity, its rights, its preemption.
 
-`Imds` is AWS's (IMDSv2: a token first), `GceMetadata` Google's. `SPOTRL_IMDS_URL` and `GCE_METADATA_HOST` name
-another server. No proxy is ever asked, every call has an end, and trouble is an OSError or a ValueError.
-Standard library only: the guard of the money deadline reads this too.
+`Imds` reads AWS's service (IMDSv2: a token first), `GceMetadata` Google's. `SPOTRL_IMDS_URL` and `GCE_METADATA_HOST`
+name another server. No request uses a proxy, and every call has a time limit. Failures are OSError or ValueError.
+Standard library only: the guard of the spend deadline uses this module too.
 """
 
 import http.client
@@ -15,20 +15,20 @@ IMDS_URL = "SPOTRL_IMDS_URL"
 GCE_HOST = "GCE_METADATA_HOST"
 
 TOKEN_SECONDS = 21_600
-"""How long a token of AWS's service lasts; the longest there is."""
+"""Lifetime of a token of AWS's service, in seconds; the longest AWS allows."""
 
 ANSWER_SECONDS = 2.0
 
 
 class Imds:
-    """AWS's instance metadata, version 2."""
+    """Client of AWS's instance metadata, version 2."""
 
     def __init__(self) -> None:
         self._url = os.environ.get(IMDS_URL, "http://169.254.169.254").rstrip("/")
         self._token = ""
 
     def get(self, path: str) -> str | None:
-        """The text at `path`, e.g. meta-data/instance-id; None where there is nothing (404)."""
+        """Return the text at `path`, e.g. meta-data/instance-id, or None if the path has no value (404)."""
         for attempt in range(2):
             if not self._token:
                 headers = {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_SECONDS)}
@@ -42,22 +42,25 @@ class Imds:
                     return None
                 if error.code != 401 or attempt:
                     raise
-                self._token = ""  # it has run out
+                self._token = ""  # the token has expired
         return None
 
 
 class GceMetadata:
-    """Google's instance metadata."""
+    """Client of Google's instance metadata."""
 
     def __init__(self) -> None:
         self._url = f"http://{os.environ.get(GCE_HOST, 'metadata.google.internal')}/computeMetadata/v1"
 
     def get(self, path: str) -> str:
-        """The text at `path`, e.g. instance/name."""
+        """Return the text at `path`, e.g. instance/name."""
         return self._ask(path, {}, ANSWER_SECONDS)[0]
 
     def watch(self, path: str, etag: str, wait_seconds: int) -> tuple[str, str]:
-        """The text at `path` and its etag, once it is another than `etag`'s, or after so long. Without etag: now."""
+        """Return the text at `path` and its etag, once the etag differs from `etag`, or after `wait_seconds`.
+
+        Returns at once without an etag.
+        """
         if not etag:
             return self._ask(path, {}, ANSWER_SECONDS)
         query = {"wait_for_change": "true", "last_etag": etag, "timeout_sec": str(wait_seconds)}
@@ -72,7 +75,7 @@ _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def answer(method: str, url: str, headers: dict[str, str], seconds: float) -> tuple[str, str]:
-    """Text and etag. Raises OSError (an HTTPError is one) or ValueError."""
+    """Return text and etag. Raises OSError (including HTTPError) or ValueError."""
     try:
         with _DIRECT.open(urllib.request.Request(url, headers=headers, method=method), timeout=seconds) as response:
             return response.read().decode(), response.headers.get("ETag", "")

@@ -1,14 +1,15 @@
-"""The money deadline of a cloud's machine: how long its money lasts, counted on the machine's own boot clock.
+"""Enforce the spend deadline of a cloud's instance, counted on the instance's own boot clock.
 
-node.json's `money_left_ms`, or `money.json` {"left_ms", "told"} since -> so much was left at this moment of this boot
+node.json's `money_left_ms`, or later `money.json` {"left_ms", "told"} -> milliseconds left at a moment of this boot
 
-The promises: no clock jump moves it, and an agent that starts again does not extend it (`armed.json` says what was
-counted from when, and by which order). A reboot counts the time that the machine was off, by the wall clock.
-No order moves the deadline past node.json's `money_longest_ms`, counted from when the node was first told: a controller
-whose clock is wrong, or that forgot what was spent, cannot let a machine run for ever.
-`python -m engine.runtime.money FOLDER` is the guard: a process of its own session, one per node folder, that outlives
-the agent and ends the machine shortly after its deadline if the agent did not. It also ends a machine that has neither
-an agent nor a controller (alone.py). Standard library only: it stays small, and nothing of the engine can break it.
+Promises: no clock jump moves the deadline, and a restarted agent does not extend the deadline (`armed.json` records the
+start of the count and the order behind the deadline). After a reboot, the time with the machine off is counted by the
+wall clock. No order moves the deadline past node.json's `money_longest_ms`, counted from the first order. A controller
+with a wrong clock, or with a lost record of spending, can therefore not run an instance for ever.
+`python -m engine.runtime.money FOLDER` is the guard: one process per node folder, in its own session. The guard
+outlives the agent. The guard terminates the instance shortly after its deadline if the agent did not. The guard also
+terminates an instance with neither an agent nor a controller (alone.py). Standard library only: the guard stays small,
+and no engine code can break the guard.
 """
 
 import contextlib
@@ -30,19 +31,20 @@ from engine.runtime.alone import Alone, copy_logs
 from engine.runtime.self_end import end_machine
 
 LATE_MS = 20_000
-"""How long after the deadline the guard leaves the end to the agent, which copies its last logs first."""
+"""Milliseconds after the deadline before the guard acts. The agent acts first, because the agent copies its last
+logs."""
 LOOK_SECONDS = 1.0
 KEEP_MS = 10_000
-"""How often what is left is written down: a reboot counts from there."""
+"""Interval between two writes of the remaining time. After a reboot the count starts from the last write."""
 START_SECONDS = 5.0
-"""At least so long between two starts of a guard."""
+"""Minimum seconds between two starts of a guard."""
 AGAIN_SECONDS = 60.0
-"""A machine that is still there after it was ended is ended again after so long."""
+"""Seconds after which the guard repeats a termination that had no effect."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Moment:
-    """One moment by the machine's clocks. `boot_ms` runs on in a suspended machine, and nobody can set it."""
+    """A moment by the machine's clocks. `boot_ms` runs on in a suspended machine, and cannot be set."""
 
     boot_id: str
     boot_ms: int
@@ -58,13 +60,16 @@ def this_moment() -> Moment:
 
 
 def boot_id() -> str:
-    """Another one after every start of the machine."""
+    """Return the boot id, which changes at every start of the machine."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Armed:
-    """`left_ms` was left at `at`, and `longest_ms` at most, whatever is told later. `node`, `told`: who said so."""
+    """Deadline as counted: `left_ms` remained at `at`, and `longest_ms` at most, whatever later orders say.
+
+    `node` and `told` identify the orders behind the deadline.
+    """
 
     at: Moment
     left_ms: int
@@ -73,34 +78,35 @@ class Armed:
     told: int | None
 
     def at_moment(self, now: Moment) -> "Armed":
-        """The same deadlines, counted from `now`."""
+        """Return the same deadlines, counted from `now`."""
         if now.boot_id == self.at.boot_id:
             passed_ms = now.boot_ms - self.at.boot_ms
         else:
-            # Off in between: the wall clock says how long, and it was at least as long as this boot lasts.
+            # The machine rebooted. The wall clock gives the time off, and the time of this boot is a lower bound.
             passed_ms = max(now.boot_ms, now.wall_ms - self.at.wall_ms)
         longest_ms = None if self.longest_ms is None else self.longest_ms - passed_ms
         return replace(self, at=now, left_ms=self.left_ms - passed_ms, longest_ms=longest_ms)
 
 
 class Money:
-    """What is left, for the agent and for the guard, each by its own reading of the node's folder."""
+    """Remaining time of the node. The agent and the guard each read the node's folder independently."""
 
     def __init__(self, folder: Path, now: Callable[[], Moment] = this_moment) -> None:
         self._folder, self._now = folder, now
         self._armed: Armed | None = None
 
     def left_ms(self) -> int | None:
-        """Until the deadline; below 0 when it has passed, None when there is none."""
+        """Return the milliseconds until the deadline: negative after the deadline, None without a deadline."""
         now = self._now()
         node, node_left_ms, longest_ms = self._node_order()
         told, told_left_ms = self._told_order()
         known = self._armed or self._kept()
         before = None if known is None else known.at_moment(now)
         if before is not None and before.longest_ms is not None:
-            longest_ms = before.longest_ms  # as it was told first
+            longest_ms = before.longest_ms  # the first order's limit stays
         armed = before
-        # What was told last counts; both are new only where nobody watched, and then money.json came after.
+        # The newest order counts. If both files are new, nothing watched the folder before, and money.json is the newer
+        # file.
         if told is not None and (before is None or before.told != told):
             known_node = "" if before is None else before.node
             armed = Armed(at=now, left_ms=told_left_ms, longest_ms=longest_ms, node=node or known_node, told=told)
@@ -119,7 +125,7 @@ class Money:
         return armed.left_ms
 
     def _node_order(self) -> tuple[str, int | None, int | None]:
-        """Return which order it is, what is left by it, and the longest that the node may live."""
+        """Return the order's digest, the milliseconds left by the order, and the longest lifetime of the node."""
         with contextlib.suppress(OSError, ValueError):
             raw = (self._folder / "node.json").read_bytes()
             spec = json.loads(raw)
@@ -163,12 +169,15 @@ class Money:
                 "told": armed.told,
             }
         )
-        with contextlib.suppress(OSError):  # a full disk: this process knows it all the same
+        with contextlib.suppress(OSError):  # a full disk: this process keeps the value in memory
             write_durably(self._folder / "armed.json", text.encode())
 
 
 class Guard:
-    """The guard as its agent sees it: started if there is none, again if it died or stands still."""
+    """Keeper of the guard process, used by the agent.
+
+    Starts the guard if none runs, and again after a death or freeze.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -177,11 +186,14 @@ class Guard:
 
     @property
     def pid(self) -> int | None:
-        """Of the one that this agent started."""
+        """Return the pid of the guard started by this agent, or None."""
         return None if self._process is None else self._process.pid
 
     def keep_alive(self) -> None:
-        """Returns at once. One more than needed ends by itself: there is a lock."""
+        """Start or restart the guard if necessary; returns at once.
+
+        A redundant guard exits by itself, because of a lock.
+        """
         if time.monotonic() - self._looked < LOOK_SECONDS:
             return
         self._looked = time.monotonic()
@@ -192,7 +204,7 @@ class Guard:
         if time.monotonic() - self._started < START_SECONDS:
             return
         self._started = time.monotonic()
-        # The guard does not end with what belongs to the agent, so it has no mark.
+        # The guard must survive the agent's cleanup, so the guard's environment has no mark.
         environment = {name: value for name, value in os.environ.items() if name != MARK}
         with contextlib.suppress(OSError), (self._folder / "logs" / "agent.log").open("ab") as log:
             self._process = subprocess.Popen(
@@ -213,9 +225,9 @@ def guard(
     copy: Callable[[Path, Callable[[str], None]], bool] = copy_logs,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """End the machine when its money is spent, or when it has neither work nor a controller (alone.py).
+    """Terminate the instance after its spend deadline, or with neither work nor a controller (alone.py).
 
-    Returns when the folder is gone, or another guard watches it.
+    Returns when the folder is gone, or when another guard holds the lock.
     """
     lock = (folder / "guard.lock").open("w")
     try:
@@ -235,7 +247,7 @@ def guard(
         elif alone.has_ended():
             _say(f"guard: the agent has ended, and no controller was heard for {alone.minutes():.1f} minutes")
             has_copied = has_copied or copy(folder, _say)
-            if alone.has_ended():  # still, after the copy
+            if alone.has_ended():  # check again: a controller may have come during the copy
                 end(_cloud_of(folder), _say)
                 sleep(AGAIN_SECONDS)
         sleep(LOOK_SECONDS)

@@ -1,10 +1,11 @@
-"""The node's store: where workers of one node meet to share a picture's sequence. It outlives every one of them.
+"""Run the node's store: the rendezvous of the node's workers for sharing an image's sequence.
 
-    the agent starts it -> it writes down where it listens -> workers join it -> is it still the one that was joined?
+    agent starts the store -> the store writes its port down -> workers join -> workers check for a newer store
 
-A process of its own, a child of the node's agent in every runtime, because workers come and go and may be somebody
-else's children (Ray's). It is found by `store.json` in the node's folder, which only the live one's words are in. No
-torch before a store is served or joined: the agent asks here too.
+The store outlives every worker. The store is a process of its own, a child of the node's agent in every runtime,
+because workers come and go and may be children of another process (Ray's). Workers find the store by `store.json` in
+the node's folder; only the live store's entry is in the file. No torch is imported before a store is served or joined,
+because the agent calls functions of this module too.
 """
 
 import time
@@ -20,28 +21,29 @@ if TYPE_CHECKING:
     from engine.parallel.elastic import Elastic
 
 LOOK_SECONDS = 0.02
-"""Between two looks for a store that is not there yet."""
+"""Interval of looks for a store that has not started yet."""
 
 
 def may_share(spec: NodeSpec) -> bool:
-    """Whether workers of this node may share a picture, and so need a store."""
+    """Return True if workers of this node may share an image, and therefore need a store."""
     return spec.role == "rollout" and spec.workers > 1 and spec.engine.runtime.sp_degree != 1
 
 
 def forget_store(spec: NodeSpec) -> None:
-    """Before a store starts, and before who would join it: what an earlier one said counts no more."""
+    """Remove an earlier store's entry. Call before a store starts, and before workers join."""
     _store_file(spec).unlink(missing_ok=True)
 
 
 def run_store(spec: NodeSpec, beat: Beat, ready: Event) -> None:
     """Serve until the agent ends this process."""
-    # Before the first sign of life: where nothing has torch yet, this takes longer than a process may be silent.
+    # Import before the first sign of life: without torch preloaded, the import takes longer than a process may be
+    # silent.
     from engine.parallel.communicator import serve_store
 
     begin(spec, "store", beat)
     forget_store(spec)
     store = serve_store()
-    # A port may come again, a start does not.
+    # A port may be reused by a later store, a start time is not.
     write_note(_store_file(spec), port=store.port, started_ns=time.time_ns())
     ready.set()
     while True:
@@ -49,10 +51,10 @@ def run_store(spec: NodeSpec, beat: Beat, ready: Event) -> None:
 
 
 def join_groups(spec: NodeSpec, adapter: "DiTAdapter") -> "Elastic | None":
-    """A worker's part in the groups of its node, on its model; None when there are none. Waits for the store.
+    """Return a worker's member of the node's SP groups for its model, or None without groups. Waits for the store.
 
-    They talk through gloo, on GPUs too. NCCL refuses two workers on one GPU, and nothing of ours ran it between two yet
-    (tests/gpu/test_nccl.py).
+    The groups communicate through gloo, on GPUs too. NCCL refuses two workers on one GPU, and no test has run NCCL
+    between two GPUs yet (tests/gpu/test_nccl.py).
     """
     if not may_share(spec):
         return None

@@ -1,12 +1,12 @@
-"""One copy of the weights per node, in memory that its agent owns and its workers share.
+"""Share one copy of the weights per node, in memory owned by the agent.
 
-The first worker that needs a version fetches it once, the others map what it left there, and so does a worker that
-was started again: it reads neither disk nor network. The memory has no name (memfd), so it is gone with the last
-process of the node, however that died.
+The first worker to need a version fetches the weights once, and the other workers map the fetched copy. A restarted
+worker maps the copy too, and reads neither disk nor network. The memory has no name (memfd), so the memory is freed
+with the node's last process, however the process died.
 
-A slot counts when its entry in the book is there; the entry is taken out before the slot is written and put back
-last, so nothing half-written is ever taken for whole. Who reads a slot holds a shared lock of the kernel's, who
-writes it an exclusive one. These locks (POSIX record locks on the book) end with the process that holds them.
+A slot is valid while its entry is in the book. The writer removes the entry before writing the slot, and puts the entry
+back last, so a reader never takes half-written weights for whole. A reader holds a shared kernel lock on the slot, a
+writer an exclusive lock. The locks (POSIX record locks on the book) end with the process that holds them.
 """
 
 import fcntl
@@ -22,20 +22,20 @@ from typing import Any
 from engine.rollout.request import WeightsKey
 
 SLOTS = 3
-"""The live weights, the ones before them, and the average that is evaluated."""
+"""Number of slots: the live weights, the previous weights, and the averaged evaluation weights."""
 
 PATIENCE_SECONDS = 10.0
-"""How long a worker waits for another that is fetching; then it fetches for itself."""
+"""Seconds a worker waits for another worker's fetch before fetching its own copy."""
 
 _LOOK_SECONDS = 0.002
 _ENTRY = struct.Struct("<QQ32s")
-"""Which writing of the book this is, size and digest of the weights; a zero first: nothing there."""
+"""Entry of a slot: write number, size and digest of the weights. Write number zero: the slot is empty."""
 _FETCH, _FIRST = 0, 1
-"""What is locked, as bytes of the book: the right to fetch, then one for each slot."""
+"""Locked bytes of the book: the right to fetch, then one byte for each slot."""
 
 
 class NodeMemory:
-    """The agent's part: holds the memory, and travels to the processes that it starts."""
+    """Memory held by the agent and passed to the processes started by the agent."""
 
     def __init__(self, handles: list[int]) -> None:
         self.book, *self.slots = handles
@@ -53,13 +53,16 @@ def _inherited(*handles: Any) -> NodeMemory:
 
 
 class NodeWeights:
-    """A worker's part: a `WeightSource`. One thread of a process at a time, because the kernel locks by process."""
+    """A worker's `WeightSource` on the node's memory.
+
+    Use from one thread of a process at a time, because the kernel locks by process.
+    """
 
     def __init__(self, memory: NodeMemory, fetch: Callable[[WeightsKey, str], bytes | None]) -> None:
         self._memory = memory
         self._fetch = fetch
         self._mapped: dict[int, memoryview] = {}
-        """Slots as they were mapped last; what is mapped changes with what is written, but not its size."""
+        """Last mapping of each slot. A mapping's content changes with each write, but its size does not."""
 
     @contextmanager
     def get(self, weights: WeightsKey, digest: str) -> Iterator[memoryview | None]:
@@ -70,7 +73,7 @@ class NodeWeights:
                     return
             with self._locked(_FETCH, fcntl.LOCK_EX, PATIENCE_SECONDS):
                 if any(self._entry(slot)[2] == digest for slot in range(SLOTS)):
-                    continue  # another worker was faster
+                    continue  # another worker fetched first
                 fetched = self._fetch(weights, digest)
                 if fetched is not None:
                     self._keep(fetched, digest)
@@ -79,7 +82,7 @@ class NodeWeights:
 
     @contextmanager
     def _found(self, digest: str) -> Iterator[memoryview | None]:
-        """The slot with these weights, mapped; it is not written while they are read."""
+        """Yield the mapped slot with these weights, or None. The slot is not written while the context is open."""
         for slot in range(SLOTS):
             if self._entry(slot)[2] != digest:
                 continue
@@ -97,7 +100,7 @@ class NodeWeights:
         return self._mapped[slot]
 
     def _keep(self, data: bytes, digest: str) -> None:
-        """Leave it for the others, in place of what was written longest ago and is not being read."""
+        """Store the weights for the other workers, in the oldest slot without a reader."""
         numbers = {slot: self._entry(slot)[0] for slot in range(SLOTS)}
         for slot in sorted(numbers, key=lambda slot: numbers[slot]):
             with self._locked(_FIRST + slot, fcntl.LOCK_EX, 0.0) as mine:
@@ -110,7 +113,7 @@ class NodeWeights:
                     return
 
     def _write(self, handle: int, data: bytes) -> None:
-        # Pages that are there already are written again: the first touch of a page is what costs.
+        # Write into existing pages: the first touch of a page is the expensive part.
         os.ftruncate(handle, len(data))
         done = 0
         while done < len(data):
@@ -125,7 +128,7 @@ class NodeWeights:
 
     @contextmanager
     def _locked(self, byte: int, kind: int, patience_seconds: float) -> Iterator[bool]:
-        """Whether the lock could be had before patience ended; it is held inside."""
+        """Yield True if the lock was acquired before patience ended. The lock is held inside the context."""
         until = time.monotonic() + patience_seconds
         held = False
         while not held:

@@ -1,10 +1,11 @@
-"""The cloud's word that a spot machine goes, heard on the machine itself.
+"""Watch for the cloud's preemption notice on the instance itself.
 
-the metadata service says so -> `notice.json` {"deadline_ms", "source"} in the node's folder -> the agent drains
+metadata service reports a preemption -> `notice.json` {"deadline_ms", "source"} in the node's folder -> agent drains
 
-AWS names the moment (two minutes ahead); Google says only that it happens, and gives 30 s. The earliest deadline that
-anyone wrote wins. AWS's rebalance recommendation and Google's maintenance event are hints: written down in
-`hint.json`, and nothing drains for them. A service that does not answer is asked again, and hurts nobody.
+AWS gives the time of the preemption (two minutes ahead). Google only reports the event, and gives 30 s. The earliest
+deadline written by any source wins. AWS's rebalance recommendation and Google's maintenance event are hints: hints are
+recorded in `hint.json`, and never cause a drain. If the service does not answer, the watcher asks again; the failure is
+harmless.
 """
 
 import contextlib
@@ -21,14 +22,14 @@ from engine.runtime.child import read_note, write_note
 from engine.runtime.metadata import GceMetadata, Imds
 
 ASK_SECONDS = 1.0
-"""AWS advises 5 s; a second asked sooner is a second more to drain in."""
+"""Interval of requests. AWS advises 5 s; each second saved is another second to drain."""
 LONGEST_GAP_SECONDS = 10.0
-"""Between two questions to a service that does not answer."""
+"""Maximum seconds between two requests to a service that does not answer."""
 WAIT_SECONDS = 60
-"""How long Google's service may keep a question open."""
+"""Maximum seconds for which Google's service may keep a request open."""
 
 GCE_NOTICE_MS = 30_000
-"""What Google gives from the preemption signal to the end (its page on spot VMs); a "best effort"."""
+"""Milliseconds Google gives from the preemption signal to the end (Google's page on spot VMs); a "best effort"."""
 
 INSTANCE_ACTION = "meta-data/spot/instance-action"
 REBALANCE = "meta-data/events/recommendations/rebalance"
@@ -37,7 +38,7 @@ MAINTENANCE = "instance/maintenance-event"
 
 
 def watch_notice(cloud: Literal["aws", "gcp"], folder: Path, clock: Clock) -> None:
-    """Listen from now on, in threads of its own."""
+    """Start to watch, in daemon threads."""
     if cloud == "aws":
         imds = Imds()
         watches = [lambda: _ask_aws(imds, folder, clock)]
@@ -48,7 +49,7 @@ def watch_notice(cloud: Literal["aws", "gcp"], folder: Path, clock: Clock) -> No
 
 
 def write_notice(folder: Path, deadline_ms: int, source: str) -> None:
-    """An earlier deadline stays."""
+    """Write the notice, unless the existing notice has an earlier deadline."""
     known = read_note(folder / "notice.json").get("deadline_ms")
     if known is None or deadline_ms < int(known):
         write_note(folder / "notice.json", deadline_ms=deadline_ms, source=source)
@@ -72,7 +73,7 @@ def _ask_aws(imds: Imds, folder: Path, clock: Clock) -> None:
 
 
 class _Gce:
-    """One value that is waited for, whole or changed."""
+    """Watcher of one metadata value, by long polling."""
 
     def __init__(self, path: str, folder: Path, clock: Clock) -> None:
         self._path, self._folder, self._clock = path, folder, clock
@@ -85,7 +86,7 @@ class _Gce:
         if self._path == MAINTENANCE and text != "NONE":
             write_hint(self._folder, f"gcp {MAINTENANCE}: {text}", self._clock)
         if not etag or etag == self._etag:
-            time.sleep(ASK_SECONDS)  # a service that cannot wait is asked at the pace of the other one
+            time.sleep(ASK_SECONDS)  # a service without long polling is asked at AWS's interval
         self._etag = etag
 
 
@@ -97,7 +98,7 @@ def _keep_asking(ask: Callable[[], Any]) -> None:
             ask()
             gap, trouble = ASK_SECONDS, ""
         except (OSError, ValueError, KeyError, TypeError) as error:
-            # Also a full disk under notice.json: the next question brings the same answer.
+            # The error may also be a full disk under notice.json: the next request brings the same answer.
             if not trouble:
                 with contextlib.suppress(OSError):
                     print(f"the metadata service: {error!r}; asking on", flush=True)

@@ -1,9 +1,9 @@
-"""What the processes of a node do: coordinator and trainer on the on-demand node, workers on a spot node.
+"""Run the processes of a node: coordinator and trainer on the on-demand node, workers on a spot node.
 
-Importing this module loads torch and the recogniser: the node agent's forkserver does that once, and every process that
-it forks starts in well under a second instead of five. Not diffusers: what it is imported into before a fork computes
-a third slower afterwards (measured with tests/benchmarks/iteration.py: 1.18 s an iteration instead of .83).
-A process whose agent is gone ends itself: a node lives and dies as one.
+Importing this module loads torch and the recogniser. The node agent's forkserver imports the module once, and every
+forked process starts in well under a second instead of five. The module does not import diffusers: after an import
+before the fork, the forked process computes a third slower (measured with tests/benchmarks/iteration.py: 1.18 s an
+iteration instead of .83). A process without its agent exits, so all processes of a node live and die together.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ from engine.training.checkpoint import CheckpointStore
 from engine.training.metrics import MetricsLog
 
 PATIENCE_SECONDS = 60.0
-"""How long worker and trainer go on asking a coordinator that does not answer (wall time)."""
+"""Wall seconds a worker or trainer keeps calling a coordinator that does not answer."""
 
 
 def run_coordinator(spec: NodeSpec, beat: Beat, ready: Event) -> None:
@@ -63,7 +63,7 @@ def run_coordinator(spec: NodeSpec, beat: Beat, ready: Event) -> None:
 
 
 def run_trainer(spec: NodeSpec, beat: Beat, ready: Event) -> None:
-    """Train until there is nothing left to do; a return means that the engine is finished."""
+    """Train until the run is finished. A return means the engine is finished."""
     begin(spec, "trainer", beat)
     alone = spec.engine.exploration.mode == "none"
     torch.set_num_threads(spec.engine.runtime.trainer_threads or (os.cpu_count() or 1 if alone else 1))
@@ -86,7 +86,7 @@ def run_trainer(spec: NodeSpec, beat: Beat, ready: Event) -> None:
 
 
 def run_worker(spec: NodeSpec, beat: Beat, number: int, drain: Event, memory: NodeMemory, ready: Event) -> None:
-    """Roll out and explore until told to exit. `memory`: where the node keeps its one copy of the weights."""
+    """Roll out and explore until ordered to exit. `memory`: the node's memory with the single copy of the weights."""
     begin(spec, f"worker-{number}", beat)
     transport = _transport(spec)
     source = NodeWeights(memory, FromCoordinator(transport).fetch)
@@ -100,7 +100,10 @@ def run_worker(spec: NodeSpec, beat: Beat, number: int, drain: Event, memory: No
 def make_worker(
     spec: NodeSpec, number: int, transport: Transport, source: WeightSource, draining: Callable[[], bool]
 ) -> Worker:
-    """The worker in this place of its node, whatever carries its calls and weights. It takes one thread."""
+    """Return the worker with this number on its node, for any transport and weight source.
+
+    The worker uses one torch thread.
+    """
     torch.set_num_threads(1)
     adapter = _load_model(spec, number)
     elastic = join_groups(spec, adapter)
@@ -128,12 +131,12 @@ def make_worker(
 
 
 def _load_model(spec: NodeSpec, number: int) -> DiTAdapter:
-    """On the device of this process. Only here CUDA is asked for anything: the forkserver must not have been."""
+    """Load the model on this process's device. CUDA is first used here, because the forkserver must never use CUDA."""
     device = device_of(spec.engine.runtime.device, number)
     print(f"computes on {device}", flush=True)
     model = spec.engine.model
     if spec.weights:
-        # Beside the node's folder, which the next node of a machine may replace.
+        # Store beside the node's folder, because the machine's next node may replace the folder.
         below = Path(spec.folder).parent / "weights"
         path = fetched(spec.weights, below, partial(print, flush=True))
         model = model.model_copy(update={"path": str(path)})
@@ -143,7 +146,7 @@ def _load_model(spec: NodeSpec, number: int) -> DiTAdapter:
 def _transport_of_trainer(spec: NodeSpec) -> Transport:
     if spec.engine.runtime.name != "ray":
         return _transport(spec)
-    # Only here: a run without Ray needs none.
+    # Import here only: a run without Ray needs no Ray.
     from engine.runtime.ray_cluster import connect_beside_head
     from engine.runtime.ray_coordinator import RayTransport
 

@@ -1,6 +1,6 @@
-"""Progress files: one JSON event a line, appended, numbered; the launcher reads on from its last offset.
+"""Write progress files: one JSON event a line, appended and numbered. The launcher reads from its last offset.
 
-A full disk delays the news and stops nobody.
+A full disk delays the events and stops no process.
 """
 
 import os
@@ -11,7 +11,7 @@ from engine.events import Progress, ProgressEvent
 
 
 class ProgressLog:
-    """Writes one source's events. Numbers go on where the file left off, so that none is given twice."""
+    """Writer of one source's events. Numbering continues from the file's last number, so no number is issued twice."""
 
     def __init__(self, path: Path, *, run: str, source: str, clock: Clock) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -22,16 +22,16 @@ class ProgressLog:
                 try:
                     seen = Progress.from_json(line)
                 except ValueError:
-                    continue  # cut short by a crash; nobody was told of it
+                    continue  # a line cut short by a crash was never reported
                 self._seq[seen.lineage] = max(self._seq.get(seen.lineage, -1), seen.seq)
         self._late: list[bytes] = []
-        """Lines that the disk had no room for yet."""
+        """Lines still waiting for room on the disk."""
         self._file = path.open("ab", buffering=0)
         whole = path.read_bytes().rfind(b"\n") + 1
-        os.ftruncate(self._file.fileno(), whole)  # what a crash cut short; nobody was told of it
+        os.ftruncate(self._file.fileno(), whole)  # cut off a torn line; the line was never reported
 
     def write(self, lineage: int, event: ProgressEvent) -> None:
-        """Append an event. What the disk does not take is kept in memory and written before what comes next."""
+        """Append an event. If the disk is full, the event waits in memory and is written before later events."""
         seq = self._seq.get(lineage, -1) + 1
         self._seq[lineage] = seq
         line = Progress(
@@ -41,7 +41,7 @@ class ProgressLog:
         self.flush()
 
     def flush(self) -> bool:
-        """Try again to write what is late; whether nothing is any more. No line is ever left half-written."""
+        """Try to write the waiting lines. Returns True if no line waits any more. No line is ever left half-written."""
         handle = self._file.fileno()
         while self._late:
             line, done, start = self._late[0], 0, os.fstat(handle).st_size

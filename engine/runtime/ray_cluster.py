@@ -1,10 +1,10 @@
-"""Ray's own processes on a node: the head (GCS and raylet) beside the trainer, a raylet on every spot node.
+"""Start Ray's own processes on a node: the head (GCS and raylet) beside the trainer, a raylet on every spot node.
 
-Started through Ray's `Node`, which is what `ray start` uses too, because only there a cluster can stay on loopback
-and do without dashboard, monitor, log monitor and Ray client server. Everything asks for the run's token. On one
-machine everything listens on 127.0.0.1; with any other address Ray 2.60 listens on every interface, and has no setting
-for it (measured): there the cloud's firewall, which lets in the run's own nodes alone, is part of the protection.
-What Ray starts dies with who started it.
+The processes are started through Ray's `Node`, which `ray start` uses too. Only `Node` lets a cluster stay on loopback
+and run without dashboard, monitor, log monitor and Ray client server. Every connection needs the run's token. On one
+machine every process listens on 127.0.0.1. With any other address, Ray 2.60 listens on every interface, and has no
+setting to change the interface (measured). On clouds, the firewall admits only the run's own nodes and is part of the
+protection. Ray's processes die with the process that started Ray.
 """
 
 import contextlib
@@ -44,22 +44,26 @@ HEALTH = {
     "health_check_timeout_ms": 500,
     "health_check_failure_threshold": 3,
 }
-"""A frozen node is found in 3 s instead of Ray's 66 s. A node that is declared dead by mistake only starts again."""
+"""Health check of Ray. A frozen node is detected in 3 s instead of Ray's 66 s. A node declared dead by mistake only
+restarts."""
 
 OBJECT_STORE_BYTES = 256 << 20
-"""For the model that ships with spotrl: three versions of its weights and what is in flight. Others: Ray's default."""
+"""Object store size for the shipped model: three versions of its weights and the data in flight. Larger models use
+Ray's default."""
 
 CONNECT_SECONDS = 60.0
 
 LONGEST_SOCKET_PATH = 100
-"""What the kernel takes is 107 bytes; Ray appends nothing to these paths."""
+"""Longest socket path. The kernel allows 107 bytes; Ray appends nothing to these paths."""
 
 
 AGENTS = ("--dashboard_agent_command=", "--runtime_env_agent_command=")
-"""Two Python processes beside every raylet, for the dashboard and for runtime environments; a run uses neither.
+"""Flags of two Python processes beside every raylet, for the dashboard and for runtime environments. A run uses
+neither.
 
-They outlive a killed raylet by a minute (they report its death to a head that may be dead too) and bear no mark by
-which their node's leftovers are found. Ray insists on a command: `cat` ends when the raylet's end of its pipe does.
+The processes outlive a killed raylet by a minute, because both report the raylet's death to a head that may be dead
+too. The processes bear no mark, so cleanup cannot find them. Ray insists on a command: `cat` ends when the raylet's end
+of the pipe closes.
 """
 
 
@@ -69,14 +73,17 @@ AGENT_PORTS = (
     DASHBOARD_AGENT_LISTEN_PORT_NAME,
     RUNTIME_ENV_AGENT_PORT_NAME,
 )
-"""A raylet waits until each of them is written down."""
+"""Ports a raylet waits for until each port is written down."""
 
 NO_PORT = 1
-"""Nobody listens there."""
+"""Port without a listener."""
 
 
 class _Lean(Node):
-    """Without dashboard, which Ray starts even for `include_dashboard=False`, and without the raylet's agents."""
+    """Ray node without dashboard and without the raylet's agents.
+
+    Ray starts a dashboard even for `include_dashboard=False`.
+    """
 
     def start_api_server(self, **_: Any) -> None:
         pass
@@ -98,10 +105,11 @@ class _Lean(Node):
 
 
 class _InstalledCode(JobConfig):
-    """Has Ray's workers import what is installed, and nothing from the folder in which `spotrl launch` was called.
+    """Job configuration that restricts the imports of Ray's workers to installed code.
 
-    Ray puts that folder first on their path, so that a user's engine.py would be taken for the engine. It leaves that
-    out where a job brings a folder of its own.
+    The workers import nothing from the folder in which the user called `spotrl launch`. Ray puts the launch folder
+    first on the workers' path, so a user's engine.py would replace the engine. Ray omits the folder if the job brings a
+    working directory of its own.
     """
 
     def _runtime_env_has_working_dir(self) -> bool:
@@ -109,7 +117,7 @@ class _InstalledCode(JobConfig):
 
 
 def start_head(spec: NodeSpec) -> tuple[Node, str]:
-    """GCS and raylet of this run; returns them and the cluster's address."""
+    """Start GCS and raylet of this run. Returns the Ray node and the cluster's address."""
     _stay_on_loopback()
     port = _free_port(spec.coordinator_host)
     params = _params(
@@ -120,18 +128,18 @@ def start_head(spec: NodeSpec) -> tuple[Node, str]:
 
 
 def start_raylet(spec: NodeSpec, address: str) -> Node:
-    """This spot node joins the cluster, with as many places as it has workers; Ray finds its GPUs by itself (NVML)."""
+    """Join this spot node to the cluster, with one CPU slot per worker. Ray finds the node's GPUs by itself (NVML)."""
     _stay_on_loopback()
     node_ip = _own_address(address)
     return _Lean(_params(spec, cpus=spec.workers, gcs_address=address, node_ip=node_ip), shutdown_at_exit=False)
 
 
 def connect(spec: NodeSpec, address: str) -> None:
-    """Make this process a driver of the cluster. Raises ConnectionError when it does not answer."""
+    """Make this process a driver of the cluster. Raises ConnectionError if the cluster does not answer."""
     _stay_on_loopback()
     host, _, port = address.rpartition(":")
     with contextlib.closing(socket.create_connection((host, int(port)), timeout=2.0)):
-        pass  # Ray itself asks a dead head for half a minute
+        pass  # fail fast: Ray itself keeps calling a dead head for half a minute
     ray.init(
         address,
         namespace=NAMESPACE,
@@ -143,7 +151,7 @@ def connect(spec: NodeSpec, address: str) -> None:
 
 
 def broken(node: Node) -> str | None:
-    """What is wrong with Ray's processes of this node, or None."""
+    """Return a description of the failure of Ray's processes on this node, or None."""
     dead = node.dead_processes()
     if dead:
         return ", ".join(f"{name} ended with {process.returncode}" for name, process in dead)
@@ -155,7 +163,7 @@ def broken(node: Node) -> str | None:
 
 
 def die_with_raylet() -> None:
-    """From here on this process is killed when the raylet that started it ends, however that ends."""
+    """Have the kernel kill this process when the parent raylet ends in any way."""
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
     if os.getppid() == 1:
@@ -163,7 +171,7 @@ def die_with_raylet() -> None:
 
 
 def ray_file(spec: NodeSpec) -> Path:
-    """Where the head of this node leaves its address for the other processes of the node."""
+    """Return the file with the head's address, for the other processes of the node."""
     return Path(spec.folder) / "ray.json"
 
 
@@ -175,7 +183,10 @@ def head_address(spec: NodeSpec) -> str | None:
 
 
 def connect_beside_head(spec: NodeSpec) -> str:
-    """Connect from the head's own node, waiting until it is up; returns the address."""
+    """Connect from the head's own node, waiting until the head is up.
+
+    Returns the address. Raises ConnectionError after `CONNECT_SECONDS`.
+    """
     until = time.monotonic() + CONNECT_SECONDS
     while True:
         address = head_address(spec)
@@ -191,7 +202,7 @@ def connect_beside_head(spec: NodeSpec) -> str:
 
 
 def _stay_on_loopback() -> None:
-    # Ray replaces 127.0.0.1 by an address that others can reach, and would listen there.
+    # Ray replaces 127.0.0.1 by an address reachable from outside, and would listen on the external address.
     services.resolve_ip_for_localhost = lambda host: host
 
 
@@ -206,18 +217,21 @@ def _params(spec: NodeSpec, *, cpus: int, node_ip: str, **more: Any) -> RayParam
         plasma_store_socket_name=str(sockets / "store"),
         raylet_socket_name=str(sockets / "raylet"),
         include_dashboard=False,
-        include_log_monitor=False,  # type: ignore[arg-type]  # declared as text, read as a claim
+        include_log_monitor=False,  # type: ignore[arg-type]  # declared as text, read as a bool
         **more,
     )
 
 
 def _socket_folder(spec: NodeSpec) -> Path:
-    """In the node's folder, or somewhere else if a socket's path would get too long there. For its owner only."""
+    """Return an empty folder for sockets, accessible only to its owner.
+
+    The folder is in the node's folder, or in the temporary folder if a socket's path would get too long.
+    """
     own = Path(spec.folder) / "socket"
     if len(str(own / "sockets" / "raylet")) > LONGEST_SOCKET_PATH:
         own = Path(tempfile.gettempdir()) / f"spotrl-{hashlib.sha256(spec.folder.encode()).hexdigest()[:12]}"
     own.mkdir(mode=0o700, exist_ok=True)
-    sockets = own / "sockets"  # Ray opens this one to everybody
+    sockets = own / "sockets"  # Ray makes this folder readable for all users
     sockets.mkdir(exist_ok=True)
     for left in sockets.iterdir():
         left.unlink()
@@ -225,7 +239,7 @@ def _socket_folder(spec: NodeSpec) -> Path:
 
 
 def _own_address(address: str) -> str:
-    """The address of this machine as seen from the head; loopback if the head is on loopback."""
+    """Return this machine's address as seen from the head; loopback if the head is on loopback."""
     host, _, port = address.rpartition(":")
     with contextlib.closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as probe:
         probe.connect((host, int(port)))

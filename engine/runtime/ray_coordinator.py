@@ -1,8 +1,8 @@
-"""The coordinator as a Ray actor on the on-demand node, and what reaches it: a transport and a source of weights.
+"""Run the coordinator as a Ray actor on the on-demand node, with a transport and a source of weights for its callers.
 
-The actor hosts the same `Front` as the HTTP server, and that server too, because the launcher and the node agents
-speak HTTP. Published weights lie in the object store and this actor owns them, so that no reclaim takes them away:
-each node fetches a version once, and its workers map it.
+The actor hosts the same `Front` as the HTTP server. The actor hosts the HTTP server too, because the launcher and the
+node agents speak HTTP. Published weights lie in the object store. The actor owns the weights, so a preemption never
+removes the data. Each node fetches a version once, and the node's workers map the copy.
 """
 
 import asyncio
@@ -39,17 +39,17 @@ from engine.runtime.weight_book import digest_of
 NAME = "coordinator"
 
 ANSWER_SECONDS = 10.0
-"""A call that is not answered for so long is made again."""
+"""Seconds without an answer after which a call is repeated."""
 
 VERSIONS_KEPT = 2
-"""Of the live weights, and of the average that is evaluated."""
+"""Number of versions kept, of the live weights and of the averaged evaluation weights."""
 
 LOCK_SECONDS = 20.0
-"""How long a coordinator waits for its folder: the one before it may still be ending."""
+"""Seconds a coordinator waits for its folder's lock, because the previous coordinator may still be ending."""
 
 
 class CoordinatorActor:
-    """One per run. Ray starts it again when it dies; the journal is its memory."""
+    """Ray actor of the coordinator, one per run. Ray restarts a dead actor, and the journal restores the state."""
 
     def __init__(self, spec_json: str, address: str) -> None:
         spec = NodeSpec.model_validate_json(spec_json)
@@ -61,7 +61,7 @@ class CoordinatorActor:
         try:
             self._open(spec, address)
         except Exception:
-            # Ray would take an actor that cannot be made for dead, and never try again.
+            # Exit: Ray would declare an actor dead after a failed constructor, and never retry.
             traceback.print_exc()
             os._exit(1)
 
@@ -85,16 +85,16 @@ class CoordinatorActor:
             server = CoordinatorServer(self._front, self._rights, shipped=folder / "shipped", ray_address=address)
             await server.serve(listener)
 
-        # A thread of its own: Ray's event loop then has nothing to do but carry.
+        # Use a separate thread, so Ray's event loop only carries calls.
         threading.Thread(target=self._loop.run_until_complete, args=(serve(),), daemon=True).start()
         up.wait()
 
     async def ping(self) -> bool:
-        """Whether the state machine's own thread is alive too."""
+        """Return True if the state machine's own thread is alive too."""
         return await self._in_loop(asyncio.sleep(0, result=True))
 
     async def call(self, token: str, head: dict[str, Any], arrays: dict[str, np.ndarray]) -> tuple[str, Any, Any]:
-        """("ok", answer, blobs) | ("full", text, None) | ("refused", text, None)."""
+        """Answer ("ok", answer, blobs), ("full", text, None) or ("refused", text, None)."""
         try:
             self._rights.check_call(token, head)
         except (WrongToken, NotAllowed) as error:
@@ -102,7 +102,7 @@ class CoordinatorActor:
         return await self._answer(head, arrays)
 
     async def _answer(self, head: dict[str, Any], arrays: dict[str, np.ndarray]) -> tuple[str, Any, Any]:
-        # Copies: what came through the object store would otherwise be held there.
+        # Copy, because an array from the object store would otherwise stay pinned in the store.
         blobs = {name: array.tobytes() for name, array in arrays.items()}
         try:
             answer, answer_blobs = await self._in_loop(self._front.answer(head, blobs))
@@ -115,11 +115,14 @@ class CoordinatorActor:
         return "ok", answer, {name: _array(data) for name, data in answer_blobs.items()}
 
     async def weights(self, raw: list[Any], digest: str) -> list[ray.ObjectRef]:
-        """Where these weights are, in a list so that Ray hands out the reference; empty: nobody needs them any more."""
+        """Return the reference to the weights, in a list because Ray would resolve a bare reference.
+
+        Empty: the weights are obsolete.
+        """
         weights = weights_from_list(raw)
         found = self._shelf.find(weights, digest)
         if found is None:
-            # This process is younger than they are: they are in the book on disk.
+            # This process started after the publish: read the weights from the book on disk.
             said, _, blobs = await self._answer({"call": "weights", "weights": raw}, {})
             if said != "ok" or digest_of(blobs["weights"]) != digest:
                 return []
@@ -132,7 +135,7 @@ class CoordinatorActor:
 
 
 class _Shelf:
-    """Weights in the object store: the newest versions, each as one array of bytes."""
+    """Published weights in the object store: the newest versions, each as one array of bytes."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -152,7 +155,7 @@ class _Shelf:
 
 
 class RayTransport:
-    """A `Transport` that calls the coordinator actor. Several threads may call at once."""
+    """A `Transport` to the coordinator actor. Several threads may call at once."""
 
     def __init__(self, token: str, *, patience_seconds: float) -> None:
         self._token, self._patience = token, patience_seconds
@@ -165,7 +168,7 @@ class RayTransport:
         return answer, {name: array.tobytes() for name, array in found.items()}
 
     def _ask(self, head: dict[str, Any], arrays: dict[str, np.ndarray]) -> tuple[Any, Any]:
-        """Raises OSError when the coordinator's disk is full."""
+        """Call the actor once. Raises OSError if the coordinator's disk is full, CallRefused if the call is refused."""
         said, answer, blobs = self.request("call", self._token, head, arrays)
         if said == "full":
             raise OSError(errno.ENOSPC, answer)
@@ -174,7 +177,10 @@ class RayTransport:
         return answer, blobs
 
     def request(self, method: str, *arguments: Any) -> Any:
-        """Call the actor's method, again while it is being started again."""
+        """Call a method of the actor, and repeat the call while Ray restarts the actor.
+
+        Raises CoordinatorLost when patience ends.
+        """
         try:
             for attempt in stamina.retry_context(
                 on=_is_passing, attempts=None, timeout=self._patience, wait_initial=0.02, wait_max=0.2
@@ -211,8 +217,8 @@ class RayWeights:
             array: np.ndarray = ray.get(found[0], timeout=ANSWER_SECONDS)
         except RayError as error:
             print(f"weights {weights} did not come: {error}", flush=True)
-            return None  # the coordinator died meanwhile; the next pull asks again
-        # Held here, it stays on this node for whoever starts next.
+            return None  # the coordinator died in the meantime; the next pull repeats the request
+        # The held array keeps the weights on this node for workers started later.
         while len(self._held) >= VERSIONS_KEPT:
             self._held.pop(next(iter(self._held)))
         self._held[digest] = array
@@ -220,12 +226,12 @@ class RayWeights:
 
 
 def pid_file(spec: NodeSpec) -> Path:
-    """Which process the coordinator is, for the supervisor on the same node."""
+    """Return the file with the coordinator's pid, for the supervisor on the same node."""
     return Path(spec.folder) / "coordinator.json"
 
 
 def _is_passing(error: Exception) -> bool:
-    """Whether Ray may well answer the next time. A method's own error would come again."""
+    """Return True if a later call to Ray may succeed. A method's own error would recur."""
     if isinstance(error, ValueError):
         return "Failed to look up actor" in str(error)
     return isinstance(error, RayError) and not isinstance(error, RayTaskError)
@@ -236,7 +242,7 @@ def _array(data: Any) -> np.ndarray:
 
 
 def _only_one(path: Path) -> Any:
-    """Hold this lock for as long as this process lives: two coordinators must never write one journal."""
+    """Hold this lock until the process ends: two coordinators must never write one journal."""
     lock = path.open("w")
     until = time.monotonic() + LOCK_SECONDS
     while True:

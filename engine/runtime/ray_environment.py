@@ -1,21 +1,27 @@
-"""What Ray reads from the environment, before `import ray`: the node's agent sets it, every process inherits it."""
+"""Define Ray's environment variables.
+
+The node's agent sets the variables before `import ray`, and every process inherits the environment.
+"""
 
 import hashlib
 
 from engine.config import NodeSpec
 
 GCS_LOST_SECONDS = 10
-"""A raylet whose head does not answer for so long ends itself; its node then looks for a new head."""
+"""Seconds without an answer from the head after which a raylet ends itself. Its node then looks for a new head."""
 
 PRELOAD = "engine.runtime.processes"
-"""What the workers that a spot node keeps ready have imported: torch and the recogniser (research engine 1)."""
+"""Module imported by the worker processes kept ready on a spot node: torch and the recogniser (research engine 1)."""
 
 NODE_VARIABLE = "SPOTRL_RAY_NODE"
-"""Names to a worker actor the node that it runs on: its NodeSpec as JSON."""
+"""Environment variable with a worker actor's node: the NodeSpec as JSON."""
 
 
 def ray_environment(spec: NodeSpec) -> dict[str, str]:
-    """Ray asks everyone for a token that is made from the rollout nodes'; on spot nodes it keeps processes ready."""
+    """Return Ray's environment.
+
+    Every Ray process needs a token derived from the rollout role's token. A spot node also keeps processes ready.
+    """
     everywhere = {
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",

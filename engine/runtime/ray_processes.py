@@ -1,4 +1,4 @@
-"""What the processes of a node do when Ray carries it: head and supervisor beside the trainer, a raylet elsewhere."""
+"""Run a node's processes under Ray: head and supervisor beside the trainer, a raylet on every spot node."""
 
 import contextlib
 import json
@@ -26,11 +26,11 @@ from engine.runtime.ray_worker import forget_marks, states
 LOOK_SECONDS = 0.1
 
 ASK_SECONDS = 1.0
-"""How often a spot node asks whether its cluster is still this run's: a new trainer node makes a new one."""
+"""Interval at which a spot node checks its cluster's address. A new trainer node makes a new cluster."""
 
 
 def run_ray_head(spec: NodeSpec, beat: Beat, ready: Event) -> None:
-    """GCS and raylet of the on-demand node, for as long as both live."""
+    """Run GCS and raylet of the on-demand node. Ends when either ends."""
     begin(spec, "ray", beat)
     ray_file(spec).unlink(missing_ok=True)
     node, address = start_head(spec)
@@ -46,7 +46,7 @@ def run_ray_head(spec: NodeSpec, beat: Beat, ready: Event) -> None:
 
 
 def run_ray_supervisor(spec: NodeSpec, beat: Beat, ready: Event) -> None:
-    """Coordinator and workers of the cluster, for as long as the head lives."""
+    """Supervise the cluster's coordinator and workers while the head lives."""
     begin(spec, "supervisor", beat)
     supervisor = Supervisor(spec, connect_beside_head(spec))
     supervisor.wait_for_coordinator()
@@ -55,7 +55,7 @@ def run_ray_supervisor(spec: NodeSpec, beat: Beat, ready: Event) -> None:
 
 
 def run_raylet(spec: NodeSpec, beat: Beat, ready: Event) -> None:
-    """Take part in the run's cluster until every worker of this node was told to exit."""
+    """Take part in the run's cluster until every worker of this node was ordered to exit."""
     begin(spec, "ray", beat)
     forget_marks(spec)
     with httpx.Client(headers={"Authorization": f"Bearer {spec.own_token}"}, timeout=1.0, trust_env=False) as client:
@@ -70,7 +70,7 @@ def run_raylet(spec: NodeSpec, beat: Beat, ready: Event) -> None:
             except SystemExit as end:
                 if _ask_address(client, spec) == address:
                     raise
-                # The cluster is gone, and took the raylet with it.
+                # The cluster is gone, and the raylet ended with the cluster.
                 print(end, flush=True)
                 sys.exit(EXIT_UNANSWERED)
             found = states(spec)
@@ -90,9 +90,9 @@ def run_raylet(spec: NodeSpec, beat: Beat, ready: Event) -> None:
 
 
 class _Watch:
-    """Ends this process, and with it what it started, when one of Ray's processes here ends or stands still.
+    """Watcher of Ray's processes. Ends this process and its children if a Ray process ends or freezes.
 
-    An actor that stands still is killed: Ray sees that, and the supervisor makes another.
+    A frozen actor is killed: Ray detects the death, and the supervisor makes another actor.
     """
 
     def __init__(self, node: Any) -> None:
@@ -100,7 +100,7 @@ class _Watch:
         self._still_since: float | None = None
         self._looked_at_actors = 0.0
         self._stopped: dict[psutil.Process, float] = {}
-        """Since when, of what the raylet started."""
+        """Start time of each freeze, by child process of the raylet."""
 
     def look(self) -> None:
         self._look_at_actors()

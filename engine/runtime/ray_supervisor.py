@@ -1,10 +1,11 @@
-"""Keeps a coordinator and a worker in every place alive, on a Ray cluster whose spot nodes come and go.
+"""Keep the coordinator and one worker per slot alive, on a Ray cluster with a changing set of spot nodes.
 
-look (nodes, deaths, pings) -> compare with what should be there -> make what is missing, tell the coordinator
+look (nodes, deaths, pings) -> compare with the wanted actors -> make missing actors, tell the coordinator
 
-It keeps no state: every actor has a name and outlives it, so a supervisor that is started again adopts what is there.
-A death is told to the coordinator at once. It may be wrong (Ray says "unavailable" of actors that come back): a
-worker that still lives is fenced at its next call, and pulls again.
+The supervisor keeps no state: every actor has a name and outlives the supervisor, so a restarted supervisor adopts the
+existing actors. The supervisor reports a death to the coordinator at once. The report may be wrong (Ray calls actors
+"unavailable" that come back): the coordinator revokes the lease of a worker still alive at the worker's next call, and
+the worker pulls again.
 """
 
 import contextlib
@@ -28,16 +29,16 @@ from engine.runtime.ray_coordinator import ANSWER_SECONDS, NAME, CoordinatorActo
 from engine.runtime.ray_worker import WorkerActor
 
 LOOK_SECONDS = 0.1
-"""Between two looks at the nodes; a worker's death wakes the supervisor at once."""
+"""Interval of looks at the nodes. A worker's death wakes the supervisor at once."""
 
 PING_SECONDS = 0.5
 LONGEST_PAUSE_SECONDS = 3.0
-"""Between a worker's death and its successor, when it dies again and again."""
+"""Maximum seconds between a worker's death and its restart, after repeated deaths."""
 
 
 @dataclass(kw_only=True)
 class _Place:
-    """One worker's place on one node, as Ray knows it: a node that joins again has another id."""
+    """Slot of one worker on one node, as known to Ray. A node that joins again gets another id."""
 
     node: str
     node_id: str
@@ -59,7 +60,10 @@ class _Place:
 
 
 def gpus_of_a_worker(gpus: int, workers: int) -> float:
-    """Whole GPUs, or a part of one that as many workers get as must share it; Ray counts in 1 / 10,000."""
+    """Return a worker's share of the node's GPUs: whole GPUs, or an equal part of a shared GPU.
+
+    Ray counts GPUs in units of 1 / 10,000.
+    """
     if gpus >= workers:
         return float(gpus // workers)
     return 10_000 // -(-workers // gpus) / 10_000
@@ -79,19 +83,19 @@ class Supervisor:
         self._ping: Any = None
         self._pinged = 0.0
         self._ping_again = 0.0
-        # GCS says of a node that it is alive before it takes part; a dead one stays listed.
+        # GCS lists a node as alive before the node takes part in the cluster, and keeps dead nodes in the list.
         self._coordinator = self._make_coordinator()
 
     def wait_for_coordinator(self) -> None:
         ray.get(self._coordinator.ping.remote(), timeout=60.0)
 
     def run(self) -> None:
-        """For ever. Raises RayError when the cluster is gone; the agent then starts everything again."""
+        """Supervise for ever. Raises RayError if the cluster is gone; the agent then restarts everything."""
         while True:
             self.look()
 
     def look(self) -> None:
-        """One pass; takes LOOK_SECONDS, or less when somebody dies."""
+        """Make one pass. Takes LOOK_SECONDS, or less if a worker dies."""
         self._look_at_nodes()
         for place in self.places.values():
             self._look_at(place)
@@ -117,7 +121,10 @@ class Supervisor:
                 self._forget_node(labels["node"], node_id)
 
     def _adopt_node(self, node: str, node_id: str, workers: int, resources: dict[str, float]) -> None:
-        """Its places in one placement group on this very node, so that they can form one SP group later."""
+        """Reserve the node's slots in one placement group on this exact node.
+
+        The workers can then form an SP group later.
+        """
         if workers == 0:
             return
         bundle = {"CPU": 1.0}
@@ -172,7 +179,7 @@ class Supervisor:
             self._died(place, error)
         else:
             print(f"{place.worker} has ended: {reason}", flush=True)
-            place.serve_ref = None  # the actor stays: nothing is started in its place
+            place.serve_ref = None  # the actor stays, and its slot is not filled again
 
     def _start(self, place: _Place) -> None:
         group, bundle = self.groups[place.node_id]
@@ -182,7 +189,7 @@ class Supervisor:
             get_if_exists=True,
             lifetime="detached",
             max_restarts=0,
-            max_concurrency=8,  # serve for this supervisor, and for the one after it
+            max_concurrency=8,  # room for concurrent serve calls, of this supervisor and of its successor
             num_cpus=1,
             num_gpus=bundle.get("GPU", 0),
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=place.number),
@@ -198,7 +205,7 @@ class Supervisor:
         print(f"{place.worker} died ({type(error).__name__}), death {place.deaths}: {text}", flush=True)
         self._say_died(place, f"its process died ({type(error).__name__})")
         with contextlib.suppress(RayError, ValueError):
-            ray.kill(place.actor)  # it may only have been unavailable, or have raised
+            ray.kill(place.actor)  # the actor may only be unavailable, or have raised
         place.actor = place.serve_ref = None
         pause = 0.0 if place.deaths == 1 else min(LONGEST_PAUSE_SECONDS, 0.1 * 2**place.deaths)
         place.not_before = time.monotonic() + pause
@@ -208,7 +215,7 @@ class Supervisor:
             with contextlib.suppress(RayError):
                 place.boot = ray.get(place.boot_ref, timeout=0)
         if place.boot is None:
-            return  # it never called in
+            return  # the worker never called in
         self._tells.append(
             {"call": "died", "worker": place.worker, "node": place.node, "boot": place.boot, "reason": reason}
         )
@@ -223,7 +230,7 @@ class Supervisor:
             get_if_exists=True,
             lifetime="detached",
             max_restarts=-1,
-            max_task_retries=0,  # callers repeat by themselves, and say so
+            max_task_retries=0,  # callers repeat failed calls themselves
             max_concurrency=1000,
             num_cpus=0,
             label_selector={"market": "on-demand", "node": self.spec.node},
@@ -231,7 +238,7 @@ class Supervisor:
         return make.remote(self.spec.model_dump_json(), self.address)
 
     def _tell(self) -> None:
-        """In order, each until it is answered."""
+        """Send the reports in order, each until the coordinator answers."""
         while True:
             if self._telling is not None:
                 done, _ = ray.wait([self._telling], timeout=0)
@@ -243,7 +250,7 @@ class Supervisor:
                     print(f"the coordinator could not take {self._tells[0]}: {error}", flush=True)
                 except RayError:
                     self._telling = None
-                    return  # it is being started again
+                    return  # Ray is restarting the coordinator
                 else:
                     if said[0] == "full":
                         self._telling = None
@@ -256,7 +263,7 @@ class Supervisor:
             ray.wait([self._telling], timeout=0.05)
 
     def _watch_coordinator(self) -> None:
-        """Ray sees a coordinator that died; one that only stands still is found and killed here."""
+        """Ping the coordinator and kill a frozen one. Ray detects a dead coordinator, but not a frozen coordinator."""
         now = time.monotonic()
         if died_too_often(pid_file(self.spec)):
             raise RuntimeError("the coordinator died too often without progress")

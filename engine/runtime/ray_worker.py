@@ -1,6 +1,6 @@
-"""A worker as a Ray actor: the same `Worker` class, on the spot node that the supervisor pinned it to.
+"""Run a worker as a Ray actor: the same `Worker` class, on the spot node chosen by the supervisor.
 
-It tells its node how it goes by a file, `worker-N.json`: the agent of the node speaks no Ray.
+The actor reports its state to its node by a file, `worker-N.json`, because the node's agent does not use Ray.
 """
 
 import os
@@ -16,11 +16,14 @@ from engine.runtime.ray_environment import NODE_VARIABLE
 from engine.runtime.transport import CoordinatorLost
 
 PATIENCE_SECONDS = 60.0
-"""How long a worker goes on asking a coordinator that does not answer (wall time)."""
+"""Wall seconds a worker keeps calling a coordinator that does not answer."""
 
 
 class WorkerActor:
-    """Dies with its raylet. Its supervisor makes another one while the node lives."""
+    """Ray actor of a worker.
+
+    The actor dies with its raylet. The supervisor makes another actor while the node lives.
+    """
 
     def __init__(self, number: int) -> None:
         die_with_raylet()
@@ -28,7 +31,7 @@ class WorkerActor:
         open_log(spec, f"worker-{number}")
         self._mark = mark_file(spec, number)
         self._starts = note_start(self._mark, spec, state="starting")
-        # torch only here: supervisor and coordinator know this class too.
+        # Import torch only here, because supervisor and coordinator import this module too.
         from engine.runtime.processes import make_worker
 
         transport = RayTransport(spec.own_token, patience_seconds=PATIENCE_SECONDS)
@@ -39,20 +42,20 @@ class WorkerActor:
         self._say("ready")
 
     def boot(self) -> int:
-        """Which process this is, for whoever reports its death."""
+        """Return the start number of this process, used to report its death."""
         return self._worker.boot
 
     def serve(self) -> str:
-        """Work until told to exit; returns the reason. Whoever asks while another waits gets the same answer."""
+        """Work until ordered to exit; returns the reason. Concurrent callers all get the same answer."""
         import torch
 
         with self._serving:
             if self._reason is None:
-                torch.set_num_threads(1)  # of this thread
+                torch.set_num_threads(1)  # torch counts threads per calling thread
                 try:
                     reason = self._worker.serve()
                 except CoordinatorLost:
-                    self._starts = self._starts[:-1]  # no death of its own making
+                    self._starts = self._starts[:-1]  # the coordinator's loss is not a death of the worker
                     write_note(self._mark, starts=self._starts, progress=read_note(self._mark).get("progress"))
                     raise
                 print("exit:", reason, flush=True)
@@ -61,7 +64,7 @@ class WorkerActor:
         return self._reason
 
     def _say(self, state: str) -> None:
-        if read_note(self._mark).get("starts", [])[-1:] == self._starts[-1:]:  # else another process has this place
+        if read_note(self._mark).get("starts", [])[-1:] == self._starts[-1:]:  # else another process has taken the slot
             write_note(self._mark, starts=self._starts, progress=read_note(self._mark).get("progress"), state=state)
 
 
@@ -70,7 +73,7 @@ def mark_file(spec: NodeSpec, number: int) -> Path:
 
 
 def forget_marks(spec: NodeSpec) -> None:
-    """Before a raylet starts: what workers of an earlier one said counts no more, but how often they died does."""
+    """Forget the states of an earlier raylet's workers, before a raylet starts. The counts of starts stay."""
     for number in range(spec.workers):
         mark = mark_file(spec, number)
         if mark.exists():
@@ -79,13 +82,13 @@ def forget_marks(spec: NodeSpec) -> None:
 
 
 def states(spec: NodeSpec) -> Sequence[str]:
-    """starting, ready, exit, broken (it died too often), or "" (not there yet), of each worker of this node."""
+    """Return each worker's state: starting, ready, exit, broken (too many deaths), or "" (not started yet)."""
     marks = [mark_file(spec, number) for number in range(spec.workers)]
     return ["broken" if died_too_often(mark) else read_note(mark).get("state", "") for mark in marks]
 
 
 def _exists(path: Path) -> Callable[[], bool]:
-    """Whether this file is there; once it is, it stays."""
+    """Return a function that is True once this file has existed."""
     seen = False
 
     def look() -> bool:

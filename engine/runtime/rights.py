@@ -1,12 +1,12 @@
-"""Rights of the coordinator's callers, by the role that a caller's token proves.
+"""Check the rights of the coordinator's callers. A caller's token proves the caller's role.
 
-trainer     every call of workers and trainer: it runs beside the coordinator
-rollout     what a spot node needs: leases, commits, results, weights to read, logs to ship; nothing that changes the
-            run for others: no weights, no tasks, no stop, no capacity
+trainer     every call of workers and trainer, because the trainer runs beside the coordinator
+rollout     the calls of a spot node: leases, commits, results, weights to read, logs to ship; no call that changes the
+            run for other nodes: no weights, no tasks, no stop, no capacity
 controller  capacity, stop, health
 
-Every role has a token of its own, derived from the run's (`engine.config.role_token`). The run's token opens nothing.
-On a Ray cluster a role binds only those who use it: Ray runs any code for whoever has the cluster's own token.
+Every role has its own token, derived from the run's token (`engine.config.role_token`). The run's token itself gives no
+rights. On a Ray cluster, roles do not bind a hostile caller: Ray runs any code for a holder of the cluster's own token.
 """
 
 import hmac
@@ -18,7 +18,7 @@ from engine.config import Role, role_token
 CALLS_OF_A_SPOT_NODE = frozenset(
     {"pull", "heartbeat", "finish", "commit", "give_back", "fault", "notice", "states", "weights"}
 )
-"""The coordinator's other calls are the trainer's."""
+"""Calls allowed to spot nodes. Only the trainer may make the coordinator's remaining calls."""
 
 ROUTES: Mapping[Role, frozenset[str]] = {
     "trainer": frozenset({"/call", "/presence", "/ship", "/ray", "/health"}),
@@ -28,15 +28,15 @@ ROUTES: Mapping[Role, frozenset[str]] = {
 
 
 class WrongToken(Exception):
-    """The token is none of this run's."""
+    """Refusal of a token unknown to this run."""
 
 
 class NotAllowed(Exception):
-    """The token is known, and its role may not do this."""
+    """Refusal of a known token: the token's role does not allow the call."""
 
 
 class Rights:
-    """The rights of one run's roles."""
+    """Token check for one run's roles."""
 
     def __init__(self, run_token: str) -> None:
         self._tokens: dict[Role, bytes] = {role: role_token(run_token, role).encode() for role in ROUTES}

@@ -1,11 +1,11 @@
-"""End this machine for good: delete it through its cloud, with the machine's own identity.
+"""Terminate this instance for good: delete the instance through its cloud, with the instance's own identity.
 
-who am I (metadata service) -> delete me (the cloud's API, 3 tries) -> still here after a while: shut the system down
+identity (metadata service) -> delete (the cloud's API, 3 tries) -> still running after a while: shut the system down
 
-A shutdown alone may leave a stopped machine whose disk is paid for, so it comes last. The command is
+A shutdown alone may leave a stopped instance with a paid disk, so the shutdown comes last. The command is
 `SPOTRL_SHUTDOWN`'s, or `sudo -n shutdown -h now`. `AWS_ENDPOINT_URL_EC2`, `AWS_ENDPOINT_URL` and
-`SPOTRL_GCP_COMPUTE_ENDPOINT` name another API. Nothing is ended where `cloud` is neither aws nor gcp.
-Standard library only: the guard of the money deadline uses it. The one call to AWS is signed here (SigV4).
+`SPOTRL_GCP_COMPUTE_ENDPOINT` name another API. If `cloud` is neither aws nor gcp, nothing is terminated. Standard
+library only: the guard of the spend deadline uses this module. The only call to AWS is signed here (SigV4).
 """
 
 import hashlib
@@ -28,11 +28,11 @@ TRIES = 3
 ANSWER_SECONDS = 10.0
 GAP_SECONDS = 2.0
 STILL_HERE_SECONDS = 60.0
-"""A machine that its cloud agreed to delete is gone sooner than this."""
+"""Seconds within which an instance is gone after its cloud accepted the deletion."""
 
 
 def end_machine(cloud: str, say: Callable[[str], None], still_here_seconds: float = STILL_HERE_SECONDS) -> None:
-    """End this machine. Returns only if it is still there afterwards."""
+    """Terminate this instance. Returns only if the instance is still running afterwards."""
     if cloud not in ("aws", "gcp"):
         say(f"this machine is not ended: {cloud or 'no cloud'!r} is neither aws nor gcp")
         return
@@ -86,7 +86,7 @@ def _delete_gcp() -> str:
 
 
 def signed(endpoint: str, body: bytes, region: str, credentials: Mapping[str, str], at: datetime) -> dict[str, str]:
-    """The headers of a POST to EC2's root, with AWS's signature version 4."""
+    """Return the headers of a POST to EC2's root, with AWS's signature version 4."""
     stamp, day = at.strftime("%Y%m%dT%H%M%SZ"), at.strftime("%Y%m%d")
     headers = {
         "content-type": "application/x-www-form-urlencoded; charset=utf-8",

@@ -1,19 +1,19 @@
-"""The coordinator's front: patience, durability and waking, and HTTP over them.
+"""Serve the coordinator: long polling, durable answers and wake-ups, and HTTP over all three.
 
-`Front` is what every carrier uses (HTTP here, Ray in ray_coordinator.py). Answers leave only after the journal is
-durable; callers that arrive while one fsync runs share the next. `CoordinatorServer` speaks HTTP on loopback or a
-private address, with the token of a role on every call (engine/runtime/rights.py), JSON and raw bytes:
+Every carrier uses `Front` (HTTP here, Ray in ray_coordinator.py). Answers leave only after the journal is durable.
+Callers that arrive during an fsync share the next fsync. `CoordinatorServer` speaks HTTP on loopback or a private
+address, with the token of a role on every call (engine/runtime/rights.py), JSON and raw bytes:
 
     POST /call       workers and trainer (engine/rollout/wire.py frames)
-    GET  /presence   ?worker=&node=&boot=: stays open as long as the worker lives; its end is the worker's end
+    GET  /presence   ?worker=&node=&boot=: open while the worker lives; its end reports the worker's death
     POST /capacity   the launcher's snapshot (engine/events.py, JSON)
     POST /stop       {"reason": ...}
-    GET  /health     who is here
-    GET  /ray        {"address": ...} of this run's Ray cluster; 404 when it has none
-    POST /ship       ?node=&file=&offset=: a piece of a spot node's log; {"offset": ...}: how much of it is here
+    GET  /health     lineage, and the disk's trouble if any
+    GET  /ray        {"address": ...} of this run's Ray cluster; 404 without a cluster
+    POST /ship       ?node=&file=&offset=: a piece of a spot node's log; {"offset": ...}: bytes of the file received
 
-A full disk is answered with 507: the caller asks again until there is room. A disk that fails to *keep* what was
-written ends this process: memory would be ahead of the journal, and the next process starts from the journal.
+A full disk gets the answer 507: the caller repeats the call until the disk has room. A disk that fails to *keep*
+written data ends this process. Memory would be ahead of the journal, and the next process starts from the journal.
 """
 
 import asyncio
@@ -43,17 +43,17 @@ from engine.runtime.ship import PIECE_BYTES, keep_piece
 TICK_SECONDS = 0.05
 LONGEST_WAIT_SECONDS = 2.0
 BIND_SECONDS = 20.0
-"""How long a coordinator waits for its port: the one before it may still be ending."""
+"""Seconds a coordinator waits for its port, because the previous coordinator may still be ending."""
 
 PULSE_SECONDS = 5.0
-"""A presence connection carries a byte this often, so that nothing on the way takes it for dead."""
+"""Interval of bytes on a presence connection, so no device on the way drops the connection as idle."""
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket on the coordinator's port. Raises OSError when somebody else keeps it."""
+    """Return a socket on the coordinator's port. Raises OSError if another process keeps the port."""
     until = time.monotonic() + BIND_SECONDS
     while True:
-        # With the protocol named asyncio turns Nagle's algorithm off; without it every answer takes 40 ms.
+        # With the protocol named, asyncio turns off Nagle's algorithm. Otherwise every answer takes 40 ms.
         listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -67,13 +67,16 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def end_process(reason: str) -> None:
-    """This memory is not to be trusted any more: nothing is acknowledged from it; the next process has the journal."""
+    """End this process without acknowledging anything more, because its memory is not trusted.
+
+    The next process reads the journal.
+    """
     print(f"the coordinator ends itself: {reason}", flush=True)
     os._exit(1)
 
 
 class Front:
-    """Answers calls for one coordinator. All state is touched from one event loop's thread only."""
+    """Call handler of one coordinator. Only the thread of one event loop touches the state."""
 
     def __init__(self, coordinator: Coordinator, *, end: Callable[[str], None] = end_process) -> None:
         self.coordinator = coordinator
@@ -87,11 +90,11 @@ class Front:
 
     @property
     def trouble(self) -> str | None:
-        """Why the run stands still (a full disk), in words; None when it does not."""
+        """Return the reason why the run stands still (a full disk), in words, or None."""
         return self._call_trouble or self._tick_trouble
 
     async def answer(self, head: dict[str, Any], blobs: Blobs) -> tuple[dict[str, Any], dict[str, bytes]]:
-        """One call. Raises ValueError or KeyError for one that makes no sense, OSError when the disk is full."""
+        """Answer one call. Raises ValueError or KeyError for a malformed call, OSError if the disk is full."""
         loop = asyncio.get_running_loop()
         until = loop.time() + min(head.pop("wait_ms", 0) / 1000, LONGEST_WAIT_SECONDS)
         while True:
@@ -101,7 +104,7 @@ class Front:
             except OSError as error:
                 self._call_trouble = f"the coordinator's disk: {error}"
                 raise
-            head.pop("usage", None)  # counted once, however long the caller is kept
+            head.pop("usage", None)  # count usage once, however long the caller waits
             self.wake()
             left = until - loop.time()
             if not is_nothing(answer) or left <= 0:
@@ -112,13 +115,13 @@ class Front:
         return answer, answer_blobs
 
     async def keep_ticking(self) -> None:
-        """For ever: leases expire and the launcher hears what happened, whether anyone calls or not."""
+        """Tick for ever, with or without calls: leases expire and events reach the launcher."""
         while True:
             try:
                 self.coordinator.tick()
                 self._tick_trouble = None
             except OSError as error:
-                # A full disk under the progress file: leases must expire all the same; the next tick tries again.
+                # The disk of the progress file is full. Leases must still expire; the next tick tries again.
                 if self._tick_trouble is None:
                     print(f"the coordinator's disk: {error}", flush=True)
                 self._tick_trouble = f"the coordinator's disk: {error}"
@@ -130,7 +133,7 @@ class Front:
             await asyncio.sleep(TICK_SECONDS)
 
     def wake(self) -> None:
-        """Let patient callers ask again, if anything changed."""
+        """Let waiting callers repeat their calls if anything changed."""
         if self.coordinator.changes != self._seen_changes:
             self._seen_changes = self.coordinator.changes
             self._changed.set()
@@ -151,14 +154,14 @@ class Front:
 
 
 async def _left(_request: Request, _error: Exception) -> Response:
-    """Answer a caller that left within its own call, as a killed worker does: for nobody, but without a traceback."""
+    """Answer a caller that disconnected during its own call, such as a killed worker. The answer avoids a traceback."""
     return Response(status_code=499)
 
 
 class CoordinatorServer:
-    """Carries HTTP to a front. `ray_address`: of this run's Ray cluster, if it has one.
+    """HTTP server for a front. `ray_address`: address of this run's Ray cluster, or None.
 
-    `shipped`: where spot nodes' logs are kept, if they are.
+    `shipped`: folder of the spot nodes' logs; None keeps no logs.
     """
 
     def __init__(
@@ -272,7 +275,7 @@ class CoordinatorServer:
             if int(request.headers.get("content-length", PIECE_BYTES + 1)) > PIECE_BYTES:
                 return PlainTextResponse(f"a piece has at most {PIECE_BYTES} bytes", status_code=413)
             asked, piece = request.query_params, await request.body()
-            async with self._shipping:  # an agent and its successor may both have a piece on the way
+            async with self._shipping:  # an agent and its successor may send pieces at the same time
                 size = await asyncio.to_thread(
                     keep_piece, self._shipped, asked["node"], asked["file"], int(asked["offset"]), piece
                 )
@@ -288,7 +291,10 @@ def _token_of(request: Request) -> str:
 
 
 class _Presence(Response):
-    """Held open while the worker lives. The kernel closes a killed process's connection, whoever killed it."""
+    """Response held open while the worker lives.
+
+    The kernel closes a killed process's connection, whatever killed the process.
+    """
 
     def __init__(self, front: Front, died: dict[str, Any]) -> None:
         super().__init__()

@@ -1,12 +1,12 @@
-"""Logs leave the machine that wrote them, before it is taken away.
+"""Copy logs away from a node before the node is gone.
 
-spot node: what is appended to its logs -> POST /ship -> `shipped/NODE/FILE` in the trainer's folder
+spot node: bytes appended to its logs -> POST /ship -> `shipped/NODE/FILE` in the trainer's folder
 trainer:   its own logs and progress, and shipped/ -> `<store>/logs/NODE/FILE`, every 30 s
            its metrics.jsonl and TensorBoard's files -> `<store>/metrics/NODE/...`, every 30 s
-any node that ends because no controller comes for it (alone.py): its own files to the store, once
+any node ending without a controller (alone.py): its own files to the store, once
 
-The coordinator's copy says how far it got, so a lost answer, a new agent or a new trainer loses and doubles nothing.
-Neither direction ever blocks the run: each is a thread of the agent, and what does not go is tried again.
+The coordinator's copy determines the next offset, so a lost answer, a new agent or a new trainer neither loses nor
+doubles bytes. Neither direction ever blocks the run: each is a thread of the agent, and failed transfers are repeated.
 """
 
 import contextlib
@@ -24,25 +24,27 @@ from engine.config import NodeSpec
 SHIP_SECONDS = 1.0
 STORE_SECONDS = 30.0
 LAST_SHIP_SECONDS, LAST_STORE_SECONDS = 2.0, 10.0
-"""What an agent that ends allows for its last words."""
+"""Seconds an ending agent allows for the last transfer."""
 LONGEST_GAP_SECONDS = 10.0
 
 PIECE_BYTES = 256 << 10
 LONGEST_LOG_BYTES = 64 << 20
-"""Of one file: no more is shipped, and of a longer one the end is copied to the store."""
+"""Maximum bytes per file: shipping stops there, and the store gets only the end of a longer file."""
 
 NODE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{0,62}")
 FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\.log")
 
 
 class NotShippable(ValueError):
-    """A name or size that no agent of ours sends."""
+    """Invalid node name, file name or size, never sent by an agent."""
 
 
 def keep_piece(shipped: Path, node: str, file: str, offset: int, piece: bytes) -> int:
-    """The coordinator's part: append a piece if it is the next one. Returns the size of what it has of the file.
+    """Append a piece on the coordinator's side, if the piece is the next one.
 
-    Raises NotShippable, and OSError when the disk is full.
+    Returns the size of the coordinator's file.
+
+    Raises NotShippable, and OSError if the disk is full.
     """
     if not NODE_NAME.fullmatch(node) or not FILE_NAME.fullmatch(file):
         raise NotShippable(f"{node!r} is no node's name or {file!r} no log's")
@@ -56,12 +58,12 @@ def keep_piece(shipped: Path, node: str, file: str, offset: int, piece: bytes) -
 
 
 class _Repeating(ABC):
-    """Something done every so often in a thread of its own; what fails is done again, later and later."""
+    """Task repeated at an interval in its own thread. After failures the interval grows."""
 
     what = ""
 
     def __init__(self, every_seconds: float, last_seconds: float, starts: bool = True) -> None:
-        """`starts`: begin at once; else only `once` is called."""
+        """`starts`: start the thread at once; otherwise only `once` is called."""
         self._every, self._last = every_seconds, last_seconds
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -72,7 +74,7 @@ class _Repeating(ABC):
     def once(self) -> None: ...
 
     def end(self) -> None:
-        """Once more, if that does not take long."""
+        """Run the task a last time, within the time limit."""
         self._ending.set()
         self._thread.join(self._last)
 
@@ -84,7 +86,7 @@ class _Repeating(ABC):
                 self.once()
                 gap, trouble = self._every, ""
             except Exception as error:
-                # Whatever it is, httpx's or obstore's: logs are not worth a node.
+                # Catch all errors, httpx's and obstore's: a failed log transfer must not cost a node.
                 if not trouble:
                     with contextlib.suppress(OSError):
                         print(f"{self.what}: {error!r}; trying again", flush=True)
@@ -94,7 +96,7 @@ class _Repeating(ABC):
 
 
 class Shipping(_Repeating):
-    """A spot node's logs, to the coordinator."""
+    """Shipper of a spot node's logs to the coordinator."""
 
     what = "shipping logs to the coordinator"
 
@@ -115,7 +117,7 @@ class Shipping(_Repeating):
                 pass
 
     def _ship_piece(self, path: Path) -> bool:
-        """Whether there is more, and the coordinator takes it."""
+        """Send the next piece. Returns True if more bytes wait and the coordinator accepts more."""
         offset = self._offsets.get(path.name)
         if offset is not None and offset + PIECE_BYTES > LONGEST_LOG_BYTES:
             return False
@@ -132,7 +134,7 @@ class Shipping(_Repeating):
 
 
 class StoreCopy(_Repeating):
-    """The node's folder, as far as it is to be read later, to the run's store."""
+    """Copier of a node's logs, progress and metrics to the run's store."""
 
     what = "copying logs to the store"
 
@@ -142,7 +144,7 @@ class StoreCopy(_Repeating):
         super().__init__(every_seconds, LAST_STORE_SECONDS, starts)
 
     def once(self) -> None:
-        # Only here: the store's library is of no use to other nodes, and finds its credentials when it opens.
+        # Import here only: other nodes need no store library, and the library looks for credentials when opened.
         from engine.training.checkpoint import CheckpointStore
 
         store = CheckpointStore(self._url)
@@ -153,13 +155,13 @@ class StoreCopy(_Repeating):
             with path.open("rb") as file:
                 file.seek(max(0, status.st_size - LONGEST_LOG_BYTES))
                 data = file.read(LONGEST_LOG_BYTES)
-            # A node that ended by itself has sent its log, which may say more than what reached the coordinator.
+            # A node that ended by itself stored its own log, which may be longer than the coordinator's copy.
             if not path.is_relative_to(self._folder / "shipped") or store.size(name) <= len(data):
                 store.put(name, data)
             self._copied[name] = (status.st_size, status.st_mtime_ns)
 
     def _files(self) -> Mapping[str, Path]:
-        """By name in the store."""
+        """Return the files to copy, by name in the store."""
         own = [*self._folder.glob("logs/*.log"), *self._folder.glob("progress/*.jsonl")]
         of_others = self._folder.glob("shipped/*/*.log")
         metrics = self._folder / "metrics"
@@ -172,9 +174,9 @@ class StoreCopy(_Repeating):
 
 
 def main() -> None:
-    """Copy what a node wrote to its run's store, once: of a node that is about to end, whose coordinator may be gone.
+    """Copy a node's files to its run's store, once: for a node about to end, with its coordinator possibly gone.
 
-    Raises what the store raises.
+    Raises the store's errors.
     """
     spec = NodeSpec.model_validate_json(Path(sys.argv[1]).read_text())
     StoreCopy(spec, starts=False).once()
@@ -182,7 +184,7 @@ def main() -> None:
 
 
 def begin_shipping(spec: NodeSpec) -> Shipping | StoreCopy | None:
-    """What this node's agent does for its logs; None on the local infra, where they stay readable anyway."""
+    """Start the agent's log transfer. Returns None on the local infra, where logs stay readable anyway."""
     if spec.cloud == "local":
         return None
     return StoreCopy(spec) if spec.role == "trainer" else Shipping(spec)

@@ -1,14 +1,14 @@
-"""Starts the agents of nodes on this machine: it has imported what every node needs, and forks.
+"""Start the agents of nodes on this machine, by forking from a process with all imports done.
 
     python -m engine.runtime.starter AGENT [MODULE ...]    a line on standard input: the path of a node.json
 
-An agent that is started as a program imports torch, diffusers and the recogniser: six seconds of a core for each node.
-The starter imports MODULE ... once. AGENT is a module, or the file of a program. The forked agent is the same code in a
-process session of its own. It forks the node's processes itself, so that they need no import either.
+An agent started as a program imports torch, diffusers and the recogniser: six seconds of a core for each node. The
+starter imports MODULE ... once. AGENT is a module, or the file of a program. The forked agent runs the same code in a
+process session of its own. The agent forks the node's processes itself, and the node's processes need no import either.
 
-When its input ends, nobody is there who could end a node: the starter ends without starting another one. Its agents
-stay, because they are machines that nobody turned off. A node that was given up before it was started has a file
-`ending` in its folder, and is not started any more. How an agent ended is a line in its node's `exits.jsonl`.
+When the starter's input ends, no process is left to end a node, so the starter exits without starting another node. Its
+agents stay, like cloud instances without a terminate call. A node given up before its start has a file `ending` in its
+folder, and is not started any more. Each agent's exit is a line in its node's `exits.jsonl`.
 """
 
 import contextlib
@@ -29,31 +29,35 @@ from engine.mark import ENDING, EXITS, bear_mark
 ENVIRONMENT = {
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1:glibc.malloc.trim_threshold=536870912:"
     "glibc.malloc.mmap_threshold=268435456",
-    "TORCH_CPP_LOG_LEVEL": "ERROR",  # that a follower waited in vain is no warning
+    "TORCH_CPP_LOG_LEVEL": "ERROR",  # a follower's timeout deserves no warning
 }
-"""Variables of a node's processes: memory in huge pages, kept when it is freed. A training step allocates and frees the
-same tens of megabytes each time; not faulting them in anew saves about 7 % of it (10 runs against 10)."""
+"""Environment variables of a node's processes: huge pages, and freed memory stays with the process. A training step
+allocates and frees the same tens of megabytes each time. Avoiding the page faults saves about 7 % of a step (10 runs
+against 10)."""
 
 
 def environment() -> dict[str, str]:
-    """Return the environment that the starter needs. Titles can be set only if settings of the C library come last."""
+    """Return the starter's environment.
+
+    The C library's settings come last, because otherwise process titles cannot be set.
+    """
     mine = ENVIRONMENT | os.environ
     return {name: mine[name] for name in sorted(mine, key=lambda name: name == "GLIBC_TUNABLES")}
 
 
 class Starter:
-    """Forks agents as it is told, and notes how they end."""
+    """Forks agents on request, and records their exits."""
 
     def __init__(self, agent: str) -> None:
         self._agent = agent
         self._folders: dict[int, Path] = {}
-        """Folders of nodes by their agent's pid."""
+        """Node folders by the agent's pid."""
         self._woken, self._wake = os.pipe()
         os.set_blocking(self._wake, False)
         os.set_blocking(self._woken, False)
 
     def serve(self) -> None:
-        """Start what is asked for until standard input ends."""
+        """Start the requested agents until standard input ends."""
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
         poll = select.poll()
@@ -83,11 +87,11 @@ class Starter:
             try:
                 become_agent(self._agent, node_file)
             finally:
-                os._exit(1)  # a full disk, for one: this process must not go on as a second starter
+                os._exit(1)  # after a full disk, for example, this process must not continue as a second starter
         self._folders[pid] = node_file.parent
 
     def _note_ends(self) -> None:
-        """Write down how agents ended, each before the system forgets its pid: who looks meanwhile sees a zombie."""
+        """Record each agent's exit before reaping its pid. Until then, other processes see a zombie."""
         for pid, code in _ended_children():
             folder = self._folders.pop(pid, None)
             if folder is not None:
@@ -97,7 +101,7 @@ class Starter:
 
 
 def _ended_children() -> Iterator[tuple[int, int]]:
-    """Yield pid and exit code of each child that ended. The caller has to reap it before it asks for the next."""
+    """Yield pid and exit code of each ended child. The caller must reap the child before asking for the next."""
     while True:
         try:
             ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -109,7 +113,7 @@ def _ended_children() -> Iterator[tuple[int, int]]:
 
 
 def become_agent(agent: str, node_file: Path) -> None:
-    """Turn this forked process into the agent of a node, in a session of its own. It does not return."""
+    """Turn this forked process into the agent of a node, in a session of its own. Does not return."""
     folder = node_file.parent
     os.setsid()
     is_marked = bear_mark(folder, "agent")
@@ -121,7 +125,7 @@ def become_agent(agent: str, node_file: Path) -> None:
     for source, target in ((os.open(os.devnull, os.O_RDONLY), 0), (log, 1), (log, 2)):
         os.dup2(source, target)
     program = [agent] if agent.endswith(".py") else ["-m", agent]
-    if not is_marked:  # as a program of its own it carries the mark in its environment
+    if not is_marked:  # a separate program carries the mark in its environment
         os.execv(sys.executable, [sys.executable, "-P", *program, str(node_file)])
     multiprocessing.set_start_method("fork")
     sys.argv = [agent, str(node_file)]
@@ -143,7 +147,7 @@ def become_agent(agent: str, node_file: Path) -> None:
 
 
 def main() -> None:
-    """Import what agents need, then start them."""
+    """Import the agents' modules, then start agents."""
     needed = environment()
     if list(os.environ.items()) != list(needed.items()):
         os.execve(sys.executable, [sys.executable, "-P", "-m", "engine.runtime.starter", *sys.argv[1:]], needed)
@@ -151,7 +155,7 @@ def main() -> None:
     for module in modules:
         importlib.import_module(module)
     gc.collect()
-    gc.freeze()  # what is never looked at stays one copy in memory
+    gc.freeze()  # untouched objects stay shared between the processes
     Starter(agent).serve()
 
 

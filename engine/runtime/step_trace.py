@@ -1,12 +1,12 @@
-"""A step trace: one line for every denoising step that a worker finished, to see what a lost node cost.
+"""Write a step trace: one line for every finished denoising step of a worker, to measure the cost of a lost node.
 
-Asked for by `runtime.trace_steps`; `traces/WORKER.jsonl` in the node's folder, one JSON object a line. A step, written
-by the one worker that leads it, alone or as the first of `degree` workers that share the pictures:
+`runtime.trace_steps` turns the trace on. The trace is `traces/WORKER.jsonl` in the node's folder, one JSON object a
+line. A step's line is written only by the leading worker, alone or the first of `degree` workers sharing the images:
 
-    {"at_ns": wall clock, "lease": number, "step": steps that are done, "requests": [[batch, prompt, seed, kind], ...],
+    {"at_ns": wall clock, "lease": number, "step": finished steps, "requests": [[batch, prompt, seed, kind], ...],
      "degree": number}
 
-and what a worker was told of groups, before it did it; epoch 0 is to work alone:
+A regroup order's line is written before the worker follows the order; epoch 0 means to work alone:
 
     {"at_ns": wall clock, "epoch": number, "degree": number, "rank": number}
 """
@@ -24,7 +24,7 @@ from engine.rollout.request import Regroup, Work
 
 
 class StepTrace:
-    """What a worker tells; without a handle nothing is written."""
+    """Writer of a worker's trace. Without a handle, nothing is written."""
 
     def __init__(self, handle: int | None, degree: Callable[[], int]) -> None:
         self._handle, self._degree = handle, degree
@@ -45,7 +45,10 @@ class StepTrace:
 
 
 def step_trace(spec: NodeSpec, worker: str, degree: Callable[[], int]) -> StepTrace:
-    """The trace of a worker; writes nothing unless the job asks for it. `degree`: of its group, now."""
+    """Return the trace of a worker; the trace writes nothing unless the job turns traces on.
+
+    `degree`: returns the group's current degree.
+    """
     if not spec.engine.runtime.trace_steps:
         return StepTrace(None, degree)
     path = Path(spec.folder) / "traces" / f"{worker}.jsonl"

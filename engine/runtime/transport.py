@@ -1,7 +1,7 @@
-"""How a worker or trainer reaches the coordinator: one call, one answer, blobs beside it.
+"""Carry calls of a worker or trainer to the coordinator: one call, one answer, blobs beside the messages.
 
-A lost answer is repeated: every call is idempotent, or answered with `fenced` the second time. A coordinator whose
-disk is full is asked again until there is room: the run pauses, and nothing is lost.
+A call with a lost answer is repeated. Every call is idempotent, or gets the answer `fenced` the second time. While the
+coordinator's disk is full, the transport repeats the call until the disk has room: the run pauses, and loses nothing.
 """
 
 import contextlib
@@ -20,29 +20,29 @@ from engine.runtime.disk import when_there_is_room
 Answer = tuple[dict[str, Any], dict[str, bytes]]
 
 WAIT_MS = 500
-"""How long the coordinator may keep a caller that has nothing to do (wall time)."""
+"""Maximum wall milliseconds the coordinator may keep a caller with nothing to do."""
 
 PRESENCE_GAP_SECONDS = 0.2
-"""Before a presence that the coordinator closed is opened again."""
+"""Seconds before a presence connection closed by the coordinator is opened again."""
 
 
 class CoordinatorLost(Exception):
-    """The coordinator did not answer for longer than the caller's patience."""
+    """Failure to get an answer from the coordinator within the caller's patience."""
 
 
 class CallRefused(Exception):
-    """The coordinator answered that it cannot do this: a call it does not know, weights that are gone."""
+    """Refusal of a call by the coordinator: an unknown call, or weights no longer kept."""
 
 
 class Transport(Protocol):
-    """Carries calls. Raises CoordinatorLost when nobody answers, CallRefused when the answer is an error."""
+    """Carrier of calls. Raises CoordinatorLost if no answer comes, CallRefused if the answer is an error."""
 
     def call(self, head: Mapping[str, Any], blobs: Blobs | None = None, *, wait: bool = False) -> Answer:
-        """One call. With `wait`, an answer that says "nothing yet" may take up to WAIT_MS to come."""
+        """Make one call. With `wait`, an answer without news may take up to WAIT_MS."""
 
 
 class InprocTransport:
-    """Calls the coordinator in this process; for tests, and for what one process can do alone."""
+    """Transport to a coordinator in this process, for tests and single-process runs."""
 
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
@@ -51,7 +51,7 @@ class InprocTransport:
         return when_there_is_room(lambda: self._ask(head, blobs), _tell)
 
     def _ask(self, head: Mapping[str, Any], blobs: Blobs | None) -> Answer:
-        # Through the wire format, so that tests meet what HTTP would carry.
+        # Encode and decode, so tests use the same wire format as HTTP.
         sent, sent_blobs = unpack(pack(head, blobs))
         answer, answer_blobs = self._coordinator.call(sent, sent_blobs)
         self._coordinator.journal.sync()
@@ -60,7 +60,7 @@ class InprocTransport:
 
 
 class HttpTransport:
-    """Calls out over HTTP with a token; the caller listens on nothing. Several threads may call at once."""
+    """Transport over HTTP with a token. The caller listens on no port. Several threads may call at once."""
 
     def __init__(self, host: str, port: int, token: str, *, patience_seconds: float) -> None:
         self._patience = patience_seconds
@@ -79,7 +79,10 @@ class HttpTransport:
         return unpack(response.content)
 
     def stay_present(self, worker: str, node: str, boot: int) -> None:
-        """Keep a connection open that closes when this process dies, so that the coordinator learns of it at once."""
+        """Keep a connection open until this process dies.
+
+        The closed connection reports the death to the coordinator at once.
+        """
         query = {"worker": worker, "node": node, "boot": str(boot)}
         while True:
             with contextlib.suppress(httpx.HTTPError):
@@ -89,7 +92,7 @@ class HttpTransport:
             time.sleep(PRESENCE_GAP_SECONDS)
 
     def _post(self, body: bytes) -> httpx.Response:
-        """Raises OSError when the coordinator's disk is full."""
+        """Send one call. Raises OSError if the coordinator's disk is full, CoordinatorLost if patience ends."""
         try:
             for attempt in stamina.retry_context(
                 on=httpx.TransportError, attempts=None, timeout=self._patience, wait_initial=0.05, wait_max=0.5

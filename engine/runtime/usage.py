@@ -1,4 +1,4 @@
-"""Where a worker's time goes, by phase: what the report shares a node's dollars out by, and what the trace shows."""
+"""Measure a worker's time by phase. The report splits a node's dollars by phase, and the trace shows the spans."""
 
 import contextlib
 import time
@@ -8,14 +8,14 @@ from engine.clock import Clock
 from engine.events import Phase
 
 Span = tuple[str, float, float]
-"""A phase, and from when to when it took: milliseconds of the run's clock."""
+"""Phase, begin and end: milliseconds of the run's clock."""
 
 SAME_WALL_SECONDS = 0.002
-"""Two spans of one phase that are no further apart are told as one."""
+"""Maximum gap between two spans of one phase to merge the spans."""
 
 
 class Usage:
-    """Spans that do not overlap: what is measured inside another measurement interrupts it. For one thread."""
+    """Timer of spans that do not overlap: an inner measurement interrupts the outer measurement. For one thread."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -38,14 +38,14 @@ class Usage:
             self._phases.pop()
 
     def take(self) -> list[Span]:
-        """The spans since the last call, to be reported once; one that goes on is told as far as it got."""
+        """Return the spans since the last call, each reported once. An open span is reported up to now."""
         self._cut()
         spans, self._fresh = self._fresh, []
         self._anchor()
         return spans
 
     def _anchor(self) -> None:
-        """Where the run's clock is now: between two anchors a finer one is read."""
+        """Read the run's clock. Between two anchors, the finer performance counter measures time."""
         self._anchor_seconds, self._anchor_ms = time.perf_counter(), self._clock.now_ms()
 
     def _cut(self) -> None:
@@ -56,7 +56,7 @@ class Usage:
             self.total[phase] = self.total.get(phase, 0.0) + ended - begun
             before = self._fresh[-1] if self._fresh else ("", 0.0, 0.0)
             if before[0] == phase and begun - before[2] <= SAME_WALL_SECONDS * self._ms_per_second:
-                # What lay between them is so short that it may as well be counted here.
+                # The gap is short enough to count as part of the span.
                 begun = before[1]
                 self._fresh.pop()
             self._fresh.append((phase, begun, ended))

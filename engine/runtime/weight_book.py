@@ -1,4 +1,4 @@
-"""The weight book: the versions that workers may ask for, one safetensors file each, on the on-demand node's disk."""
+"""Keep the published weight versions, one safetensors file each, on the on-demand node's disk."""
 
 import hashlib
 from pathlib import Path
@@ -8,18 +8,18 @@ from engine.rollout.request import WeightsKey
 
 
 class WeightBook:
-    """Files by version. A version may be written anew: its digest names the bytes."""
+    """Weight files by version. A version may be written again; its digest identifies the bytes."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
 
     def write(self, weights: WeightsKey, data: bytes) -> None:
-        """Write a version durably: the journal's record of it comes after. Raises OSError when the disk is full."""
+        """Write a version durably, before the journal's record of the version. Raises OSError if the disk is full."""
         write_durably(self._path(weights), data)
 
     def read(self, weights: WeightsKey) -> bytes:
-        """Raises KeyError for weights that were never published or are no longer needed."""
+        """Return a version's bytes. Raises KeyError if the weights were never published or are no longer needed."""
         try:
             return self._path(weights).read_bytes()
         except FileNotFoundError as error:
@@ -33,5 +33,5 @@ class WeightBook:
 
 
 def digest_of(data: bytes) -> str:
-    """Names the exact bytes of a set of weights."""
+    """Return the digest that names the exact bytes of a set of weights."""
     return hashlib.sha256(data).hexdigest()[:32]

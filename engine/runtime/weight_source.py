@@ -1,4 +1,4 @@
-"""Where a worker gets the weights that it is told to load: from the coordinator, or from a copy that is nearer."""
+"""Fetch the weights a worker is ordered to load, from the coordinator or from a nearer copy."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -11,17 +11,19 @@ from engine.runtime.weight_book import digest_of
 
 
 class WeightSource(Protocol):
-    """Lends weights. Raises what its transport raises."""
+    """Lender of weights. Raises the errors of its transport."""
 
     def get(self, weights: WeightsKey, digest: str) -> AbstractContextManager[memoryview | None]:
-        """The safetensors bytes with this digest, to be read inside the `with` only: nobody changes them meanwhile.
+        """Yield the safetensors bytes with this digest.
 
-        None: other weights were published under this key in the meantime; the next pull says so.
+        Read the bytes only inside the `with`, where the bytes never change.
+
+        Yields None if other weights were published under this key in the meantime; the next pull names the new digest.
         """
 
 
 class FromCoordinator:
-    """Asks the coordinator every time."""
+    """Source that asks the coordinator every time."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
@@ -32,10 +34,10 @@ class FromCoordinator:
         yield None if data is None else memoryview(data)
 
     def fetch(self, weights: WeightsKey, digest: str) -> bytes | None:
-        """As `get`, but to keep."""
+        """Return the bytes with this digest to keep, or None as in `get`."""
         try:
             _, blobs = self._transport.call({"call": "weights", "weights": weights_to_list(weights)})
         except CallRefused:
-            return None  # nobody needs them any more
+            return None  # the weights are no longer needed
         data = blobs["weights"]
         return data if digest_of(data) == digest else None

@@ -1,15 +1,18 @@
-"""The window into a node: `python -m engine.runtime.window FOLDER [AGENT COMMAND]`, started over SSH by the launcher.
+"""Serve a node's remote console: `python -m engine.runtime.window FOLDER [AGENT COMMAND]`.
+
+The launcher starts the console over SSH.
 
 files of FOLDER -> JSON lines on stdout        JSON lines on stdin -> the agent, and files of FOLDER
 
-Out: `beat` each second; `put` a small file that changed, `gone`; `append` to a file `at` an offset (0: it is another
-file now); `trouble`. In: `have` first of all, what the other side has of the appended files, {NAME: [size, its last
-bytes]}; then `beat`, and orders, which may be repeated at will: `run` (a NodeSpec, and `secrets` for the agent's
-environment that are written nowhere), `money` ({left_ms, told}), `notice` ({deadline_ms, source}).
+Out: `beat` each second; `put` a small changed file, `gone` a removed one; `append` to a file `at` an offset (0: the
+file was replaced); `trouble` with an error. In: first `have`, the state of the launcher's copies of appended files,
+{NAME: [size, its last bytes]}. Then `beat`, and orders, each safe to repeat: `run` (a NodeSpec, and `secrets` for the
+agent's environment, never written to disk), `money` ({left_ms, told}), `notice` ({deadline_ms, source}).
 
-The promises: no byte is sent twice or left out, whenever the window is killed. One agent runs, that of the last
-order: the same order again leaves it alone, even if it has ended, except after a reboot. The agent lives in a session
-of its own and never notices that a window closed. Standard library only: the window must open where nothing else works.
+Promises: no byte is sent twice or left out, even if the console is killed at any moment. Only the agent of the last
+order runs. A repeated order leaves the agent alone, even an ended agent, except after a reboot. The agent lives in its
+own session and never notices a closed console. Standard library only: the console must open on a node where nothing
+else works.
 """
 
 import base64
@@ -36,58 +39,59 @@ from engine.runtime.alone import HEARD, start_ticks, touch
 LOOK_SECONDS = 0.1
 BEAT_SECONDS = 1.0
 SILENCE_SECONDS = 15.0
-"""A launcher that is not heard for so long is gone, whatever TCP says; it opens another window when it comes back."""
+"""Seconds of silence after which the launcher counts as gone, whatever TCP reports. A returning launcher opens a new
+console."""
 
 PIECE_BYTES = 48 * 1024
-"""At most so much of a file in one line."""
+"""Maximum bytes of a file in one line."""
 TAIL_BYTES = 64
-"""By so many last bytes two files that begin alike are told apart."""
+"""Number of last bytes compared to detect a file replaced by another with the same beginning."""
 
 PUT = ("agent.json", "ready.json", "notice.json", "hint.json", "exit.json")
-"""Small files that are shown whole. Not node.json: it has the token, and the launcher wrote it."""
+"""Small files sent whole. node.json is excluded: node.json holds the token, and comes from the launcher."""
 APPENDED = re.compile(r"(progress/[\w-][\w.-]*\.jsonl|logs/[\w-][\w.-]*\.log)")
 
 MONEY = ("money_left_ms", "money_deadline_ms", "money_longest_ms")
-"""What of a NodeSpec may change while its agent runs: `money` tells it."""
+"""NodeSpec fields that may change while the agent runs. A `money` order changes these fields."""
 
 PATIENCE_SECONDS = 5.0
-"""How long an agent that is told to end may take."""
+"""Seconds an agent may take to end before SIGKILL."""
 
 SHORT_WORDS = 400
 
 
 class Window:
-    """Shows one folder, and keeps one agent."""
+    """Remote console of one folder and keeper of one agent."""
 
     def __init__(self, folder: Path, agent: Sequence[str], out: BinaryIO) -> None:
         self._folder, self._agent, self._out = folder, tuple(agent), out
         self._saying = threading.Lock()
         self._heard = time.monotonic()
         self._shown: dict[str, tuple[int, int, int] | None] = {}
-        """Files by what `stat` said when they were sent last; None: that they are not there."""
+        """Size, modification time and inode of each file when last sent; None: reported as absent."""
         self._sent: dict[str, tuple[int, bytes]] = {}
-        """Of the appended files: how much is sent, and its last bytes."""
+        """Bytes sent of each appended file, and the last bytes sent."""
         self._child: subprocess.Popen[bytes] | None = None
         self._secrets: dict[str, str] = {}
 
-    # --- showing ----------------------------------------------------------------------------------
+    # --- sending ----------------------------------------------------------------------------------
 
     def show(self) -> None:
-        """For ever: what changes, and a beat."""
+        """Send changes and heartbeats, for ever."""
         beat = 0.0
         while True:
             more = self.look()
             if time.monotonic() - beat >= BEAT_SECONDS:
                 beat = time.monotonic()
                 self.say({"beat": 1})
-            with contextlib.suppress(OSError):  # a full disk: at the next look
+            with contextlib.suppress(OSError):  # a full disk: try again at the next look
                 self._agent_has_ended()
             if not more:
                 time.sleep(LOOK_SECONDS)
 
     def look(self) -> bool:
-        """Send what changed since the last look; whether there is more."""
-        # Whoever is being replaced may say that it ends, but that is not how the node ends.
+        """Send the changes since the last look. Returns True if more bytes wait."""
+        # Hide the exit of an agent being replaced: the node does not end with that agent.
         replacing = not (self._folder / "started.json").exists()
         for name in PUT:
             self._look_at_small(name, hidden=replacing and name == "exit.json")
@@ -121,9 +125,9 @@ class Window:
                 file.seek(done - len(tail))
                 begin = file.read(len(tail) + PIECE_BYTES)
         except FileNotFoundError:
-            return False  # taken away; what was sent of it stays where it is
+            return False  # the file was removed; the launcher keeps the bytes received
         if not begin.startswith(tail):
-            # It shrank or was replaced, perhaps by one that is longer already.
+            # The file shrank or was replaced, perhaps by a longer file.
             self._sent[name] = (0, b"")
             self.say({"append": name, "at": 0, "data": ""})
             return True
@@ -142,10 +146,10 @@ class Window:
             self._out.write(line)
             self._out.flush()
 
-    # --- hearing ----------------------------------------------------------------------------------
+    # --- receiving --------------------------------------------------------------------------------
 
     def hear(self, line: bytes) -> None:
-        """One line of the launcher's."""
+        """Apply one line from the launcher."""
         order = json.loads(line)
         try:
             if "have" in order:
@@ -161,21 +165,24 @@ class Window:
                 known = _read(self._folder / "notice.json")
                 if known is None or int(known["deadline_ms"]) > order["notice"]["deadline_ms"]:
                     self._write("notice.json", order["notice"])
-        except OSError as error:  # a full disk: the launcher says it again with the next connection
+        except OSError as error:  # a full disk: the launcher repeats the order on the next connection
             self.say({"trouble": f"{next(iter(order))}: {error}"})
         self._heard = time.monotonic()
         touch(self._folder / HEARD)
 
     def silence(self) -> float:
-        """Seconds since the launcher was heard."""
+        """Return the seconds since the launcher's last line."""
         return time.monotonic() - self._heard
 
     # --- the agent --------------------------------------------------------------------------------
 
     def run(self, spec: Mapping[str, Any], told: int) -> None:
-        """Let the agent of this very spec run. One that has it and has ended stays ended: that is news, not a fault.
+        """Run the agent of this exact spec.
 
-        An older order than the last one is void: a launcher that stood still for long may wake up with it.
+        An agent that already ran this spec and ended stays ended: the end is a result, not a fault.
+
+        An order older than the last order is ignored, because a launcher may wake up from a freeze and send an old
+        order.
         """
         if Path(spec["folder"]) != self._folder:
             raise OSError(f"{spec['node']} has its disk in {spec['folder']}, and this window shows {self._folder}")
@@ -209,17 +216,17 @@ class Window:
             )
         finally:
             os.close(log)
-        # A window that is killed before this line leaves an agent that the next one does not know, and replaces.
+        # A console killed before this line leaves an unrecorded agent. The next console replaces the agent.
         self._write("started.json", {**order, "pid": self._child.pid, "ticks": start_ticks(self._child.pid)})
 
     def _stop(self, started: Mapping[str, Any] | None) -> None:
-        """End the agent that runs, if any, and all that it started."""
+        """End the running agent, if any, and all processes of the node."""
         if self._child is not None:
             self._child.poll()
         agent = int(started["pid"]) if started is not None and _is_alive(started) else None
         if agent is not None:
             _send([agent], signal.SIGTERM)
-            _send([agent], signal.SIGCONT)  # a stopped one would not hear it
+            _send([agent], signal.SIGCONT)  # a stopped process would not handle SIGTERM
         until = time.monotonic() + PATIENCE_SECONDS
         while left := _processes_of(self._folder, agent):
             if started is None or not _is_alive(started) or time.monotonic() > until:
@@ -229,7 +236,7 @@ class Window:
             time.sleep(0.02)
 
     def _agent_has_ended(self) -> None:
-        """Say on behalf of an agent that ended without a word that it did."""
+        """Write `exit.json` for an agent that died without writing its own."""
         with self._alone(wait=False) as alone:
             started = _read(self._folder / "started.json") if alone else None
             if started is None or started["boot_id"] != _boot_id():
@@ -250,7 +257,10 @@ class Window:
 
     @contextlib.contextmanager
     def _alone(self, wait: bool = True) -> Iterator[bool]:
-        """No two windows, and no two threads of one, touch the agent at once."""
+        """Hold the lock, so two consoles, or two threads of one console, never touch the agent at once.
+
+        Yields False if the lock is taken and `wait` is False.
+        """
         with (self._folder / "window.lock").open("w") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
@@ -264,7 +274,7 @@ class Window:
 
 
 def digest_of(spec: Mapping[str, Any]) -> str:
-    """Of a NodeSpec, whatever money it begins with."""
+    """Return the digest of a NodeSpec without its money fields."""
     lasting = {key: value for key, value in spec.items() if key not in MONEY}
     return hashlib.blake2b(json.dumps(lasting, sort_keys=True).encode(), digest_size=16).hexdigest()
 
@@ -295,7 +305,7 @@ def _is_alive(started: Mapping[str, Any]) -> bool:
 
 
 def _processes_of(folder: Path, session: int | None) -> list[int]:
-    """What runs for the node: what bears its mark, and the agent's session."""
+    """Return the node's processes: all with the node's mark, and the agent's session."""
     return [pid for pid in _pids() if _belongs(pid, f"{MARK}={folder}".encode(), session)]
 
 
@@ -309,7 +319,7 @@ def _belongs(pid: int, mark: bytes, session: int | None) -> bool:
             return False
         return os.getsid(pid) == session or mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
-        return False  # gone meanwhile, or somebody else's
+        return False  # ended in the meantime, or owned by another user
 
 
 def _send(pids: Sequence[int], signum: signal.Signals) -> None:
@@ -319,13 +329,13 @@ def _send(pids: Sequence[int], signum: signal.Signals) -> None:
 
 
 def main() -> None:
-    """Serve until the launcher goes away."""
+    """Serve until the launcher disconnects."""
     folder = Path(sys.argv[1]).absolute()
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     agent = sys.argv[2:] or [sys.executable, "-P", "-m", "engine.runtime.agent"]
     orders = sys.stdin.buffer
     out = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what is printed by mistake is not taken for a line of ours
+    os.dup2(2, 1)  # stray prints go to stderr, not into the protocol
     window = Window(folder, agent, out)
     have = orders.readline()
     if have:

@@ -1,11 +1,12 @@
-"""A worker: pulls work, makes pictures, scores them, says it is done. The same class in every runtime.
+"""Pull work, sample images, score the images and report the results. Every runtime uses the same worker class.
 
     pull -> load weights | denoise, looking up between steps -> score (in a thread, beside the next work) -> finish
 
-It only calls in. Beside the steps, in a thread, it commits what is in flight every so many steps. Told to drain, it
-commits where it stands and takes nothing new, so that a reclaim with notice loses no step. Fenced, it drops the work
-at once. It always runs the full shape that the work names, padded with copies, so that a picture's bits do not
-depend on who made it; a shape that does not fit into memory it gives back, and says how much room there is.
+The worker only makes calls and receives none. A thread beside the denoising steps commits in-flight state at an
+interval of steps. On a drain order, the worker commits the current step and takes no new work, so a preemption with
+notice loses no step. When a lease is revoked (`Fenced`), the worker drops the work at once. The worker always runs the
+full shape named by the work, padded with copies, so an image's bits do not depend on the worker. If the shape does not
+fit into memory, the worker gives the lease back and reports the largest shape that may fit.
 """
 
 import contextlib
@@ -66,33 +67,33 @@ PHASE_OF = {
 }
 
 IDLE_KINDS = (Kind.CONTROL, Kind.EXPLORE)
-"""What nobody waits for while a batch is rolled out."""
+"""Kinds of requests the trainer does not wait for during the rollout of a batch."""
 
 MOST_FAULTS = 10
-"""So many failures in a row end the process: its agent starts another."""
+"""Failures in a row after which the process ends. The node's agent then starts a new process."""
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""What weights may be, by safetensors' names."""
+"""Dtypes of weights, by the names of safetensors."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Made:
-    """A lease whose pictures are sampled and still have to be scored and sent."""
+    """A lease with sampled images, still to be scored and sent."""
 
     work: Work
     trajectories: list[Trajectory]
     scoring: "Future[tuple[list[Score], Tensor]]"
     paced: tuple[int, float]
-    """How many workers shared it, and seconds of a step."""
+    """Number of workers that shared the lease, and seconds per step."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Pictures:
-    """What every worker that makes a lease's pictures must know of them."""
+    """Inputs shared by all workers that sample the images of one lease."""
 
     plan: Plan
     filled: list[int]
-    """Which attempt each row is: the full shape, padded with copies of the last."""
+    """Attempt index of each row: the full shape, padded with copies of the last attempt."""
     seeds: list[int]
     conditioning: Conditioning
 
@@ -113,7 +114,7 @@ class _Pictures:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Commit:
-    """State that was sent to be made durable, and the answer once it is there, with what it took (run's clock ms)."""
+    """A commit in progress. `answer` gives the coordinator's reply and the commit's cost (run's clock ms)."""
 
     lease: int
     step: int
@@ -122,10 +123,10 @@ class _Commit:
 
 @dataclass(kw_only=True)
 class Worker:
-    """Serves one device. `may_load`: false for the trainer's own model, whose weights only the trainer sets.
+    """Worker for one device. `may_load`: False for the trainer's own model, because only the trainer sets its weights.
 
-    Scoring and commits run in threads of their own, so `transport` must take calls from several threads; with both
-    `overlap_...` false it is called from one, in an order that repeats.
+    Scoring and commits run in threads of their own, so `transport` must accept calls from several threads. With both
+    `overlap_...` fields False, all calls come from one thread, in a reproducible order.
     """
 
     name: str
@@ -142,30 +143,31 @@ class Worker:
     overlap_scoring: bool = True
     overlap_commits: bool = True
     step_seconds: float = 0.0
-    """A denoising step takes at least so long."""
+    """Minimum wall seconds of a denoising step."""
     boot: int = field(default_factory=time.time_ns)
-    """Tells this process from an earlier one of the same name."""
+    """Start number of the process, to distinguish the process from an earlier one of the same name."""
     source: WeightSource | None = None
-    """Where weights come from; None asks the coordinator."""
+    """Source of weights; None: fetch weights from the coordinator."""
     student: Callable[[], Reward | None] = lambda: None
-    """Loads the reward's student, the first time that work asks for it; None: the reward scores in its place."""
+    """Loader of the reward's student, called at the first work with the scorer `student`. If the loader returns None,
+    the reward scores instead."""
     draining: Callable[[], bool] = lambda: False
-    """The node agent's word that the cloud takes the node back; heard between steps without asking anyone."""
+    """Return True once the node agent has received a preemption notice. Checked between steps, without a call."""
     trace: Callable[[Work, int], None] = lambda work, step: None
-    """Called after every step, with the number of steps that are done."""
+    """Callback after every step, with the number of finished steps."""
     resume: Literal["exact", "close", "restart"] = "close"
-    """What becomes of pictures that were interrupted (engine/config.py)."""
+    """Treatment of interrupted images (engine/config.py)."""
     finished: Callable[[], None] = lambda: None
-    """Called when a lease was finished and its results are durable."""
+    """Callback after a lease is finished and its results are durable."""
     heard: Callable[[Regroup], None] = lambda order: None
-    """Called with every order to regroup before it is carried out."""
+    """Callback with every regroup order, before the worker follows the order."""
     elastic: Elastic | None = None
-    """Its part in the sequence-parallel groups of its node; None: it always works alone."""
+    """Member of the node's sequence-parallel groups; None: the worker always works alone."""
 
     usage: Usage = field(init=False)
     holds: tuple[WeightsKey, str] | None = field(default=None, init=False)
     room: int | None = field(default=None, init=False)
-    """Most pictures that one forward pass may have; None until one did not fit."""
+    """Largest number of images in one forward pass; None until a shape did not fit into memory."""
 
     def __post_init__(self) -> None:
         self.usage = Usage(self.clock)
@@ -174,7 +176,7 @@ class Worker:
         self._pending: list[_Made] = []
         self._commit: _Commit | None = None
         self._last_commit = (0, 0)
-        """Lease and step of the newest commit that was sent."""
+        """Lease and step of the newest commit sent."""
         self._commit_ms: float | None = None
         self._paced = (1, 0.0)
         self._scorer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="score")
@@ -185,24 +187,24 @@ class Worker:
     # --- the loop ---------------------------------------------------------------------------------------
 
     def serve(self) -> str:
-        """Work until told to exit; returns the reason."""
+        """Work until the coordinator orders an exit. Returns the reason."""
         while True:
             reply = self.serve_once(wait=True)
             if isinstance(reply, Exit):
                 return reply.reason
             if isinstance(reply, Drain):
-                # Nothing more to do but to be told when the node is wanted again, or is gone.
+                # Nothing to do until the node is wanted again or is gone.
                 time.sleep(min(0.2, self.heartbeat_seconds))
 
     def serve_once(self, *, wait: bool) -> Reply:
-        """Pull once and do what is asked; returns the order that was followed."""
+        """Pull once and follow the answer. Returns the order that was followed."""
         if self.draining():
             return self._wind_up()
         if self.elastic is not None and self.elastic.follows:
             handed = self.elastic.handed(self.heartbeat_seconds if wait else 0.0)
             if handed is not None:
                 return self._follow(handed)
-            wait = False  # nothing is to be done, or the group is over: what is new?
+            wait = False  # no work was handed over, or the group is over: pull for news
         self._pulls += 1
         ask = {
             "call": "pull",
@@ -233,23 +235,27 @@ class Worker:
         return reply
 
     def assume(self, weights: WeightsKey, digest: str) -> None:
-        """The model already has these weights: the trainer sets its own."""
+        """Record that the model already holds these weights. The trainer calls this after setting its own weights."""
         self.holds = (weights, digest)
 
     def _wind_up(self) -> Reply:
-        """Our own agent heard the notice: send what is scored and take nothing, whatever the coordinator knows."""
+        """Send the scored results and take no new work.
+
+        Used after the node agent received a notice, even if the coordinator has not heard of the notice.
+        """
         if self.elastic is not None:
             self.elastic.leave()
         self._settle(block=True)
         reply = self._call({"call": "heartbeat", "leases": {}})
         return reply if isinstance(reply, Exit) else Drain(deadline_ms=0)
 
-    # --- making pictures --------------------------------------------------------------------------------
+    # --- sampling images --------------------------------------------------------------------------------
 
     def _do(self, work: Work) -> None:
         kind = work.attempts[0].request.kind
         if kind in IDLE_KINDS and self._device.type == "cpu":
-            # Scoring would share its core with this: what the trainer waits for goes first.
+            # Scoring would share the CPU core with the new work. The trainer waits for the pending scores, so scores go
+            # first.
             self._settle(block=True, held=work)
         try:
             with self.usage.measure(PHASE_OF[kind]):
@@ -264,16 +270,16 @@ class Worker:
             self._settle(block=True, keep=1 if self.overlap_scoring else 0)
             return
         except (ValueError, RuntimeError, ArithmeticError, MemoryError) as error:
-            self._tore()  # or the others would wait for this pass
+            self._tore()  # or the other workers would wait for this forward pass
             if not is_out_of_memory(error):
                 self._fault(work, error)
                 return
             text = str(error)
-        # Only here, where the error and the tensors of its frames are gone, does freeing give anything back.
+        # Free memory only here: the error and the tensors of its frames are now released.
         self._make_room(work, text)
 
     def _denoise(self, work: Work) -> list[Trajectory] | None:
-        """All pictures of a lease, step by step; None when the work was taken away or handed back."""
+        """Denoise all images of a lease, step by step. Returns None if the lease was revoked or given back."""
         made = _Pictures.of(work, self.adapter)
         trajectories = self._begin(work, made.seeds)
         x = torch.stack([trajectories[i].x for i in made.filled]).to(self._device)
@@ -285,7 +291,7 @@ class Worker:
                     begun = time.perf_counter()
                     x, log_probs = advance(self.adapter, made.plan, made.conditioning, made.seeds, x, step)
                     if x.is_cuda:
-                        torch.cuda.synchronize(x.device)  # what is only queued is neither timed nor stopped in time
+                        torch.cuda.synchronize(x.device)  # queued work can be neither timed nor stopped
                     trajectories = self._record(made.plan, work, trajectories, x, log_probs)
                     time.sleep(max(0.0, begun + self.step_seconds - time.perf_counter()))
                     seconds.append(time.perf_counter() - begun)
@@ -304,7 +310,7 @@ class Worker:
 
     @property
     def _degree(self) -> int:
-        """How many workers share what this one makes."""
+        """Return the number of workers that share this worker's images."""
         return 1 if self.elastic is None else self.elastic.degree
 
     @property
@@ -312,7 +318,7 @@ class Worker:
         return next(self.adapter.transformer.parameters()).device
 
     def _begin(self, work: Work, seeds: Sequence[int]) -> list[Trajectory]:
-        """Where the pictures stand: at what was committed, if the job lets us go on from it."""
+        """Return the start state of the images: the committed states if a resume is allowed, else the initial noise."""
         if work.attempts[0].step and self.resume != "restart":
             names = [attempt.state for attempt in work.attempts]
             _, states = self.transport.call({"call": "states", "names": names})
@@ -327,7 +333,7 @@ class Worker:
     ) -> list[Trajectory]:
         if work.attempts[0].request.kind is not Kind.TRAIN:
             return [
-                replace(t, step=t.step + 1, x=row)  # nobody goes on from it, and nothing else of it is looked at
+                replace(t, step=t.step + 1, x=row)  # never resumed, and only the final latents are used
                 for t, row in zip(trajectories, x, strict=False)
             ]
         kept = zip(trajectories, x.cpu(), log_probs.cpu(), strict=False)
@@ -340,7 +346,7 @@ class Worker:
 
     @cached_property
     def _student_or_reward(self) -> Reward:
-        """Looked up in the scoring thread alone."""
+        """Return the scorer for candidates. Only the scoring thread may call this property."""
         student = self.student()
         if student is not None:
             return student
@@ -350,11 +356,11 @@ class Worker:
     # --- in a sequence-parallel group ----------------------------------------------------------------------
 
     def _group_report(self) -> dict[str, Any]:
-        """For a pull."""
+        """Return the group fields of a pull."""
         return {} if self.elastic is None else {"group": self.elastic.report()}
 
     def _hand_out(self, work: Work, x: Tensor, step: int) -> None:
-        """Let the others of our group make these pictures along with us, from these latents on."""
+        """Start the other workers of the group on the same images, from these latents on."""
         if self.elastic is not None and self.elastic.degree > 1:
             assert self.holds is not None
             message = {"work": reply_to_dict(work), "digest": self.holds[1], "step": step}
@@ -369,7 +375,10 @@ class Worker:
             self.elastic.tore()
 
     def _follow(self, handed: bytes) -> Reply:
-        """Compute along with the first of our group, which records, commits, scores and decides."""
+        """Compute the forward passes of the group's first worker.
+
+        The first worker records, commits, scores and decides.
+        """
         assert self.elastic is not None
         message = json.loads(handed)
         work = reply_from_dict(message["work"])
@@ -401,10 +410,10 @@ class Worker:
         if self.holds != (weights, digest):
             raise RuntimeError(f"weights {weights} with digest {digest} were published anew meanwhile")
 
-    # --- looking up between steps -------------------------------------------------------------------------
+    # --- between denoising steps --------------------------------------------------------------------------
 
     def _go_on(self, work: Work, trajectories: list[Trajectory]) -> bool:
-        """Whether to take the next step. Hands the work back when the node drains."""
+        """Return True if the worker may take the next step. Gives the work back when the node drains."""
         self._settle(block=False)
         drain = self.draining()
         replies = [self._committed(wait=False)]
@@ -420,7 +429,7 @@ class Worker:
                         return False
                 case Exit():
                     return False
-                case Drain() | Regroup():  # the node is taken back, or we are wanted in another group
+                case Drain() | Regroup():  # preemption, or an order to join another group
                     drain = True
                 case _:
                     pass
@@ -432,7 +441,7 @@ class Worker:
         return not drain
 
     def _hand_back(self, work: Work, trajectories: list[Trajectory]) -> None:
-        """Make in-flight state durable, then give the lease back: whoever takes it goes on from this step."""
+        """Make the in-flight state durable, then give the lease back. The next worker resumes from this step."""
         if work.attempts[0].request.kind is Kind.TRAIN and self.resume != "restart":
             with self.usage.measure(Phase.SYNC):
                 self._committed(wait=True)
@@ -444,7 +453,10 @@ class Worker:
     # --- commits ------------------------------------------------------------------------------------------
 
     def _is_commit_due(self, work: Work, step: int) -> bool:
-        """One commit at a time; the trainer's own worker has a disk that no reclaim takes, and commits on drain."""
+        """Return True if a commit is due and no commit is in progress.
+
+        The trainer's worker only commits on drain, because a preemption does not take the trainer's disk.
+        """
         if not work.commit_every or not self.may_load or self._commit is not None:
             return False
         lease, committed = self._last_commit
@@ -452,7 +464,10 @@ class Worker:
         return work.attempts[0].request.kind is Kind.TRAIN and since >= work.commit_every
 
     def _begin_commit(self, work: Work, trajectories: list[Trajectory]) -> None:
-        """Send where this lease stands. Trajectories are never changed, only replaced, so a thread may read them."""
+        """Send the current state of the lease.
+
+        A thread may read trajectories, because code replaces and never changes them.
+        """
         step = trajectories[0].step
         if self.overlap_commits:
             answer = self._committer.submit(self._send_commit, work, trajectories, self._commit_ms)
@@ -474,7 +489,10 @@ class Worker:
         return reply_from_dict(answer), (time.perf_counter() - begun) / self.clock.wall_seconds(1)
 
     def _committed(self, *, wait: bool) -> Reply | None:
-        """The answer to the commit that is under way, once it is there; raises what its call raised."""
+        """Return the answer to the commit in progress, or None if the answer is not there yet.
+
+        Raises the error of the call.
+        """
         if self._commit is None or not (wait or self._commit.answer.done()):
             return None
         commit, self._commit = self._commit, None
@@ -484,9 +502,9 @@ class Worker:
     # --- scoring ------------------------------------------------------------------------------------------
 
     def _settle(self, *, block: bool, keep: int = 0, held: Work | None = None) -> None:
-        """Send what is scored; with `block`, wait until at most `keep` leases are left to score.
+        """Send finished scores. With `block`, wait until at most `keep` leases are unscored.
 
-        `held`: work that was granted and begins only afterwards.
+        `held`: leased work that starts only after the wait; heartbeats renew its lease.
         """
         for made in list(self._pending):
             if block and len(self._pending) > keep:
@@ -496,7 +514,7 @@ class Worker:
             self._pending.remove(made)
             try:
                 scores, pictures = made.scoring.result()
-            except Exception as error:  # the user's reward may raise anything; it is reported, not swallowed
+            except Exception as error:  # a user's reward may raise anything; the fault is reported
                 if is_out_of_memory(error):
                     self._make_room(made.work, str(error))
                 else:
@@ -505,7 +523,10 @@ class Worker:
             self._finish(made, scores, pictures)
 
     def _wait_for(self, made: _Made, held: Work | None) -> None:
-        """Until it is scored, or fenced. A reward may take longer than a lease: the leases are kept alive meanwhile."""
+        """Wait until the lease is scored or revoked.
+
+        Scoring may last longer than a lease, so heartbeats renew all leases.
+        """
         phase = PHASE_OF[made.work.attempts[0].request.kind]
         while made in self._pending:
             with self.usage.measure(phase):
@@ -541,7 +562,10 @@ class Worker:
         self._pending = [made for made in self._pending if made.work.lease != lease]
 
     def _make_room(self, work: Work, text: str) -> None:
-        """This shape does not fit: nobody's fault, but we are not to be given it again."""
+        """Record that the shape does not fit, and give the lease back without a fault.
+
+        The next pull reports the smaller limit.
+        """
         self.room = min(work.shape - 1, work.shape if self.room is None else self.room)
         gc.collect()
         if torch.cuda.is_available():
@@ -562,7 +586,7 @@ class Worker:
         assert self.source is not None
         with self.source.get(order.weights, order.digest) as data:
             if data is None:
-                return  # published anew in the meantime; the next pull says so
+                return  # weights were published again; the next pull names the new digest
             self.holds = None
             set_weights(self.parameters, data)
         self.holds = (order.weights, order.digest)
@@ -579,32 +603,38 @@ class Worker:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device or this machine had too little memory for what was tried."""
+    """Return True if the error means that a device or the host ran out of memory."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    # torch has no class of its own for an allocation that fails on a CPU.
+    # torch has no exception class for a failed CPU allocation.
     return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
 
 
 def as_bytes(picture: Tensor) -> Tensor:
-    """A picture in [-1, 1] as uint8, laid out in one piece whatever its decoder left: [C, H, W] or [C, F, H, W]."""
+    """Convert an image in [-1, 1] to contiguous uint8 on the CPU: [C, H, W] or [C, F, H, W].
+
+    Decoders may return non-contiguous images.
+    """
     return ((picture.float() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8).contiguous().cpu()
 
 
 def get_weights(parameters: dict[str, torch.nn.Parameter]) -> bytes:
-    """Trained weights as safetensors bytes."""
+    """Return the trained weights as safetensors bytes."""
     return save({name: value.detach().contiguous().cpu() for name, value in parameters.items()})
 
 
 def set_weights(parameters: dict[str, torch.nn.Parameter], data: bytes | memoryview) -> None:
-    """Copy safetensors bytes into live parameters, in place and once. Raises KeyError when one is missing."""
+    """Copy safetensors bytes into live parameters, in place and with one copy.
+
+    Raises KeyError if a parameter is missing.
+    """
     header_size = int.from_bytes(data[:8], "little")
     header = json.loads(bytes(data[8 : 8 + header_size]))
     missing = parameters.keys() - header.keys()
     if missing:
         raise KeyError(f"these weights lack {sorted(missing)}")
     with torch.no_grad(), warnings.catch_warnings():
-        # The views are only read, so it does not matter that torch cannot protect them.
+        # The code only reads the views, so torch's warning about writable memory does not apply.
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
         for name, parameter in parameters.items():
             entry = header[name]
