@@ -97,7 +97,10 @@ class PricePoint:
 
     @property
     def pool(self) -> tuple[str, ...]:
-        """Return the key that has one price at a time: a product in a place, as reported by one source."""
+        """Return the key of a price series: a product in a place, from a single source.
+
+        A series has a single price at a time.
+        """
         return self.cloud, self.region, self.zone or self.zone_id, self.instance_type, self.market, self.source
 
 
@@ -105,7 +108,7 @@ class AdviceKind(StrEnum):
     """Kinds of a cloud's estimates of its spot capacity. No kind is a hazard (research notes cost 1.2)."""
 
     OBTAINABILITY = "obtainability"
-    """0 to 1: the probability that a request of this size is met now."""
+    """0 to 1: the probability that the request is met now."""
     UPTIME_HOURS = "uptime_hours"
     """Hours that most spot VMs of the request are expected to run."""
     PREEMPTION_RATE = "preemption_rate"
@@ -165,7 +168,7 @@ class Fetched:
 
 
 class PriceSource(Protocol):
-    """A feed of prices. `AwsSpot` and the other sources of `launcher/market/sources` query the clouds."""
+    """A feed of prices. `AwsSpot` and the rest of `launcher/market/sources` query the clouds."""
 
     @property
     def name(self) -> str:

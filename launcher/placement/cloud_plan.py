@@ -265,8 +265,8 @@ def _nodes_without_exploring(cost: IterationCost, site: Site) -> float:
 def _when_spot_pays(ask: CloudAsk, choice: Choice, expected: Outlook) -> WhenSpotPays | None:
     """Return the cost per iteration relative to the trainer alone, including hazards, cold starts and traffic.
 
-    Without hazards, cold starts and traffic the ratio equals c of papers 6.2. A plan without rollout nodes is compared
-    through the best plan with a single rollout node.
+    Without hazards, cold starts and traffic the ratio equals c of papers 6.2. For a plan without rollout nodes, the
+    ratio is for the best plan with a single rollout node.
     """
     if not choice.nodes:
         one = _with_nodes(ask, choice.site, 1)
@@ -439,7 +439,10 @@ def _dearer_zones(choice: Choice) -> tuple[LeftOut, ...]:
 
 
 def _fewer_or_more(ask: CloudAsk, choice: Choice, expected: Outlook) -> tuple[Alternative, ...]:
-    """Return the best choices at the same site with one node fewer and one node more (the marginal node both ways)."""
+    """Return the best choices at the same site with one rollout node fewer and one more.
+
+    The difference is the value of the marginal node, in both directions.
+    """
     alternatives = []
     for nodes, word in ((choice.nodes - 1, "one node fewer"), (choice.nodes + 1, "one node more")):
         other = _with_nodes(ask, choice.site, nodes)
@@ -472,14 +475,14 @@ def _with_nodes(ask: CloudAsk, site: Site, nodes: int) -> Choice | None:
 
 
 NEAREST = 3
-"""Number of other sites that are planned completely. For the remaining sites the plan gives a lower bound of the
-cost."""
+"""Number of alternative sites that are planned completely. For the remaining sites the plan gives a lower bound of
+the cost."""
 
 
 def _elsewhere(
     ask: CloudAsk, sites: Sequence[Site], choice: Choice, expected: Outlook, found: Found | None
 ) -> tuple[Alternative, ...]:
-    """Return every other site with its best plan, cheapest bound first."""
+    """Return the best plan of every site not chosen, cheapest bound first."""
     bounds: Sequence[int | None] = (None,) * len(sites) if found is None else found.at_least_micro_usd
     others = [(site, bound) for site, bound in zip(sites, bounds, strict=True) if site.trainer != choice.site.trainer]
     nearest = sorted((bound, number) for number, (_, bound) in enumerate(others) if bound is not None)

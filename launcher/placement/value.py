@@ -28,7 +28,8 @@ COOL_MOST_MS = HOUR_MS // 2
 cool-down of two hours would miss most of the capacity."""
 
 FREE_FIRST_HOUR = 1.0
-"""Hours for which AWS does not bill a Linux spot instance that EC2 preempts in its first hour (cost 0.5)."""
+"""Length of the free period in hours. AWS does not bill a Linux spot instance that EC2 preempts in its first hour
+(cost 0.5)."""
 
 
 # --- one node ------------------------------------------------------------------------------------------
@@ -136,8 +137,7 @@ def useful_share(terms: NodeTerms) -> float:
 
 
 def micro_usd_per_slot_hour(terms: NodeTerms) -> float:
-    """Return B over the cycle: the cost of a slot in an hour by the clock, including hours in which the slot is
-    empty or free."""
+    """Return B over the cycle: the cost of a slot in an hour by the clock, with its empty or free hours."""
     return micro_usd_per_life(terms) / cycle_hours(terms)
 
 
@@ -220,7 +220,9 @@ def on_demand_fallback(ready: int, floor: int, most: int) -> int:
 
 
 def most_in_one_zone(nodes: int, zones: int) -> int:
-    """Return n_z <= ceil(n / 2) if there are two zones or more, because one zone may preempt all of its nodes at once.
+    """Return the limit of nodes in one zone: ceil(n / 2) with two zones or more.
+
+    A zone may preempt all of its nodes at once, so no zone holds more than half.
 
     3 of 5 nodes; all 5 in a single zone.
     """
