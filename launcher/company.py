@@ -40,7 +40,7 @@ BREAKS_YAML = re.compile(r": |:$| #|^[\"'\[{&*!|>%@`]|[\n\r]")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Named:
-    """Identity and network that the job names in one region of one cloud; empty fields if spotrl makes its own.
+    """Identity and network that the job names in a region of a cloud; empty fields if spotrl makes both.
 
     `network`: id or Name tag of a VPC (AWS); NETWORK or PROJECT/NETWORK (Google Cloud). `group`: security group (AWS).
     """

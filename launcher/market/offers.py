@@ -44,8 +44,8 @@ REFUSE_MS = {Market.ON_DEMAND: 30 * DAY_MS, Market.SPOT: 24 * HOUR_MS}
 AWS may change a spot price at any time, GCP daily; on-demand lists rarely change."""
 
 SKEW_MS = HOUR_MS
-"""Tolerance for prices dated in the future, in milliseconds. Beyond it, the price has a wrong date or this machine
-has a wrong clock."""
+"""Tolerance for prices dated in the future, in milliseconds. A price beyond the tolerance has a wrong date, or the
+clock of this machine is wrong."""
 
 
 class CatalogError(Failure):
@@ -213,9 +213,9 @@ def parse_offers(lines: Iterable[str], table: str) -> tuple[Offer, ...]:
 
 
 def key(offer: Offer) -> tuple[str, ...]:
-    """Return the identity of an offer, without its price.
+    """Return the identity of an offer, without the price.
 
-    An AWS zone has one id, but a different name in each account.
+    An AWS zone has a single id, but a different name in each account.
     """
     return (offer.cloud, offer.region, offer.zone_id or offer.zone, offer.instance_type, offer.market.value)
 
@@ -300,7 +300,7 @@ _AWS_REGION = re.compile(r"[a-z]{2}(-[a-z]+)+-\d")
 
 
 def buyable(offers: Iterable[Offer]) -> tuple[Offer, ...]:
-    """Return the offers in places that a cloud knows. An AWS zone without a name here is named by its id.
+    """Return the offers in places that a cloud knows. An AWS zone without a known name is named by the id.
 
     The shipped tables also price the local infra, with zones like `us-east-1-cheapest` and a region `us`.
     """
@@ -368,7 +368,7 @@ def without_expired(offers: Iterable[Offer], now_ms: int) -> tuple[Offer, ...]:
 
 
 def refuse_stale(offers: Iterable[Offer], now_ms: int) -> None:
-    """Raise CatalogError for the first price that is too old. Called before anything is bought at these prices."""
+    """Raise CatalogError for the first price that is too old. Called before every purchase."""
     for offer in offers:
         if age_of(offer.observed_at, offer.market, now_ms) in TOO_OLD:
             raise CatalogError(
