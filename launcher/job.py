@@ -2,8 +2,7 @@
 
 All checks run before any purchase.
 
-flag > `SPOTRL_*` > job file > user's config > default    (`spotrl config show --origin` prints the source of each
-value)
+flag > `SPOTRL_*` > job file > user's config > default    (`spotrl config show --origin` prints the sources)
 
 The promise: a job that loads can be planned and sent to every node unchanged. A job that does not load raises a single
 `JobError`. The error names the place, the value found and the allowed values. Nothing has been started by then, and the
@@ -231,8 +230,8 @@ class Recovery(Strict):
     trainer_wait: DurationMs = Field(default=600_000, validate_default=False)
     """Time to look for a trainer in the zones of its region, before the run moves to another region or cloud."""
     launches_per_minute: Annotated[int, Field(ge=1, le=600)] = 10
-    """Launch limit of the whole run. Without the limit, a fault that loses every node at once would buy nodes just
-    as fast."""
+    """Launches per minute, over the whole run. Without the limit, a fault that loses every node at once would buy
+    nodes just as fast."""
 
 
 class AllRuns(Strict):

@@ -171,7 +171,7 @@ class RunCosts:
 
     @cached_property
     def by_place(self) -> dict[str, int]:
-        """Cost by cloud and region. A run that failed over has several."""
+        """Cost by cloud and region. A run that failed over has several entries."""
         return _summed((f"{node.cloud} {node.region}", node.micro_usd) for node in self.nodes)
 
     @cached_property

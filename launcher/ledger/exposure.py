@@ -80,7 +80,7 @@ def _history(
 
 
 def _newest_facts(session: Session) -> dict[int, int]:
-    """Return the newest fact of each run: an answer of the cloud, or an event of the engine."""
+    """Return the time of the newest fact of each run: an answer of the cloud, or an event of the engine."""
     told = session.execute(select(ProgressRow.run_id, func.max(ProgressRow.at_ms)).group_by(ProgressRow.run_id))
     seen = session.execute(
         select(Node.run_id, func.max(NodeEvent.at_ms))

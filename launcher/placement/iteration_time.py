@@ -1,8 +1,8 @@
 """Predict the iteration time, the number of iterations and when spot pays: papers 6.2 with preemptions. Pure.
 
-T = N gamma (1 / (R + S) + V / (R + S)^3) + T_train + t_sync      seconds of an iteration K = K(0) gain^-e
-iterations to the target c = T rate / (T(0) rate(0))                                       cost of an iteration; spot
-pays iff K / K(0) < 1 / c
+T = N gamma (1 / (R + S) + V / (R + S)^3) + T_train + t_sync      seconds of an iteration
+K = K(0) gain^-e                                                  iterations to the target
+c = T rate / (T(0) rate(0))                                       cost of an iteration; spot pays iff K / K(0) < 1 / c
 
 R: trainer GPUs. S: spot GPUs at work on average. V: the variance of the number of spot GPUs. With V = 0 and all spot
 GPUs always at work, the formulas are the closed forms of `engine.exploration.value`. In the reference recipe c > 1:

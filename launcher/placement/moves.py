@@ -38,7 +38,7 @@ from launcher.placement.value import COOL_MOST_MS, COOL_MS, most_in_one_zone
 AGAIN_MS = 10_000
 """First retry delay in milliseconds; the delay doubles: 10 s, 20 s, 40 s, ... Used for a trainer refused in the home
 region, because the run still pays for its spot nodes. Also used for a node without quota, because the quota is free
-as soon as another node of ours has ended."""
+as soon as another node of the run has ended."""
 
 GIVE_BACK_AFTER_MS = 600_000
 """Spot capacity that came back ten minutes ago is expected to stay. Milliseconds."""
@@ -263,7 +263,7 @@ class Tried:
         return self._full.get(_quota(option), [])
 
     def cools_until_ms(self, option: Option, cool_down_ms: int) -> int:
-        """Return the end of the pool's cool-down after refusals, or after our own nodes used up the quota."""
+        """Return the end of the pool's cool-down after refusals, or after the run's own nodes used up the quota."""
         lacking = _cools_until_ms(self._refused.get(option.place, []), cool_down_ms)
         return max(lacking, _cools_until_ms(self.full(option), AGAIN_MS))
 
@@ -277,12 +277,12 @@ class Tried:
         return min((up_ms for up_ms in ups if up_ms > lacked_ms), default=None)
 
     def has_stayed(self, option: Option, now_ms: int) -> bool:
-        """Return whether a place has had capacity for `GIVE_BACK_AFTER_MS`."""
+        """Return whether a pool has had capacity for `GIVE_BACK_AFTER_MS`."""
         since_ms = self.there_since_ms(option)
         return since_ms is not None and now_ms >= since_ms + GIVE_BACK_AFTER_MS
 
     def is_on_trial(self, option: Option, now_ms: int) -> bool:
-        """Return whether a node of ours is testing if a place has capacity again."""
+        """Return whether one of the run's nodes is testing if a pool has capacity again."""
         if self.has_stayed(option, now_ms):
             return False
         is_asked = any(not attempt.was_up for attempt in self._live[option.place])
@@ -443,7 +443,7 @@ def _quota(option: Option) -> tuple[str, ...]:
 
 
 def _is_full(denied: Attempt, known: Iterable[Attempt]) -> bool:
-    """Return whether nodes of ours used up the quota named in a denial, or may have.
+    """Return whether the run's own nodes used up the quota named in a denial, or may have.
 
     Types of a family share a quota, so any node of the same region and market counts, until `QUOTA_LAG_MS` after the
     node's end. With a quota of 0 no node can hold the quota, and the denial is final.

@@ -1,7 +1,7 @@
 """Policies: choose the nodes to keep running, given the offers and the recent losses. Pure; one protocol.
 
-all-on-demand, cheapest-failover, skypilot-like, spothedge: baselines, for comparison ours: the choice of least expected
-cost (launcher/placement/search.py)
+all-on-demand, cheapest-failover, skypilot-like, spothedge: baselines, for comparison
+ours: the choice of least expected cost (launcher/placement/search.py)
 
 A plan asks a policy before the run. The live cluster and a replay over traces can ask the same policy again with the
 losses so far. The baselines take as many nodes as the job allows and the caps bear. `ours` also decides the number of

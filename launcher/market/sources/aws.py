@@ -61,7 +61,7 @@ NOT_ALLOWED = frozenset(
 
 
 class AwsSpot:
-    """Spot prices of every zone from `since_ms` on (AWS keeps 90 days), with the prices held at `since_ms`.
+    """Spot prices of every zone from `since_ms` on (AWS keeps 90 days), with the prices valid at `since_ms`.
 
     Empty `regions`: all enabled regions.
     """

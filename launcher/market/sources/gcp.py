@@ -1,7 +1,7 @@
 """Google Cloud's prices: instances added up from the billing catalog's parts, and the capacity advisor's estimates.
 
-billing SKUs -> parts (core, memory, GPU, local SSD) -> one price per instance type, region and market capacity advisor
--> spot price history of a zone, preemption rate, obtainability, expected uptime
+billing SKUs -> parts (core, memory, GPU, local SSD) -> one price per instance type, region and market
+capacity advisor -> spot price history of a zone, preemption rate, obtainability, expected uptime
 
 `SPOTRL_GCP_BILLING_ENDPOINT` and `SPOTRL_GCP_COMPUTE_ENDPOINT` name another server (a test's, a proxy's). No
 credentials are sent to another server. The catalog prices no instance. A sum with a missing or unclear part is reported
