@@ -40,7 +40,7 @@ BREAKS_YAML = re.compile(r": |:$| #|^[\"'\[{&*!|>%@`]|[\n\r]")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Named:
-    """Identity and network that the job names in a region of a cloud; empty fields if spotrl makes both.
+    """Identity and network that the job names in a region of a cloud. A field is empty if spotrl makes the resource.
 
     `network`: id or Name tag of a VPC (AWS); NETWORK or PROJECT/NETWORK (Google Cloud). `group`: security group (AWS).
     """

@@ -98,7 +98,7 @@ NOT_A_FIELD = (
 prices (launcher/market/sources/gcp.py). Every variable not listed here names a field: SPOTRL_BUDGET__MAX_TOTAL."""
 
 
-# --- values as people write them ---------------------------------------------------------------------
+# --- values as written in a job file -----------------------------------------------------------------
 
 
 def _some_money(micro_usd: int) -> int:
@@ -545,7 +545,7 @@ class Job(EngineConfig):
         return EngineConfig(**fields)
 
 
-# --- from a file to a checked job --------------------------------------------------------------------
+# --- loading and checking ----------------------------------------------------------------------------
 
 
 class JobError(Failure):

@@ -199,7 +199,7 @@ def _summed(items: Iterable[tuple[str, int]]) -> dict[str, int]:
     return dict(sums)
 
 
-# --- where a node's time went -------------------------------------------------------------------------
+# --- phases of a node ---------------------------------------------------------------------------------
 
 
 def phases_of_charge(charge: Charge, seen_ms: int | None, usages: Sequence[Usage]) -> dict[str, int]:
@@ -268,7 +268,7 @@ def _cost_of(
     )
 
 
-# --- from the ledger ----------------------------------------------------------------------------------
+# --- ledger queries -----------------------------------------------------------------------------------
 
 
 def charges_of(

@@ -64,7 +64,7 @@ def open_ledger(path: Path, is_in_use: Callable[[ControllerLease], bool] = lambd
     """
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     # Never open an existing file here. Closing a file ends all POSIX locks of this process on the file, SQLite's locks
-    # too. The next process that closes the ledger would then take the ledger apart under a reader without a lock.
+    # too. The next process that closes the ledger would then remove the write-ahead log under a reader without a lock.
     with suppress(FileExistsError):
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
     # SQLite makes `-wal` and `-shm` with the file's own mode. Files made by older versions are narrowed here.

@@ -169,7 +169,7 @@ STEADY = HazardCurve(per_hour=(0.0,) * len(BUCKET_STARTS_MS))
 """Hazard of a node that the cloud never preempts: on demand."""
 
 
-# --- what is believed before anything was seen ---------------------------------------------------------
+# --- priors --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -224,7 +224,7 @@ def _said(prior: HazardPrior, factor: float, source: str) -> HazardPrior:
     return HazardPrior(curve=prior.curve.scaled(factor), reclaims=reclaims, basis=Basis.SAID, source=source)
 
 
-# --- what is estimated ---------------------------------------------------------------------------------
+# --- estimates -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -391,7 +391,7 @@ def cold_start(seen_ms: Iterable[int] = ()) -> Estimate:
     )
 
 
-# --- who goes with whom --------------------------------------------------------------------------------
+# --- correlation ---------------------------------------------------------------------------------------
 
 SAME_ZONE = Estimate(
     mean=0.59,
@@ -423,7 +423,7 @@ def correlation(one: Pool, other: Pool) -> Estimate:
     return SAME_ZONE if one.zone == other.zone else SAME_REGION
 
 
-# --- what was seen -------------------------------------------------------------------------------------
+# --- observations --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -294,7 +294,7 @@ def as_row(offer: Offer) -> dict[str, str]:
     return {name: row[name] for name in COLUMNS}
 
 
-# --- what somebody could buy -------------------------------------------------------------------------
+# --- buyable offers ----------------------------------------------------------------------------------
 
 _AWS_REGION = re.compile(r"[a-z]{2}(-[a-z]+)+-\d")
 

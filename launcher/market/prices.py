@@ -195,7 +195,7 @@ class FeedRefused(Failure):
     exit_code = ExitCode.STALE_CATALOG
 
 
-# --- what is believed --------------------------------------------------------------------------------
+# --- validation of a feed ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -243,7 +243,7 @@ def on_demand_prices(points: Iterable[PricePoint]) -> dict[Product, int]:
     return {(p.cloud, p.region, p.instance_type): p.micro_usd_per_hour for p in newest}
 
 
-# --- one row -----------------------------------------------------------------------------------------
+# --- validation of a row -----------------------------------------------------------------------------
 
 
 def _point(raw: RawPrice, now_ms: int) -> PricePoint:
@@ -321,7 +321,7 @@ def _short(text: str) -> str:
     return text if len(text) <= 60 else text[:60] + "…"
 
 
-# --- rows beside one another -------------------------------------------------------------------------
+# --- comparison of rows ------------------------------------------------------------------------------
 
 Row = tuple[RawPrice, PricePoint]
 

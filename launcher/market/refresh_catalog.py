@@ -203,7 +203,7 @@ def seal(folder: Path, catalog: Catalog) -> None:
     _write(folder / MANIFEST, manifest_text(tables))
 
 
-# --- from where --------------------------------------------------------------------------------------
+# --- origins -----------------------------------------------------------------------------------------
 
 ORIGINS = ("clouds", "recorded", "gpuhunt")
 """Sources of a refresh: the clouds, the ledger alone, or dstack's library."""

@@ -216,7 +216,7 @@ def plan_cloud(ask: CloudAsk, market: MarketView) -> CloudPlan:
     )
 
 
-# --- the parts ------------------------------------------------------------------------------------------
+# --- parts of the plan ----------------------------------------------------------------------------------
 
 
 def _span(expected: int, *ends: int) -> Span:
@@ -435,7 +435,7 @@ def _dearer_zones(choice: Choice) -> tuple[LeftOut, ...]:
     )
 
 
-# --- what else there is ---------------------------------------------------------------------------------
+# --- alternatives ---------------------------------------------------------------------------------------
 
 
 def _fewer_or_more(ask: CloudAsk, choice: Choice, expected: Outlook) -> tuple[Alternative, ...]:
@@ -561,7 +561,7 @@ def _rollout(nodes: int) -> str:
     return f"{nodes} rollout node{'' if nodes == 1 else 's'}"
 
 
-# --- no plan --------------------------------------------------------------------------------------------
+# --- errors without a plan ------------------------------------------------------------------------------
 
 
 def _broken(ask: CloudAsk, listed: int, micro_usd: int, ms: int) -> str | None:

@@ -51,7 +51,7 @@ QUOTA_LAG_MS = 300_000
 """Time after a node's end during which the cloud may still count the node against a quota, in milliseconds."""
 
 
-# --- what can be bought -------------------------------------------------------------------------------
+# --- options ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,7 +86,7 @@ class SiteOptions:
         return self.cloud, self.region
 
 
-# --- what was tried -----------------------------------------------------------------------------------
+# --- attempts -----------------------------------------------------------------------------------------
 
 
 class Outcome(StrEnum):
@@ -163,7 +163,7 @@ class MoveRules:
         return 3 * self.cool_down_ms
 
 
-# --- what to do ---------------------------------------------------------------------------------------
+# --- moves --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -408,7 +408,7 @@ def gap_ms(refusals: int, first_ms: int, name: str, longest_ms: int = COOL_MOST_
     return min(longest_ms, round(first_ms * (1 + jitter(name) / 2)) << min(refusals - 1, 20)) if refusals else 0
 
 
-# --- how limits on the rate of launches work ------------------------------------------------------------
+# --- launch rate ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -430,7 +430,7 @@ class LaunchRate:
         return earned_ms - self.burst * spacing_ms + spacing_ms if earned_ms else 0
 
 
-# --- of attempts ----------------------------------------------------------------------------------------
+# --- helpers --------------------------------------------------------------------------------------------
 
 
 def _end(attempt: Attempt) -> tuple[int, str]:
@@ -527,7 +527,7 @@ def _regions(options: Iterable[Option]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more regions" if len(names) > 4 else "")
 
 
-# --- prices of now ------------------------------------------------------------------------------------
+# --- current prices -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

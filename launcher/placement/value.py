@@ -163,7 +163,7 @@ def value_of(terms: NodeTerms) -> SlotValue:
     )
 
 
-# --- how many ------------------------------------------------------------------------------------------
+# --- number of nodes -----------------------------------------------------------------------------------
 
 
 def square_root_rule(
@@ -216,7 +216,7 @@ def on_demand_fallback(ready: int, floor: int, most: int) -> int:
     return min(most, max(0, floor - ready))
 
 
-# --- where ---------------------------------------------------------------------------------------------
+# --- zones ---------------------------------------------------------------------------------------------
 
 
 def most_in_one_zone(nodes: int, zones: int) -> int:
@@ -265,7 +265,7 @@ def cools_until_ms(stock_outs_ms: Sequence[int], since_ms: int | None = None, ji
     return max(refusals) + min(COOL_MOST_MS, wait_ms)
 
 
-# --- what moves ----------------------------------------------------------------------------------------
+# --- weight traffic ------------------------------------------------------------------------------------
 
 GB = 10**9
 

@@ -218,7 +218,7 @@ def _gap(part: Part, skus: Sequence[Sku]) -> str:
     return "" if price > 0 else f"unclear: {part.name} costs {skus[0].price} (SKU {skus[0].sku_id})"
 
 
-# --- asking ------------------------------------------------------------------------------------------
+# --- queries -----------------------------------------------------------------------------------------
 
 
 class GcpCatalog:
