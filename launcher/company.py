@@ -1,15 +1,16 @@
-"""Things that an administrator made for nodes and the job names: identities, and networks with their way in by SSH.
+"""Cloud resources made by an administrator and named in the job: identities, and networks with their SSH access.
 
     identity: {aws: INSTANCE_PROFILE, gcp: NAME@PROJECT.iam.gserviceaccount.com}
     network:
       aws: {us-east-1: {vpc: vpc-0a1b, security_group: nodes, subnets: [subnet-0c1d], public_addresses: false}}
       gcp: {network: nodes, subnets: {us-central1: nodes-central}, public_addresses: false, ssh_proxy: ...}
 
-What is named is used as it is: spotrl makes nothing in its place and changes or deletes nothing of it. A VPC and a
-subnet of Google Cloud are in one region, so they are written by region, and nodes are bought in no other region.
+Named resources are used unchanged: spotrl makes no replacement, and changes or deletes no part of a named resource. A
+VPC and a subnet of Google Cloud are in one region. Both are written by region, and nodes are bought in no other region.
 
-`public_addresses: false` gives nodes private addresses alone. Then this machine is inside that network, or `ssh_proxy`
-leads into it: an OpenSSH ProxyCommand, in which %h is the node's address and %p its port:
+`public_addresses: false` gives nodes private addresses only. This machine must then be inside the network, or
+`ssh_proxy` must lead into the network. `ssh_proxy` is an OpenSSH ProxyCommand, in which %h is the node's address and %p
+its port:
 
     ssh -W %h:%p bastion.example.com
     gcloud compute start-iap-tunnel %h %p --listen-on-stdin --region=REGION --network=NETWORK --dest-group=GROUP
@@ -26,7 +27,7 @@ from pydantic import model_validator as model_check
 from engine.config import Strict
 
 OURS = "spotrl-"
-"""Names that spotrl gives to what it makes, and deletes."""
+"""Prefix of the resources that spotrl makes and deletes."""
 
 SERVICE_ACCOUNT = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?@[a-z]([a-z0-9-]*[a-z0-9])?\.iam\.gserviceaccount\.com")
 
@@ -34,12 +35,12 @@ AWS_REGION = re.compile(r"[a-z]{2}(-[a-z]+)+-\d")
 GCP_REGION = re.compile(r"[a-z]+-[a-z]+\d+")
 
 BREAKS_YAML = re.compile(r": |:$| #|^[\"'\[{&*!|>%@`]|[\n\r]")
-"""SkyPilot writes the command into a YAML file without quotes."""
+"""Texts that break a YAML file, because SkyPilot writes the proxy command into a YAML file without quotes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Named:
-    """Identity and network that the job names in one region of one cloud; empty where spotrl makes its own.
+    """Identity and network that the job names in a region of a cloud. A field is empty if spotrl makes the resource.
 
     `network`: id or Name tag of a VPC (AWS); NETWORK or PROJECT/NETWORK (Google Cloud). `group`: security group (AWS).
     """
@@ -53,7 +54,7 @@ class Named:
 
     @property
     def is_reached_from_here(self) -> bool:
-        """True if SSH comes from the address that the world sees this machine at."""
+        """Return True if SSH comes from the public address of this machine."""
         return self.public_addresses and not self.ssh_proxy
 
 
@@ -70,7 +71,7 @@ def _not_ours(field: str, value: str | None) -> str | None:
 
 
 class Identity(Strict):
-    """Identities that nodes run as, instead of one that spotrl makes for the run."""
+    """Identities of nodes, instead of an identity that spotrl makes for the run."""
 
     aws: Annotated[str, Field(pattern=r"^[\w+=,.@-]{1,128}$")] | None = None
     """Name of an instance profile."""
@@ -91,7 +92,7 @@ class Identity(Strict):
 
 
 class WayIn(Strict):
-    """The way by which this machine and SkyPilot log in to nodes of a network."""
+    """SSH access of this machine and SkyPilot to the nodes of a network."""
 
     public_addresses: bool = True
     ssh_proxy: str | None = None
@@ -99,7 +100,7 @@ class WayIn(Strict):
 
     @property
     def is_direct(self) -> bool:
-        """True if nodes are reached at public addresses, without a proxy."""
+        """Return True if nodes are reached at public addresses, without a proxy."""
         return self.public_addresses and self.ssh_proxy is None
 
     @field_validator("ssh_proxy")
@@ -118,14 +119,15 @@ class WayIn(Strict):
 
 
 class AwsNetwork(WayIn):
-    """A VPC, and the security group that its nodes are in."""
+    """A VPC, and the security group of the nodes in the VPC."""
 
     vpc: Annotated[str, Field(min_length=1)]
-    """Its id or its Name tag."""
+    """Id or Name tag of the VPC."""
     security_group: Annotated[str, Field(min_length=1)]
-    """Its id or its name. It lets SSH in from this machine or the proxy, and all traffic among its members."""
+    """Id or name of the security group. The group allows SSH from this machine or the proxy, and all traffic among
+    its members."""
     subnets: tuple[str, ...] = ()
-    """Ids or Name tags. None: those of the VPC that fit `public_addresses`."""
+    """Ids or Name tags of subnets. None: the subnets of the VPC that fit `public_addresses`."""
 
     @field_validator("security_group")
     @classmethod
@@ -134,12 +136,12 @@ class AwsNetwork(WayIn):
 
 
 class GcpNetwork(WayIn):
-    """A VPC network, whose firewall rules let SSH in and all traffic among nodes."""
+    """A VPC network with firewall rules for SSH and for all traffic among nodes."""
 
     network: Annotated[str, Field(pattern=r"^([a-z][-a-z0-9]*/)?[a-z][-a-z0-9]*$")]
     """NETWORK, or PROJECT/NETWORK of a Shared VPC."""
     subnets: dict[str, str] = Field(default_factory=dict)
-    """Subnet by region. None: any region, and there a subnet of the network."""
+    """Subnet by region. None: any region, with any subnet of the network."""
 
     @field_validator("network")
     @classmethod
@@ -154,10 +156,10 @@ class GcpNetwork(WayIn):
 
 
 class Network(Strict):
-    """Networks of nodes, instead of a network and a group that spotrl makes for the run."""
+    """Networks of nodes, instead of a network and a security group that spotrl makes for the run."""
 
     aws: dict[str, AwsNetwork] = Field(default_factory=dict)
-    """By region."""
+    """Networks by region."""
     gcp: GcpNetwork | None = None
 
     @model_check(mode="after")
@@ -166,13 +168,13 @@ class Network(Strict):
         return self
 
     def regions(self, cloud: str) -> tuple[str, ...]:
-        """Return the only regions of a cloud where nodes may be; empty: all of them."""
+        """Return the only regions of a cloud where nodes may be; empty: all regions."""
         if cloud == "aws":
             return tuple(self.aws)
         return tuple(self.gcp.subnets) if self.gcp is not None else ()
 
     def is_reached_from_here(self, clouds: Iterable[str]) -> bool:
-        """Return whether SSH to some node comes from the address that the world sees this machine at."""
+        """Return whether SSH to some node comes from the public address of this machine."""
         of_gcp = [self.gcp] if self.gcp is not None else []
         ways: dict[str, Sequence[WayIn]] = {"aws": list(self.aws.values()), "gcp": of_gcp}
         return any(not ways[cloud] or any(way.is_direct for way in ways[cloud]) for cloud in clouds)
@@ -183,7 +185,7 @@ class Network(Strict):
 
 
 def named_in(identity: Identity, network: Network, cloud: str, region: str) -> Named:
-    """Return what is named in a region of a cloud."""
+    """Return the named resources in a region of a cloud."""
     if cloud == "aws":
         of_aws = network.aws.get(region)
         named = Named(identity=identity.aws or "")

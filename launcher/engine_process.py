@@ -1,4 +1,4 @@
-"""A module of the engine in a process of its own, so that the launcher stays free of torch."""
+"""Run a module of the engine in a separate process. The launcher stays free of torch."""
 
 import re
 import sys
@@ -8,13 +8,13 @@ from pathlib import Path
 from launcher.exit_codes import Failure
 
 OURS = Path(__file__).parent.parent / "engine" / "__init__.py"
-"""The engine that came with this launcher."""
+"""Path of the engine that ships with the launcher."""
 
 
 def check_engine_is_ours(found: str | None = None) -> None:
-    """Raise Failure when Python finds another `engine` than spotrl's: a user's own engine.py on PYTHONPATH, say.
+    """Raise Failure if Python finds a foreign `engine`, for example a user's own engine.py on PYTHONPATH.
 
-    `found`: the file that Python imports as `engine`; None asks Python, without importing it.
+    `found`: the file that Python imports as `engine`. None: look the file up, without importing the engine.
     """
     if found is None:
         spec = find_spec("engine")
@@ -27,13 +27,13 @@ def check_engine_is_ours(found: str | None = None) -> None:
 
 
 def engine_command(module: str, *words: str) -> list[str]:
-    """Return the command line. Raises Failure when the engine is not installed here."""
+    """Return the command line of an engine module. Raises Failure if the engine is not installed on this machine."""
     if find_spec("torch") is None:
         raise Failure("the engine is not installed here; `pip install 'spotrl[engine]'`")
     return [sys.executable, "-P", "-m", module, *words]
 
 
 def engine_failure(stderr: str) -> Failure:
-    """Return the error that ended such a process, in its own words and without the name of its class."""
+    """Return the error that ended an engine process, without the name of the error class."""
     last = (stderr.strip().splitlines() or ["the engine ended without a word"])[-1]
     return Failure(re.sub(r"^[\w.]*(Error|Exception): ", "", last))

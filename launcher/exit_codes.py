@@ -1,6 +1,7 @@
-"""How a command ends: one number for each kind of answer, and the error that carries it to a person.
+"""Exit codes of commands, one per kind of result, and the error that carries an exit code to the user.
 
-Every `Failure` says what was found and what to do next; `launcher/cli/main.py` prints it and exits with its code.
+Every `Failure` names the problem found and the next step. `launcher/cli/main.py` prints the message and exits with the
+failure's code.
 """
 
 from enum import IntEnum
@@ -8,7 +9,7 @@ from typing import ClassVar
 
 
 class ExitCode(IntEnum):
-    """What a script may rely on."""
+    """Exit codes for scripts."""
 
     OK = 0
     FAILURE = 1
@@ -24,12 +25,12 @@ class ExitCode(IntEnum):
 
 
 class Failure(Exception):
-    """Something that a person can put right. The message is complete: what was found, what would do."""
+    """A problem that a person can fix. The message names the problem found and the remedy."""
 
     exit_code: ClassVar[ExitCode] = ExitCode.FAILURE
 
 
 class BudgetError(Failure):
-    """The budget does not allow what was asked for; nothing was started."""
+    """The budget does not allow the request; the command started nothing."""
 
     exit_code: ClassVar[ExitCode] = ExitCode.REFUSED_BY_BUDGET

@@ -1,4 +1,4 @@
-"""Text from nodes for a terminal: what would move its cursor, change its title or its colours is shown, not done."""
+"""Make text from nodes safe for a terminal: sequences that move the cursor or change title or colours are shown."""
 
 
 def harmless(text: str) -> str:

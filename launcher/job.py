@@ -1,9 +1,12 @@
-"""The job file: what to train, on what, for how much money; checked before anything is bought.
+"""Load and check the job file: what to train, on which GPUs, within which budget.
 
-flag > `SPOTRL_*` > job file > user's config > default    (`spotrl config show --origin` prints which one won)
+All checks run before any purchase.
 
-The promise: a job that loads can be planned and sent to every node as it is. A job that does not load raises one
-`JobError` with the place, what was found there and what would do; nothing was started, and no secret is repeated.
+flag > `SPOTRL_*` > job file > user's config > default    (`spotrl config show --origin` prints the sources)
+
+The promise: a job that loads can be planned and sent to every node unchanged. A job that does not load raises a single
+`JobError`. The error names the place, the value found and the allowed values. Nothing has been started by then, and the
+error repeats no secret.
 """
 
 import hashlib
@@ -38,18 +41,19 @@ from launcher.yaml_file import Field as Place
 from launcher.yaml_file import YamlFile, YamlFileError, parse_value, read_yaml
 
 REWARDS = ("ocr", "ocr_strict", "ocr_smooth", "shapes", "shapes_strict")
-"""Scorers that ship with spotrl (engine/rewards/). A user's own is `package.module:function`."""
+"""Scorers that ship with spotrl (engine/rewards/). A user's own scorer is written `package.module:function`."""
 
 PROMPTS = ("digits", "shapes")
-"""Prompts that are made on the fly; any other name is a file."""
+"""Prompt sets that spotrl generates; any other name is a file."""
 
 METRICS = dict.fromkeys(REWARDS, ("exact_match", "similarity", "reward")) | {
     "ocr_smooth": ("exact_match", "similarity", "smooth", "reward")
 }
-"""What a scorer of ours measures; a user's own reward has `reward` and whatever metrics it returns."""
+"""Metrics of each scorer that ships with spotrl. A user's own scorer has `reward` and the metrics that the scorer
+returns."""
 
 BOUNDED_METRICS = ("exact_match", "similarity")
-"""Shares: they cannot pass 1."""
+"""Metrics that are shares and cannot exceed 1."""
 
 SHORT_FORMS = {
     "model": "name",
@@ -59,7 +63,7 @@ SHORT_FORMS = {
     "runtime": "name",
     "exploration": "mode",
 }
-"""`reward: ocr` is short for `reward: {name: ocr}`."""
+"""Fields with a short form: `reward: ocr` means `reward: {name: ocr}`."""
 
 FLAGS = {
     "name": "--name",
@@ -72,11 +76,11 @@ FLAGS = {
     "budget.deadline": "--deadline",
     "spot": "--spot",
 }
-"""Fields with a flag of their own on `spotrl launch`; `--set FIELD=VALUE` reaches every field."""
+"""Fields with their own flag on `spotrl launch`; `--set FIELD=VALUE` reaches every field."""
 
 ENVIRONMENT_PREFIX = "SPOTRL_"
 SLOTS_IN_NAMES = ("-trainer-g", "-spot-")
-"""What follows the run's name in the name of each of its nodes: `digits-trainer-g0`, `digits-spot-3-g1`."""
+"""Text after the run's name in the names of nodes: `digits-trainer-g0`, `digits-spot-3-g1`."""
 
 NOT_A_FIELD = (
     "SPOTRL_HOME",
@@ -90,11 +94,11 @@ NOT_A_FIELD = (
     "SPOTRL_SHUTDOWN",
     "SPOTRL_ALONE_SECONDS",
 )
-"""Variables of `launcher/settings.py`, and where Google's prices are asked for (launcher/market/sources/gcp.py); every
-other `SPOTRL_*` names a field: SPOTRL_BUDGET__MAX_TOTAL."""
+"""`SPOTRL_*` variables that are no job fields: settings (`launcher/settings.py`) and the endpoints for Google's
+prices (launcher/market/sources/gcp.py). Every variable not listed here names a field: SPOTRL_BUDGET__MAX_TOTAL."""
 
 
-# --- values as people write them ---------------------------------------------------------------------
+# --- values as written in a job file -----------------------------------------------------------------
 
 
 def _some_money(micro_usd: int) -> int:
@@ -123,7 +127,7 @@ MicroUsd = Annotated[
     AfterValidator(_some_money),
     PlainSerializer(exact_dollars),
 ]
-"""Written `$40`; an integer of micro-dollars here, and `$40` again in the ledger's copy of the job."""
+"""An amount, written `$40`. Micro-dollars (integer) in the code, and `$40` again in the ledger's copy of the job."""
 
 MicroUsdPerHour = Annotated[
     int,
@@ -131,7 +135,7 @@ MicroUsdPerHour = Annotated[
     AfterValidator(_some_price),
     PlainSerializer(lambda micro_usd: f"{exact_dollars(micro_usd)}/h"),
 ]
-"""Written `$40/h`."""
+"""A rate, written `$40/h`. Micro-dollars per hour (integer) in the code."""
 
 DurationMs = Annotated[
     int,
@@ -139,25 +143,25 @@ DurationMs = Annotated[
     AfterValidator(_some_time),
     PlainSerializer(exact_duration),
 ]
-"""Written `12h30m`; an integer of milliseconds here."""
+"""A duration, written `12h30m`. Milliseconds (integer) in the code."""
 
 
 # --- the sections that the engine does not read ------------------------------------------------------
 
 
 class NodeResources(Strict):
-    """What every node of one role needs. Reads like SkyPilot's `resources`."""
+    """Requirements for the nodes of one role. The fields follow SkyPilot's `resources`."""
 
     accelerators: str = "L4:1"
-    """`NAME:COUNT` for one node; `L4` and `{L4: 1}` are understood too."""
+    """`NAME:COUNT` of one node; `L4` and `{L4: 1}` are accepted too."""
     infra: str | None = None
-    """Where: `aws`, `aws/us-east-2` or `aws/us-east-2/use2-az3`. None: wherever it is cheapest."""
+    """Cloud, region and zone: `aws`, `aws/us-east-2` or `aws/us-east-2/use2-az3`. None: the cheapest place."""
     instance_type: str | None = None
     use_spot: bool = False
     num_nodes: Annotated[int, Field(ge=0, le=64)] = 1
     min_nodes: Annotated[int, Field(ge=0, le=64)] | None = None
-    """Rollout nodes that are bought at least, whether a plan says that they pay or not. None: what pays; and all of
-    `num_nodes` where nobody has timed the model."""
+    """Minimum number of rollout nodes, bought even if the plan expects no saving. None: the plan decides; a model
+    without timings gets all of `num_nodes`."""
 
     @field_validator("accelerators", mode="before")
     @classmethod
@@ -188,12 +192,16 @@ class NodeResources(Strict):
 
     @property
     def gpus(self) -> int:
-        """GPUs of one node."""
+        """Return the number of GPUs of one node."""
         return int(self.accelerators.partition(":")[2])
 
 
 class Resources(Strict):
-    """The trainer is bought on demand; rollout nodes may be spot, come and go."""
+    """Nodes of a job.
+
+    The trainer is bought on demand. Rollout nodes may be spot, and the number of rollout nodes may change during the
+    run.
+    """
 
     trainer: NodeResources = NodeResources()
     rollout: NodeResources = NodeResources(use_spot=True, num_nodes=2)
@@ -217,44 +225,48 @@ class Resources(Strict):
 
 
 class Recovery(Strict):
-    """How a run on real clouds comes back."""
+    """Failover settings of a run on real clouds."""
 
     trainer_wait: DurationMs = Field(default=600_000, validate_default=False)
-    """How long a trainer is looked for in the zones of its region before the run moves to another region or cloud."""
+    """Time to look for a trainer in the zones of its region, before the run moves to another region or cloud."""
     launches_per_minute: Annotated[int, Field(ge=1, le=600)] = 10
-    """Of the whole run: a fault that loses nodes as fast as they come must not buy as fast."""
+    """Launches per minute, over the whole run. Without the limit, a fault that loses every node at once would buy
+    nodes just as fast."""
 
 
 class AllRuns(Strict):
-    """Limits on the sum of all runs of this ledger; for the user's own config file."""
+    """Limits on the sum of all runs of this ledger. Belongs in the user's own config file."""
 
     max_total: MicroUsd | None = None
-    """Ever spent and held, by all runs together."""
+    """Money spent so far plus money reserved, over all runs together."""
     max_hourly: MicroUsdPerHour | None = None
 
 
 class Budget(Strict):
-    """What the run may spend. Nothing is bought that could break a limit; draining starts when one is reached."""
+    """Spending limits of the run.
+
+    The budget guard buys nothing that could break a limit; draining starts when a limit is reached.
+    """
 
     max_total: MicroUsd | None = None
     max_hourly: MicroUsd | None = None
     deadline: DurationMs | None = None
-    """The run ends after this time, on its own clock."""
+    """Maximum duration of the run, on the run's own clock."""
 
 
 class ReclaimConfig(Strict):
-    """When the local infra takes its spot nodes back (launcher/cluster/reclaims.py)."""
+    """Preemptions of spot nodes on the local infra (launcher/cluster/reclaims.py)."""
 
     trace: Literal["bamboo-p3", "none"] = "bamboo-p3"
-    """A recorded trace: the n-th spot node that is bought lives as long as the n-th removed one of the trace did."""
+    """A recorded trace. The n-th spot node bought lives as long as the n-th node removed in the trace."""
     notice: DurationMs = Field(default=120_000, validate_default=False)
-    """How long before a reclaim the cloud announces it, when it does; on the run's clock."""
+    """Time between the notice and the preemption, on the run's clock, for preemptions with a notice."""
     rule: Literal["alternate"] = "alternate"
-    """Reclaims take turns: notice + SIGKILL, silent SIGSTOP, silent SIGKILL, notice + SIGSTOP."""
+    """Kinds of preemption take turns: notice + SIGKILL, silent SIGSTOP, silent SIGKILL, notice + SIGSTOP."""
 
 
 class PriceOverride(Strict):
-    """What you pay for an instance, whatever a list says: for the whole instance, by the hour."""
+    """The user's real price for an instance type: for the whole instance, per hour. Replaces the list price."""
 
     cloud: Literal["aws", "gcp"]
     instance_type: str
@@ -265,60 +277,63 @@ class PriceOverride(Strict):
 
 
 class Discount(Strict):
-    """What you get off list prices, by a contract that no price list knows of."""
+    """A discount on list prices, from a contract that no price list shows."""
 
     cloud: Literal["aws", "gcp"]
     percent: Annotated[float, Field(gt=0.0, lt=100.0)]
-    """To a hundredth of a percent."""
+    """Discount in percent, to a hundredth of a percent."""
     market: Market = Market.ON_DEMAND
     instance_type: str | None = None
-    """None: every one."""
+    """None: every instance type."""
 
 
 FASTEST_CLOCK = 60.0
-"""`clock_factor: auto` on a machine that is not slower than the reference machine."""
+"""`clock_factor: auto` on a machine at least as fast as the reference machine."""
 
 SLOWEST_CLOCK = 4.0
-"""`clock_factor: auto` on the slowest machine: an hour of prices in a quarter of an hour."""
+"""`clock_factor: auto` on the slowest machine: an hour of prices takes a quarter of an hour."""
 
 
 class Job(EngineConfig):
-    """One job file: the engine's configuration, and what to run it on."""
+    """A job file: the engine's configuration, and the nodes and money for the run."""
 
     name: str = "run"
-    """Of the run; in the name of everything that is bought for it."""
+    """Name of the run. The names of all its nodes and cloud resources contain the run's name."""
     infra: str = "local"
-    """`local`: nodes are process groups of this machine, priced from the catalog. `aws`, `gcp` or `aws,gcp`: the clouds
-    that may be bought from."""
+    """`local`: nodes are process groups of this machine, priced from the catalog. `aws`, `gcp` or `aws,gcp`: the
+    clouds to buy from."""
     clock_factor: Literal["auto"] | Annotated[float, Field(gt=0.0, le=3600.0)] = "auto"
-    """Local infra: how many simulated seconds pass in a second, so that hours of a spot market take minutes. `auto`: 60
-    on a machine with two free cores, and less on one that is slower or busy when the run is launched, so that the run
-    costs about as much everywhere. It never changes while a run lasts."""
+    """Local infra: simulated seconds per second, so that hours of a spot market take minutes. `auto`: 60 on a
+    machine with two free cores, and less on a machine that is slow or busy at launch, so that the run costs about as
+    much on every machine. The factor never changes during a run."""
     resources: Resources = Resources()
     spot: Literal["auto", "only", "never"] = "auto"
-    """How rollout nodes are bought. `auto`: on spot, and on demand where a plan says that spot falls short. `only`:
-    never on demand. `never`: all on demand. The trainer is always bought on demand."""
+    """Capacity type of the rollout nodes. `auto`: spot, and on-demand where the plan finds too little spot capacity.
+    `only`: never on-demand. `never`: always on-demand. The trainer is always bought on demand."""
     budget: Budget = Budget()
     price_overrides: tuple[PriceOverride, ...] = ()
     discounts: tuple[Discount, ...] = ()
-    """What you really pay; best kept in your own config file. A plan says it on every line that it changes."""
+    """Discounts on list prices; best kept in the user's own config file. A plan marks every line changed by a
+    discount."""
     all_runs: AllRuns = AllRuns()
     store: dict[str, str] = Field(default_factory=dict)
-    """Where checkpoints and logs are kept on real clouds: a bucket for each cloud that may be bought from, like
-    `{aws: s3://bucket/folder, gcp: gs://bucket/folder}`; each run makes a folder in it."""
+    """Storage for checkpoints and logs on real clouds: a bucket for each cloud to buy from, like `{aws:
+    s3://bucket/folder, gcp: gs://bucket/folder}`. Each run makes its own folder in the bucket."""
     ssh_from: str | None = None
-    """What may reach nodes by SSH, like `203.0.113.7/32`. None: this machine's own address, which is asked for."""
+    """Addresses that may reach nodes by SSH, like `203.0.113.7/32`. None: the address of this machine, found by
+    asking a service."""
     identity: Identity = Identity()
-    """Identities of nodes on clouds that an administrator made (launcher/company.py). None: made for the run."""
+    """Cloud identities of nodes, made by an administrator (launcher/company.py). None: spotrl makes an identity for
+    the run."""
     network: Network = Network()
-    """Networks of nodes on clouds that an administrator made, and the way into them (launcher/company.py)."""
+    """Cloud networks of nodes, made by an administrator, and the way into the networks (launcher/company.py)."""
     image: dict[str, str] = Field(default_factory=dict)
-    """Machine images that nodes start from, with the environment in them: by cloud, or by cloud and region, because an
-    image of AWS is in one region (`{aws/us-east-1: ami-..., gcp: projects/P/global/images/I}`). Where there is none,
-    nodes start from SkyPilot's own image and install what they need."""
+    """Machine images with the environment installed: by cloud, or by cloud and region, because an AWS image belongs
+    to one region (`{aws/us-east-1: ami-..., gcp: projects/P/global/images/I}`). Without an image, nodes start from
+    SkyPilot's own image and install the environment."""
     recovery: Recovery = Recovery()
     secrets: tuple[str, ...] = ()
-    """Names of environment variables that nodes get. Their values are stored nowhere."""
+    """Names of environment variables that nodes get. The values are never stored."""
     reclaims: ReclaimConfig = ReclaimConfig()
 
     @field_validator("name")
@@ -495,42 +510,46 @@ class Job(EngineConfig):
 
     @property
     def clouds(self) -> tuple[str, ...]:
-        """That may be bought from, in the order they were named; none on the local infra."""
+        """Return the clouds to buy from, in the order of `infra`; empty on the local infra."""
         return () if self.infra == "local" else tuple(self.infra.split(","))
 
     @property
     def factor(self) -> float:
-        """Return how many seconds of the run's clock pass in a second; `auto` counts as on the reference machine."""
+        """Return the number of seconds of the run's clock per second. `auto` counts as on the reference machine."""
         if self.clouds:
             return 1.0
         return FASTEST_CLOCK if self.clock_factor == "auto" else self.clock_factor
 
     @property
     def rolls_out_on_spot(self) -> bool:
-        """Whether rollout nodes are asked for on spot."""
+        """Return whether rollout nodes are requested on spot."""
         return self.resources.rollout.use_spot and self.spot != "never"
 
     def named(self, cloud: str, region: str) -> Named:
-        """Return what the job names for nodes in a region."""
+        """Return the job's identity and network for nodes in a region."""
         return named_in(self.identity, self.network, cloud, region)
 
     def named_on(self, cloud: str) -> Named:
-        """Return what the job names for nodes on a cloud, as in the first region where it names something."""
+        """Return the job's identity and network for nodes on a cloud, from the first region that the job names."""
         return self.named(cloud, next(iter(self.network.regions(cloud)), ""))
 
     def engine(self) -> EngineConfig:
-        """What is sent to every node. On clouds `auto` is a GPU: one that cannot be used is paid for all the same."""
+        """Return the configuration sent to every node.
+
+        On clouds, `device: auto` becomes `cuda`: the run pays for the GPU, and a GPU that torch cannot use must be an
+        error.
+        """
         fields = {name: getattr(self, name) for name in EngineConfig.model_fields}
         if self.clouds and self.runtime.device == "auto":
             fields["runtime"] = self.runtime.model_copy(update={"device": "cuda"})
         return EngineConfig(**fields)
 
 
-# --- from a file to a checked job --------------------------------------------------------------------
+# --- loading and checking ----------------------------------------------------------------------------
 
 
 class JobError(Failure):
-    """The job cannot be run as it is written. The message is `place: found; remedy`."""
+    """The job cannot run as written. The message is `place: found; remedy`."""
 
     exit_code = ExitCode.INVALID_JOB
 
@@ -543,37 +562,41 @@ class JobError(Failure):
 
 
 def auto_clock_factor(slowness: float) -> float:
-    """Return the factor for a machine that takes so many times longer than the reference machine."""
+    """Return the clock factor for a machine that takes `slowness` times as long as the reference machine."""
     return max(SLOWEST_CLOCK, float(round(FASTEST_CLOCK / max(1.0, slowness))))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckedJob:
-    """A job that can be run: every default filled in, and where each value came from."""
+    """A job that can run: every default filled in, and the origin of each value."""
 
     job: Job
     origins: Mapping[str, str]
-    """By dotted field: `--max-total`, `SPOTRL_BUDGET__MAX_TOTAL`, `quickstart.yaml, line 12` or `default`."""
+    """Origin of each dotted field: `--max-total`, `SPOTRL_BUDGET__MAX_TOTAL`, `quickstart.yaml, line 12` or
+    `default`."""
     digest: str
-    """Of the checked job: equal for two files that mean the same."""
+    """Digest of the checked job. Two files with the same meaning have the same digest."""
     text: str
     path: Path
     workdir: Path
-    """Folder of the job file: the user's reward module and prompts are found from here."""
+    """Folder of the job file. The user's reward module and prompt files are looked up here."""
     lines: Mapping[Place, int]
 
     def with_clock_factor(self, factor: float) -> "CheckedJob":
         return replace(self, job=self.job.model_copy(update={"clock_factor": factor}))
 
     def error(self, field: str, found: str, remedy: str) -> JobError:
-        """A fault that only showed later (a reward that raises), said as if the file had been wrong there."""
+        """Return a `JobError` for a fault found after loading, such as a reward that raises.
+
+        The error names the line of the field in the job file.
+        """
         line = YamlFile(text=self.text, values={}, lines=self.lines).line(tuple(field.split(".")))
         return JobError(found, remedy, file=self.path, line=line, field=field)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Layer:
-    """One source of values. `labels` says where a field was set; a file says its lines."""
+    """A source of values. `labels` names the origin of each field; a file has line numbers instead."""
 
     values: dict[str, Any]
     labels: Mapping[Place, str]
@@ -606,10 +629,10 @@ def load_job(
     environ: Mapping[str, str] | None = None,
     user_config: Path | None = None,
 ) -> CheckedJob:
-    """Read and check a job. Raises JobError. Without a path: what every job starts from.
+    """Read and check a job. Raises JobError. Without a path: the defaults of every job.
 
-    `overrides` are flags, by dotted field (`budget.max_total`); text in them is read as YAML would be.
-    `environ` and `user_config` are the commands' business: without them only file and flags count.
+    `overrides` are flags, by dotted field (`budget.max_total`); text values are parsed as YAML. Commands pass `environ`
+    and `user_config`. Without both, only the file and the flags count.
     """
     layers = [_read(path) if path else _Layer(values={}, labels={})]
     job_file = layers[0].yaml or YamlFile(text="", values={}, lines={})
@@ -625,7 +648,7 @@ def load_job(
     if "name" not in values and path:
         values["name"] = _name_from(path)
     try:
-        # As JSON, because strict JSON takes no `true` for a 1 and no "12" for a 12, but a list for a tuple.
+        # Validate as JSON: strict JSON mode rejects `true` for a 1 and "12" for a 12, but accepts a list for a tuple.
         job = Job.model_validate_json(json.dumps(values), strict=True)
     except ValidationError as error:
         raise _job_error(error, values, layers) from None
@@ -644,9 +667,9 @@ def load_job(
 
 
 def all_runs_of(user_config: Path, at_launch: AllRuns) -> AllRuns:
-    """Return the limits over all runs that the user's configuration names today; else those of the launch.
+    """Return the limits over all runs from the user's current configuration, else the limits at launch.
 
-    Raises JobError when the file cannot be read, or names something else than amounts.
+    Raises JobError if the file cannot be read, or holds anything but amounts.
     """
     values = _read(user_config).values.get("all_runs") if user_config.exists() else None
     if values is None:
@@ -681,7 +704,7 @@ def _flag_layer(overrides: Mapping[str, Any]) -> _Layer:
 
 
 def _environment_layer(environ: Mapping[str, str]) -> _Layer:
-    """SPOTRL_BUDGET__MAX_TOTAL=40 is budget.max_total: 40."""
+    """Return the fields set by environment variables: SPOTRL_BUDGET__MAX_TOTAL=40 is budget.max_total: 40."""
     named, labels = {}, dict[Place, str]()
     for variable, value in environ.items():
         if variable.startswith(ENVIRONMENT_PREFIX) and variable not in NOT_A_FIELD:
@@ -711,7 +734,10 @@ def _long_forms(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _merged(low: dict[str, Any], high: dict[str, Any]) -> dict[str, Any]:
-    """`high` wins, field by field; but one kind of exploration budget replaces the other whole."""
+    """Merge two layers field by field; `high` wins.
+
+    An exploration budget of one kind replaces a budget of the other kind entirely.
+    """
     result = dict(low)
     for key, value in high.items():
         old = result.get(key)
@@ -724,7 +750,7 @@ def _merged(low: dict[str, Any], high: dict[str, Any]) -> dict[str, Any]:
 
 
 def _name_from(path: Path) -> str:
-    """A file's name as a run's name: `My job.yaml` -> my-job."""
+    """Turn a file name into a run name: `My job.yaml` -> my-job."""
     return re.sub(r"[^a-z0-9]+", "-", path.stem.lower()).strip("-")[:40].strip("-") or "run"
 
 
@@ -732,7 +758,7 @@ def _job_error(error: ValidationError, values: dict[str, Any], layers: Sequence[
     problems = explain(error, values, Job)
     first = problems[0]
     layer = next((layer for layer in layers if layer.has(first.place)), None)
-    if layer is None:  # something is missing: say so where its section stands
+    if layer is None:  # a missing field: report the line of its section
         parents = [first.place[:n] for n in range(len(first.place) - 1, 0, -1)]
         found_in = (layer for parent in parents for layer in layers if layer.has(parent))
         layer = next(found_in, layers[-1])
@@ -764,7 +790,10 @@ def _digest(job: Job) -> str:
 
 
 def _check_gpus(checked: CheckedJob) -> None:
-    """Refuse GPUs that no node of a cloud could use. On the local infra they are a row of the price tables."""
+    """Raise JobError for GPUs too old for the torch build of cloud nodes.
+
+    On the local infra a GPU is only a row of the price tables.
+    """
     job = checked.job
     for role, resources in (("trainer", job.resources.trainer), ("rollout", job.resources.rollout)):
         if job.clouds and is_too_old(resources.accelerator):
@@ -781,7 +810,7 @@ def _check_gpus(checked: CheckedJob) -> None:
 
 
 def _check_prompt_file(checked: CheckedJob, field: str, name: str, instead: str) -> None:
-    """Raise JobError when the file that a field names is missing, is no text, or is empty."""
+    """Raise JobError if the file that a field names is missing, is no text, or is empty."""
     file = checked.workdir / name
     if not file.is_file():
         raise checked.error(
@@ -798,13 +827,13 @@ def _check_prompt_file(checked: CheckedJob, field: str, name: str, instead: str)
 
 
 def _check_files(checked: CheckedJob) -> None:
-    """What the job names must be there now, not missed by the first node."""
+    """Raise JobError if a file that the job names is missing here, before the first node misses the file."""
     job, folder = checked.job, checked.workdir
     if job.prompts not in PROMPTS:
         _check_prompt_file(checked, "prompts", job.prompts, f"use {' or '.join(PROMPTS)}")
     if job.test_prompts is not None:
         _check_prompt_file(checked, "test_prompts", job.test_prompts, "leave test_prompts out")
-    # On clouds a plan says what is not here, and only `launch` needs it.
+    # On clouds the plan reports a missing model folder, and only `launch` needs the folder.
     if job.model.path is not None and not job.clouds and not (folder / job.model.path).is_dir():
         raise checked.error(
             "model.path",

@@ -1,4 +1,4 @@
-"""Say what is wrong with a job: pydantic's errors as sentences with a place, what was found, and a remedy."""
+"""Explain the errors in a job: pydantic's errors as sentences with a place, the value found, and a remedy."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -26,7 +26,7 @@ REMEDIES = {
     "less_than": "use less than {lt}",
     "literal_error": "use {expected}",
 }
-"""By pydantic's error type; names in braces are pydantic's."""
+"""Texts by pydantic's error type; the names in braces are pydantic's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,7 +37,7 @@ class Problem:
 
 
 def explain(error: ValidationError, values: dict[str, Any], model: type[BaseModel]) -> list[Problem]:
-    """Every problem, unknown keys first: a misspelt key is often why another one is missing."""
+    """Return every problem, unknown keys first. A misspelt key is often the reason for a missing key."""
     raw = error.errors(include_url=False)
     problems = [_unknown_key(_place(e["loc"], values), model) for e in raw if e["type"] == "extra_forbidden"]
     unknown = [problem for problem in problems if problem]
@@ -45,13 +45,13 @@ def explain(error: ValidationError, values: dict[str, Any], model: type[BaseMode
     merged: dict[Place, Problem] = {}
     for problem in unknown or others or [_exclusive(raw[0], values)]:
         first = merged.setdefault(problem.place, problem)
-        if problem.found == first.found and problem.remedy != first.remedy:  # of another member of a union
+        if problem.found == first.found and problem.remedy != first.remedy:  # from another member of a union
             merged[problem.place] = replace(first, remedy=f"{first.remedy}, or {problem.remedy.removeprefix('use ')}")
     return list(merged.values())
 
 
 def _place(loc: tuple[int | str, ...], values: Any) -> Place:
-    """`loc` without the names of union members, which nobody wrote in a file."""
+    """Return `loc` without the names of union members, because the names are not in the file."""
     place: list[int | str] = []
     here = values
     for position, key in enumerate(loc):
@@ -66,7 +66,10 @@ def _place(loc: tuple[int | str, ...], values: Any) -> Place:
 
 
 def _is_meant(loc: tuple[int | str, ...], values: Any) -> bool:
-    """False for complaints of a union's member that the keys in the file do not fit: another member was meant."""
+    """Return False for errors of a union member that the keys in the file do not fit.
+
+    The user meant another member.
+    """
     members = [key for key in loc if key in ("CandidateBudget", "SecondsBudget")]
     if not members:
         return True
@@ -85,7 +88,7 @@ def _exclusive(raw: Any, values: Any) -> Problem:
 
 
 def _unknown_key(place: Place, model: type[BaseModel]) -> Problem | None:
-    """None when another member of a union knows the key."""
+    """Return a problem for an unknown key; None if another member of a union knows the key."""
     *section, key = place
     known = sorted(_known_keys(tuple(section), model))
     if key in known:
@@ -116,7 +119,10 @@ def _problem(error: Any, values: dict[str, Any], model: type[BaseModel]) -> Prob
 
 
 def _own_words(message: str, place: Place, model: type[BaseModel]) -> Problem:
-    """Our validators say `found; remedy`, and often begin with the field, absolute or within its section."""
+    """Parse the message of one of our validators.
+
+    The message has the form `found; remedy`, and often begins with the field, absolute or within the field's section.
+    """
     found, _, remedy = message.partition("; ")
     first_word = tuple(found.partition(" ")[0].partition(",")[0].split("."))
     for base in ((), place, place[:-1]):
@@ -131,7 +137,8 @@ def _own_words(message: str, place: Place, model: type[BaseModel]) -> Problem:
 def _known_keys(section: Place, model: type[BaseModel]) -> set[str]:
     models, is_mapping = [model], False
     for key in section:
-        # A place in a list, or a key of the user's choice in a mapping: all items have the keys of one model.
+        # A number is a place in a list, and a mapping has keys of the user's choice. All items share the keys of one
+        # model.
         if isinstance(key, int) or is_mapping:
             is_mapping = False
             continue

@@ -1,4 +1,4 @@
-"""Money and durations as people write them, and as we add them: integer micro-dollars, integer milliseconds.
+"""Parse and format money and durations. Values are integer micro-dollars and integer milliseconds.
 
 `$40` and `12h30m` in; `$40.00` and `12h 30m` out. No floats: a sum of prices must be exact.
 """
@@ -13,7 +13,8 @@ HOUR_MS = 3_600_000
 
 LARGEST_MICRO_USD = 10**9 * MICRO
 LONGEST_MS = 10 * 365 * 24 * HOUR_MS
-"""More than a run can cost or last, and small enough for every column of the ledger."""
+"""Upper limits of an amount and a duration. A run never costs or lasts more, and every column of the ledger can hold
+the limits."""
 
 _MONEY = re.compile(r"(?P<sign>[-+])?\$?(?P<amount>\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?)(?P<hourly>/h)?")
 _UNITS_MS = {"d": 86_400_000, "h": HOUR_MS, "m": 60_000, "s": 1000, "ms": 1}
@@ -23,7 +24,10 @@ _DURATION = re.compile(
 
 
 def parse_money(text: str) -> int:
-    """`$40`, `40`, `$1,250.50` -> micro-dollars. Raises ValueError for anything else, and below a micro-dollar."""
+    """Parse `$40`, `40`, `$1,250.50` to micro-dollars.
+
+    Raises ValueError for any other text, and below a micro-dollar.
+    """
     found = _MONEY.fullmatch(text.strip())
     if not found or found["hourly"]:
         raise ValueError(f"{text!r} is not an amount of money; write it like $40 or $1.25")
@@ -31,7 +35,7 @@ def parse_money(text: str) -> int:
 
 
 def parse_hourly(text: str) -> int:
-    """`$1.25/h`, or an amount without the `/h` -> micro-dollars an hour."""
+    """Parse `$1.25/h`, or an amount without the `/h`, to micro-dollars an hour."""
     found = _MONEY.fullmatch(text.strip())
     if not found:
         raise ValueError(f"{text!r} is not a price per hour; write it like $1.25/h")
@@ -48,25 +52,25 @@ def _micro(found: re.Match[str], text: str) -> int:
 
 
 def dollars(micro_usd: int) -> str:
-    """For people: `$1,234.50`; four decimals below a cent, so that a small price does not read as nothing."""
+    """Format for people: `$1,234.50`. Below a cent, four decimals keep a small price from reading as zero."""
     places = Decimal("0.0001") if 0 < abs(micro_usd) < MICRO // 100 else Decimal("0.01")
     amount = (Decimal(abs(micro_usd)) / MICRO).quantize(places, ROUND_HALF_EVEN)
     return f"{'-' if micro_usd < 0 else ''}${amount:,}"
 
 
 def exact_dollars(micro_usd: int) -> str:
-    """For machines: every decimal there is, `$0.123456`; `parse_money` gives the same integer back."""
+    """Format for machines with every decimal, `$0.123456`; `parse_money` gives the same integer back."""
     amount = Decimal(abs(micro_usd)) / MICRO
     return f"{'-' if micro_usd < 0 else ''}${amount.normalize():f}"
 
 
 def hourly(micro_usd_per_hour: int) -> str:
-    """`$1.54/h`."""
+    """Format a rate for people: `$1.54/h`."""
     return f"{dollars(micro_usd_per_hour)}/h"
 
 
 def parse_duration(text: str) -> int:
-    """`12h30m`, `90s`, `1d`, `500ms` -> milliseconds. A number without a unit is refused."""
+    """Parse `12h30m`, `90s`, `1d`, `500ms` to milliseconds. A number without a unit is refused."""
     found = _DURATION.fullmatch(text.strip())
     if not found or not any(found.groupdict().values()):
         raise ValueError(f"{text!r} is not a duration; write it with units, like 12h30m or 90s")
@@ -77,7 +81,7 @@ def parse_duration(text: str) -> int:
 
 
 def duration(ms: int) -> str:
-    """For people: the two largest units, `12h 30m`, `1m 5s`, `0.4s`."""
+    """Format for people with the two largest units: `12h 30m`, `1m 5s`, `0.4s`."""
     if ms < 0:
         return f"-{duration(-ms)}"
     if ms < 1000:
@@ -92,7 +96,7 @@ def duration(ms: int) -> str:
 
 
 def exact_duration(ms: int) -> str:
-    """For machines: `12h30m`; `parse_duration` gives the same integer back."""
+    """Format for machines: `12h30m`; `parse_duration` gives the same integer back."""
     parts: list[str] = []
     rest = ms
     for unit, unit_ms in _UNITS_MS.items():

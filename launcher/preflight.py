@@ -1,9 +1,9 @@
-"""Before anything is started: try here, for seconds, what would otherwise fail on the first node that is paid for.
+"""Test on this machine, within seconds, the steps that would otherwise fail on the first paid node.
 
-platform -> disk -> secrets -> the engine's own look (user's reward called once on one picture, prompts, weights)
+platform -> disk -> secrets -> the engine's checks (user's reward called once on one image, prompts, weights)
 
-The engine looks in a process of its own, so that the launcher stays free of torch and a reward that crashes
-the interpreter is only another answer.
+The engine runs in its own process. The launcher stays free of torch, and a reward that crashes the interpreter becomes
+an ordinary failure.
 """
 
 import json
@@ -20,18 +20,19 @@ from launcher.exit_codes import Failure
 from launcher.job import CheckedJob
 
 FREE_BYTES = 1 << 30
-"""A local run keeps a few checkpoints of a small model and its nodes' logs: far less than this."""
+"""Free bytes required for a local run. A few checkpoints of a small model and the nodes' logs need far less."""
 
 ENGINE_SECONDS = 300
-"""Importing torch and loading a recogniser takes seconds; on a busy machine, a minute."""
+"""Time limit of the engine's checks, in seconds. Importing torch and loading a recogniser takes seconds; on a busy
+machine, a minute."""
 
 
 def preflight(
     checked: CheckedJob, folder: Path, environ: Mapping[str, str] = os.environ, start: Path | None = None
 ) -> dict[str, Any]:
-    """What the engine said of the job. `folder` is where runs are kept. Raises JobError, or Failure.
+    """Run all checks and return the engine's report on the job. `folder` is the folder of all runs.
 
-    `start`: the file with its start weights, if it has any
+    `start`: the file with the start weights, if the job has any. Raises JobError or Failure.
     """
     check_platform()
     check_disk(folder)
@@ -40,7 +41,10 @@ def preflight(
 
 
 def check_platform(platform: str = sys.platform) -> None:
-    """Raise Failure where nodes cannot run. Only local runs are concerned: nodes on clouds are Linux machines."""
+    """Raise Failure if nodes cannot run on this machine.
+
+    Called for local runs only: nodes on clouds are Linux machines.
+    """
     if platform != "linux":
         raise Failure(
             f"a run on this machine needs Linux, and this is {platform}: nodes share weights by memfd_create and find "
@@ -67,12 +71,15 @@ def check_secrets(checked: CheckedJob, environ: Mapping[str, str]) -> None:
 
 
 def ask_engine(checked: CheckedJob, start: Path | None = None) -> dict[str, Any]:
-    """Runs `python -m engine.preflight CONFIG WORKDIR [START]`: one JSON line, exit code 0, or 3 with field, found,
-    remedy."""
+    """Run `python -m engine.preflight CONFIG WORKDIR [START]` and return the JSON line that the engine prints.
+
+    Exit code 0 is a report. Exit code 3 is a JSON line with field, found and remedy, and raises JobError. Any other
+    exit code raises Failure.
+    """
     if find_spec("torch") is None:
         raise Failure("the engine is not installed here, and the job is tried with it; `pip install 'spotrl[engine]'`")
     config = checked.job.engine().model_dump_json()
-    # -P: a `torch.py` in the user's folder must not shadow the real one while ours is found.
+    # -P: a `torch.py` in the user's folder must not shadow the real torch, but spotrl's own package must be found.
     command = [sys.executable, "-P", "-m", "engine.preflight", config, str(checked.workdir)]
     command += [] if start is None else [str(start)]
     try:
@@ -98,7 +105,10 @@ def ask_engine(checked: CheckedJob, start: Path | None = None) -> dict[str, Any]
 
 
 def _last_json(output: str) -> dict[str, Any] | None:
-    """A reward may print; the answer is the last line."""
+    """Return the last line as JSON, because a reward may print before the answer.
+
+    None if the line is no JSON object.
+    """
     try:
         answer = json.loads(output.strip().splitlines()[-1])
     except (IndexError, ValueError):

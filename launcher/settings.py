@@ -1,4 +1,4 @@
-"""Where spotrl keeps its files, and what the environment and the user's own configuration say."""
+"""Locations of spotrl's files, and settings from the environment and the user's own configuration."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 class Settings(BaseSettings):
     """`SPOTRL_HOME` and `SPOTRL_CONFIG`; every other `SPOTRL_*` variable overrides a field of the job.
 
-    Except `SPOTRL_GCP_BILLING_ENDPOINT` and `SPOTRL_GCP_COMPUTE_ENDPOINT` (launcher/market/sources/gcp.py).
+    Exceptions are `SPOTRL_GCP_BILLING_ENDPOINT` and `SPOTRL_GCP_COMPUTE_ENDPOINT` (launcher/market/sources/gcp.py).
     """
 
     model_config = SettingsConfigDict(env_prefix="SPOTRL_", frozen=True, extra="ignore")
@@ -18,7 +18,7 @@ class Settings(BaseSettings):
     home: Path = Field(default_factory=lambda: Path(platformdirs.user_state_dir("spotrl")))
     """Ledger, logs, and the run folders of the local infra."""
     config: Path = Field(default_factory=lambda: Path(platformdirs.user_config_dir("spotrl")) / "config.yaml")
-    """A partial job file with the user's own defaults. It need not exist."""
+    """A partial job file with the user's own defaults. The file is optional."""
 
 
 def home() -> Path:
@@ -34,5 +34,5 @@ def ledger_path() -> Path:
 
 
 def runs_folder() -> Path:
-    """Where a run of the local infra keeps its nodes' disks and its checkpoints."""
+    """Return the folder where a run of the local infra keeps the nodes' disks and the checkpoints."""
     return home() / "runs"

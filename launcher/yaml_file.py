@@ -1,8 +1,8 @@
-"""Read a YAML file that a person wrote, and remember on which line everything stands.
+"""Read a YAML file that a person wrote, and keep the line number of every value.
 
-YAML 1.2, one document, plain values only. Refused, each with its line: duplicate keys, anchors, aliases and tags
-(a small file could grow without bound, or run code), files beyond `MAX_BYTES`, and the bare words that other YAML
-readers take for true or false (`off` is a word in YAML 1.2 and `false` in 1.1: a reader of the file cannot tell).
+YAML 1.2, one document, plain values only. Each refusal names the line. Refused are duplicate keys, anchors, aliases and
+tags (a small file could grow without bound, or run code), files beyond `MAX_BYTES`, and the bare words that some YAML
+readers take for true or false (`off` is a word in YAML 1.2 and `false` in 1.1, so a reader of the file cannot tell).
 """
 
 import math
@@ -26,21 +26,21 @@ from ruamel.yaml.events import (
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 MAX_BYTES = 64 * 1024
-"""A job file is a page or two; far more than that is a mistake or an attack."""
+"""Largest file in bytes. A job file is a page or two; a much larger file is a mistake or an attack."""
 
 MAX_DEPTH = 12
-"""The job's own sections nest four deep."""
+"""Deepest nesting of sections. The job's own sections nest four deep."""
 
 _DECIMAL = re.compile(r"[-+]?\d{1,18}")
 
 AMBIGUOUS_WORDS = frozenset({"y", "n", "yes", "no", "on", "off"})
 
 Field = tuple[str | int, ...]
-"""Where a value stands: `("resources", "rollout", "num_nodes")`; list items by number."""
+"""Path of a value in the file: `("resources", "rollout", "num_nodes")`; list items by number."""
 
 
 class YamlFileError(Exception):
-    """The file cannot be read. `found` and `remedy` are sentences without the place, which is `line`."""
+    """The file cannot be read. `found` and `remedy` are sentences without the place; `line` is the place."""
 
     def __init__(self, found: str, remedy: str, line: int | None = None) -> None:
         super().__init__(f"{found}; {remedy}")
@@ -49,14 +49,14 @@ class YamlFileError(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class YamlFile:
-    """The values of a file as plain Python, and the line of every key and list item (from 1)."""
+    """Values of a file as plain Python, and the line of every key and list item (from 1)."""
 
     text: str
     values: dict[str, Any]
     lines: Mapping[Field, int]
 
     def line(self, field: Field) -> int | None:
-        """Where the field stands, or the nearest section around it that the file has."""
+        """Return the line of the field, or of the nearest enclosing section in the file."""
         for length in range(len(field), 0, -1):
             if field[:length] in self.lines:
                 return self.lines[field[:length]]
@@ -64,8 +64,8 @@ class YamlFile:
 
 
 def read_yaml(path: Path) -> YamlFile:
-    """Raises YamlFileError, also when the file is missing, not text, or too large."""
-    if path.exists() and not path.is_file() and not path.is_dir():  # a pipe would be waited for, for ever
+    """Read a file. Raises YamlFileError, also if the file is missing, not text, or too large."""
+    if path.exists() and not path.is_file() and not path.is_dir():  # reading a pipe would block for ever
         raise YamlFileError("it is not a regular file", "name a file that can be read twice")
     try:
         with path.open("rb") as file:
@@ -87,7 +87,7 @@ def read_yaml(path: Path) -> YamlFile:
 
 
 def parse_yaml(text: str) -> YamlFile:
-    """Raises YamlFileError with the line. An empty document is an empty mapping."""
+    """Parse a text. Raises YamlFileError with the line. An empty document is an empty mapping."""
     try:
         _refuse_what_can_grow(YAML(typ="safe", pure=True).parse(text))
         root = YAML(typ="safe", pure=True).compose(text)
@@ -111,17 +111,17 @@ def parse_yaml(text: str) -> YamlFile:
 
 
 def parse_value(text: str) -> Any:
-    """One value as it would stand after `key: `; for flags and environment variables."""
+    """Parse a single value, as written after `key: `; for flags and environment variables."""
     try:
         return parse_yaml(f"value: {text}").values["value"]
     except YamlFileError as error:
         if error.found.startswith("this is not YAML"):
-            return text  # `[draft] name` is a fine string in a shell, where nobody expects YAML's quoting
+            return text  # `[draft] name` is a valid string in a shell, because shell users do not expect YAML's quoting
         raise YamlFileError(error.found.replace("`value: ", "`"), error.remedy) from None
 
 
 def _refuse_what_can_grow(events: Iterable[Event]) -> None:
-    """Looks at the stream before anything is built from it: an alias is never followed."""
+    """Check the event stream before building any value, so no alias is ever followed."""
     depth = documents = 0
     for event in events:
         line = event.start_mark.line + 1
@@ -194,7 +194,7 @@ def _scalar(node: ScalarNode, field: Field) -> Any:
             return node.value.lower() == "true"
         case "int" | "float":
             return _number(node)
-        case _:  # dates and the like stay the text that was written
+        case _:  # keep dates and similar values as the text in the file
             return node.value
 
 
@@ -205,7 +205,7 @@ def _number(node: ScalarNode) -> int | float:
     try:
         value = float(text)
     except ValueError:
-        value = math.nan  # .nan, .inf, 0x1F: nothing that a job needs
+        value = math.nan  # .nan, .inf, 0x1F: no job needs a number like .nan
     if not math.isfinite(value):
         raise YamlFileError(
             f"`{node.value[:40]}` is not a plain finite number", "write it in decimal digits", _line(node)

@@ -1,12 +1,13 @@
-"""Accounting: what a run cost, split by role, market, node and phase, from the facts in the ledger.
+"""Compute the cost of a run from the facts in the ledger, split by role, market, node and phase.
 
-billing intervals (+ the open one of a running node) -> charges -> phases of each charge -> sums
+billing intervals (+ the open interval of a running node) -> charges -> phases of each charge -> sums
 
-The promise: integers only, a charge is rounded once and shared by largest remainder, so that every split
-adds up to the same total to the micro-dollar. `RunCosts` refuses to exist otherwise.
+The promise: integers only. A charge is rounded once and shared by largest remainder, so every split adds up to the same
+total to the micro-dollar. `RunCosts` refuses to exist otherwise.
 
-What a node did comes from the engine's `node_usage` events. Windows may overlap (a step redone under a newer
-lineage) or claim more time than there was; neither changes a sum, because the charge is what is shared out.
+The engine's `node_usage` events report the work of a node. Usage windows may overlap (a step redone under a newer
+lineage) or claim more time than the charge has. Neither changes a sum, because the charge is the amount that is shared
+out.
 """
 
 from collections import defaultdict
@@ -22,7 +23,7 @@ from launcher.ledger.billing import LOCAL, interval_micro_usd, minimum_billed_ms
 from launcher.ledger.models import BillingInterval, Node, NodeEvent, NodePrice, ProgressRow, Run, SideCost
 
 ENDED = ("gone", "released")
-"""Node events after which nothing more is paid."""
+"""Node events after which a node costs nothing more."""
 
 # --- pure arithmetic ----------------------------------------------------------------------------------
 
@@ -30,7 +31,7 @@ ENDED = ("gone", "released")
 def share_out(total: int, weights: Mapping[str, int], otherwise: str = Phase.IDLE.value) -> dict[str, int]:
     """Divide `total` in proportion to `weights`, in whole units that sum to `total` exactly (largest remainder).
 
-    Ties go to the key that sorts first. When every weight is 0, all of it goes to the key `otherwise`.
+    Ties go to the key that sorts first. When every weight is 0, all of `total` goes to the key `otherwise`.
     """
     if total < 0 or any(weight < 0 for weight in weights.values()):
         raise ValueError(f"cannot share out {total} by {dict(weights)}: amounts and weights are 0 or more")
@@ -45,9 +46,9 @@ def share_out(total: int, weights: Mapping[str, int], otherwise: str = Phase.IDL
 
 
 def phases_of(interval_ms: int, usage: Mapping[str, int]) -> dict[str, int]:
-    """How `interval_ms` of a node were used: what was reported, and the rest idle; sums to the interval exactly.
+    """Split `interval_ms` of a node into the reported phases and idle. The phases sum to the interval exactly.
 
-    A report of more time than there was is scaled down in proportion. Time reported as idle is idle.
+    A report of more time than the interval is scaled down in proportion. Time reported as idle is idle.
     """
     reported = {phase: ms for phase, ms in usage.items() if ms > 0}
     idle = reported.pop(Phase.IDLE.value, 0)
@@ -62,7 +63,7 @@ def phases_of(interval_ms: int, usage: Mapping[str, int]) -> dict[str, int]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Charge:
-    """A stretch of time that a node is paid for. `closed` is False while the node still runs."""
+    """A paid stretch of a node's time. `closed` is False while the node still runs."""
 
     start_ms: int
     end_ms: int
@@ -75,7 +76,7 @@ class Charge:
         return self.end_ms - self.start_ms
 
     def until(self, at_ms: int) -> int:
-        """Micro-dollars of this charge that had been spent by a moment; never falls as time goes on."""
+        """Return the micro-dollars of this charge spent by a moment. Never falls as time goes on."""
         if at_ms >= self.end_ms:
             return self.micro_usd
         return 0 if at_ms <= self.start_ms else self.micro_usd * (at_ms - self.start_ms) // self.ms
@@ -83,7 +84,7 @@ class Charge:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Usage:
-    """What the engine says a node did between two moments, in node-milliseconds by phase."""
+    """A usage window reported by the engine: node-milliseconds by phase between two moments."""
 
     lineage: int
     from_ms: int
@@ -93,7 +94,7 @@ class Usage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeCost:
-    """What one node cost, and where its time went. `seen_ms`: its first worker called in, the cold start was over."""
+    """Cost of one node, and its time by phase. `seen_ms`: the first call of a worker, which ends the cold start."""
 
     node: str
     slot: str
@@ -103,7 +104,7 @@ class NodeCost:
     zone: str
     instance_type: str
     micro_usd_per_hour: int
-    """The last that was paid."""
+    """The last price paid."""
     on_demand_micro_usd_per_hour: int
     cloud: str
     region: str
@@ -126,21 +127,21 @@ class NodeCost:
 
     @property
     def end_ms(self) -> int | None:
-        """None while the node runs, or when it never did."""
+        """Return the end of the last charge. None while the node runs, or if the node never ran."""
         if not self.charges or not all(charge.closed for charge in self.charges):
             return None
         return max(charge.end_ms for charge in self.charges)
 
     @property
     def on_demand_micro_usd(self) -> int:
-        """The same node-milliseconds at the on-demand price of the same offer."""
+        """Return the cost of the same node-milliseconds at the on-demand price of the same offer."""
         rate = self.on_demand_micro_usd_per_hour
         return sum(interval_micro_usd(charge.start_ms, charge.end_ms, rate) for charge in self.charges)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunCosts:
-    """What a run cost. Every split adds up to `total`; a ledger for which it does not is refused."""
+    """Cost of a run. Every split adds up to `total`; a ledger with a split that does not is refused."""
 
     nodes: tuple[NodeCost, ...]
 
@@ -170,7 +171,7 @@ class RunCosts:
 
     @cached_property
     def by_place(self) -> dict[str, int]:
-        """By cloud and region: a run may have moved."""
+        """Cost by cloud and region. A run that failed over has several entries."""
         return _summed((f"{node.cloud} {node.region}", node.micro_usd) for node in self.nodes)
 
     @cached_property
@@ -187,7 +188,7 @@ class RunCosts:
         return _summed(item for node in self.nodes for item in node.phase_ms.items())
 
     def until(self, at_ms: int) -> int:
-        """Micro-dollars spent up to a moment."""
+        """Return the micro-dollars spent up to a moment."""
         return sum(charge.until(at_ms) for node in self.nodes for charge in node.charges)
 
 
@@ -198,17 +199,17 @@ def _summed(items: Iterable[tuple[str, int]]) -> dict[str, int]:
     return dict(sums)
 
 
-# --- where a node's time went -------------------------------------------------------------------------
+# --- phases of a node ---------------------------------------------------------------------------------
 
 
 def phases_of_charge(charge: Charge, seen_ms: int | None, usages: Sequence[Usage]) -> dict[str, int]:
     """Split the time of one charge into phases; the phases sum to the charge's milliseconds exactly.
 
-    Cold start lasts from the start of billing until the node is first seen, or to the end if it never was. After
-    that the engine's windows count. A window says when something was *told*: work is told when it is done, so it
-    may have begun before, and the last window of a node ends after the node did. So windows only settle who speaks
-    for a moment (the newest lineage; in one lineage the window that ends last), and the charge alone is the limit.
-    What nobody speaks for is idle.
+    The cold start lasts from the start of billing until the node is first seen, or to the end if the node was never
+    seen. After the cold start, the usage windows of the engine count. A window carries the time of the *report*. Work
+    is reported when done, so the work may have begun before the window, and the last window of a node ends after the
+    node did. Windows therefore only decide which window claims a moment: the window of the newest lineage, and within a
+    lineage the window that ends last. The charge alone limits the time. Time covered by no window is idle.
     """
     work_from = min(charge.end_ms, max(charge.start_ms, charge.end_ms if seen_ms is None else seen_ms))
     told: defaultdict[str, int] = defaultdict(int)
@@ -245,7 +246,7 @@ def _cost_of(
         split = phases_of_charge(charge, seen_ms, usages)
         for phase, ms in split.items():
             phase_ms[phase] += ms
-        # A charge without length (a minimum billed for nothing) bought a start that led nowhere.
+        # A charge without length (only the minimum was billed) paid for a start without work.
         for phase, amount in share_out(charge.micro_usd, split, otherwise=Phase.COLD_START.value).items():
             phase_micro_usd[phase] += amount
     return NodeCost(
@@ -267,7 +268,7 @@ def _cost_of(
     )
 
 
-# --- from the ledger ----------------------------------------------------------------------------------
+# --- ledger queries -----------------------------------------------------------------------------------
 
 
 def charges_of(
@@ -278,9 +279,9 @@ def charges_of(
     prices: Sequence[NodePrice] = (),
     minimum_ms: int = 0,
 ) -> tuple[Charge, ...]:
-    """What a node is paid for: its closed intervals, and from its last `up` to now if that is not closed yet.
+    """Return the charges of a node: its closed intervals, plus the time from its last `up` to now if still open.
 
-    A node that was seen to end but has no interval yet is charged to that moment, not to now.
+    A node that has ended but has no billing interval yet is charged up to its end, not to now.
     """
     closed = [
         Charge(
@@ -313,7 +314,7 @@ def charges_of(
 
 
 def charges_of_run(session: Session, run: Run, now_ms: int) -> dict[int, tuple[Charge, ...]]:
-    """What each node of a run is paid for by `now_ms`, by the node's id."""
+    """Return the charges of each node of a run up to `now_ms`, by the node's id."""
     of_run = select(Node.id).where(Node.run_id == run.id)
     intervals: defaultdict[int, list[BillingInterval]] = defaultdict(list)
     for interval in session.scalars(select(BillingInterval).where(BillingInterval.node_id.in_(of_run))):
@@ -329,19 +330,19 @@ def charges_of_run(session: Session, run: Run, now_ms: int) -> dict[int, tuple[C
 
 
 def spent_micro_usd(session: Session, run: Run, now_ms: int) -> int:
-    """Return what the run has cost until now: its machines, disks and addresses, as far as they have a price."""
+    """Return the cost of the run until now: nodes, disks and addresses with a known price."""
     charges = charges_of_run(session, run, now_ms)
     machines = sum(charge.micro_usd for of_node in charges.values() for charge in of_node)
     return machines + sum(cost.micro_usd or 0 for cost in _side_costs(session, run, charges))
 
 
 def side_costs_of_run(session: Session, run: Run, now_ms: int) -> list[SideCost]:
-    """What was paid for beside machines by `now_ms`: as written when it ended, and what goes on up to now."""
+    """Return the costs beside the nodes by `now_ms`: recorded costs of ended nodes, and running costs up to now."""
     return _side_costs(session, run, charges_of_run(session, run, now_ms))
 
 
 def _side_costs(session: Session, run: Run, charges: Mapping[int, tuple[Charge, ...]]) -> list[SideCost]:
-    """Return what `side_costs_of_run` does. `charges`: of each node of the run, by its id."""
+    """Return the result of `side_costs_of_run`. `charges`: the charges of each node of the run, by the node's id."""
     if run.infra == LOCAL:
         return []
     written = list(session.scalars(select(SideCost).where(SideCost.run_id == run.id).order_by(SideCost.id)))
@@ -356,12 +357,12 @@ def _side_costs(session: Session, run: Run, charges: Mapping[int, tuple[Charge, 
 
 
 def side_micro_usd(session: Session, run: Run, now_ms: int) -> int:
-    """What all of that costs, as far as it has a price."""
+    """Return the sum of the side costs with a known price, in micro-dollars."""
     return sum(cost.micro_usd or 0 for cost in side_costs_of_run(session, run, now_ms))
 
 
 def prices_of_run(session: Session, run: Run) -> dict[int, list[NodePrice]]:
-    """Price events of a run's nodes, by the node's id, oldest first. Most nodes have none."""
+    """Return the price events of a run's nodes, by the node's id, oldest first. Most nodes have none."""
     prices: defaultdict[int, list[NodePrice]] = defaultdict(list)
     of_run = select(Node.id).where(Node.run_id == run.id)
     found = select(NodePrice).where(NodePrice.node_id.in_(of_run)).order_by(NodePrice.at_ms, NodePrice.id)
@@ -371,7 +372,7 @@ def prices_of_run(session: Session, run: Run) -> dict[int, list[NodePrice]]:
 
 
 def run_costs(session: Session, run: Run, now_ms: int) -> RunCosts:
-    """What `run` cost by `now_ms` (run's clock), from the ledger alone."""
+    """Compute the cost of `run` by `now_ms` (run's clock), from the ledger alone."""
     nodes = session.scalars(select(Node).where(Node.run_id == run.id).order_by(Node.id)).all()
     charges, prices = charges_of_run(session, run, now_ms), prices_of_run(session, run)
     seen, usages = _told_by_engine(session, run)
@@ -384,12 +385,18 @@ def run_costs(session: Session, run: Run, now_ms: int) -> RunCosts:
 
 
 def cost_until(session: Session, run: Run, at_ms: int) -> int:
-    """Micro-dollars that `run` had spent by a moment. `run_costs(...).until` answers many moments at once."""
+    """Return the micro-dollars that `run` had spent by a moment.
+
+    For many moments, `run_costs(...).until` reads the ledger once.
+    """
     return run_costs(session, run, at_ms).until(at_ms)
 
 
 def _told_by_engine(session: Session, run: Run) -> tuple[dict[str, int], defaultdict[str, list[Usage]]]:
-    """When each node was first seen, and what it says it did; every lineage counts, because every one was paid."""
+    """Return the time each node was first seen, and the usage windows of each node.
+
+    Every lineage counts, because the time of every lineage was paid.
+    """
     seen: dict[str, int] = {}
     usages: defaultdict[str, list[Usage]] = defaultdict(list)
     wanted = select(ProgressRow).where(

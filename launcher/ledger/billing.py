@@ -1,10 +1,10 @@
-"""How clouds bill: by the second with a minimum, at the price of each moment, and for more than the machine.
+"""Bill nodes as the clouds do: by the second with a minimum, at the price of each moment, plus disk and address.
 
-when a node was paid for + its price events -> stretches of one price each, every one rounded once
+paid time of a node + its price events -> stretches of one price each, each rounded once
 
-Two rules are a cloud's own and need evidence. Whatever comes up is billed a minute at least, on both clouds. AWS does
-not bill a spot instance that EC2 itself interrupts in its first hour; without EC2's word for that, it is billed.
-What is beside the machine (disk, address) has assumed list prices; what has none is unknown (None), never 0. Pure.
+Two rules follow the clouds' own billing. Both clouds bill every instance that comes up for a minute at least. AWS does
+not bill a spot instance that EC2 itself preempts in its first hour; without evidence from EC2, the instance is billed.
+Costs beside the instance (disk, address) have assumed list prices. A cost without a known price is None, never 0. Pure.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,21 +18,21 @@ from launcher.money import HOUR_MS
 LOCAL = "local"
 
 MINIMUM_BILLED_MS = 60_000
-"""Both clouds bill at least a minute of whatever came up (research notes cost 5.1)."""
+"""Minimum bill of an instance that came up, in milliseconds: a minute on both clouds (research notes cost 5.1)."""
 
 FIRST_HOUR_MS = HOUR_MS
 
 EC2_TOOK_IT = "SpotInstanceTermination"
-"""In EC2's state reason of an instance that it interrupted itself (Server.SpotInstanceTermination)."""
+"""Text in EC2's state reason of an instance that EC2 itself preempted (Server.SpotInstanceTermination)."""
 
 
 def minimum_billed_ms(run: Run) -> int:
-    """The local infra bills nothing that it did not run."""
+    """Return the minimum billed time. The local infra has no minimum."""
     return 0 if run.infra == LOCAL else MINIMUM_BILLED_MS
 
 
 def interval_micro_usd(start_ms: int, end_ms: int, micro_usd_per_hour: int) -> int:
-    """What a stretch of time costs at a rate, rounded once to a micro-dollar; half a micro-dollar rounds up."""
+    """Return the cost of a stretch of time at a rate, rounded once to a micro-dollar; a half rounds up."""
     if end_ms < start_ms:
         raise ValueError(f"an interval cannot end ({end_ms}) before it starts ({start_ms})")
     return (2 * (end_ms - start_ms) * micro_usd_per_hour + HOUR_MS) // (2 * HOUR_MS)
@@ -40,7 +40,7 @@ def interval_micro_usd(start_ms: int, end_ms: int, micro_usd_per_hour: int) -> i
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stretch:
-    """A stretch of time at one price. `micro_usd` of the last one holds what is missing to the minimum."""
+    """A stretch of time at one price. `micro_usd` of the last stretch includes the missing part of the minimum."""
 
     start_ms: int
     end_ms: int
@@ -49,7 +49,7 @@ class Stretch:
 
 
 def stretches(node: Node, start_ms: int, end_ms: int, prices: Iterable[NodePrice], minimum_ms: int) -> list[Stretch]:
-    """What a node costs from `start_ms` to `end_ms`, cut where its price changed."""
+    """Return the cost of a node from `start_ms` to `end_ms`, cut at each change of the price."""
     changes = sorted(prices, key=lambda price: (price.at_ms, price.id))
     rate = node.micro_usd_per_hour
     cuts: list[tuple[int, int]] = []
@@ -71,7 +71,7 @@ def stretches(node: Node, start_ms: int, end_ms: int, prices: Iterable[NodePrice
 
 
 def first_hour_is_free(node: Node, start_ms: int, end_ms: int, evidence: str) -> bool:
-    """Whether EC2 itself says that it interrupted this spot instance, within its first hour."""
+    """Return whether EC2 itself reports that EC2 preempted this spot instance within its first hour."""
     return (
         node.cloud == "aws"
         and node.market == Market.SPOT
@@ -80,12 +80,12 @@ def first_hour_is_free(node: Node, start_ms: int, end_ms: int, evidence: str) ->
     )
 
 
-# --- beside the machine ---------------------------------------------------------------------------------
+# --- side costs -----------------------------------------------------------------------------------------
 
 MONTH_HOURS = 730
 
 DISK_GIB = 100
-"""Of every node: what SkyPilot is asked for."""
+"""Disk size of every node in GiB, as requested from SkyPilot."""
 
 DISK_MICRO_USD_PER_GIB_MONTH = {"aws": 80_000, "gcp": 100_000}
 ADDRESS_MICRO_USD_PER_HOUR = {
@@ -99,7 +99,7 @@ LISTED = "assumed: list price of 2025 in US regions (gp3, pd-balanced; public IP
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SideRate:
-    """What a node costs beside its machine, for as long as it is there."""
+    """A cost beside a node's instance, per hour of the node's life."""
 
     kind: str
     """disk or address."""
@@ -124,18 +124,18 @@ def side_rates(cloud: str, market: Market) -> tuple[SideRate, ...]:
 
 @cache
 def side_micro_usd_per_hour(cloud: str, market: Market) -> int:
-    """All of it: what the brakes add to the price of every node on a real cloud."""
+    """Return the sum of all side rates. The budget guard adds the sum to the price of every node on a real cloud."""
     return sum(rate.micro_usd_per_hour for rate in side_rates(cloud, market))
 
 
 NOT_PRICED: Sequence[tuple[str, str]] = (("egress", "weights, checkpoints and logs that left a zone or a region"),)
-"""Kinds of which nobody knows the amount before the bill, and what they are."""
+"""Kinds of cost with an unknown amount until the bill, each with a description."""
 
 
 def bill(
     node: Node, start_ms: int, end_ms: int, prices: Iterable[NodePrice], minimum_ms: int, basis: str, taken: str | None
 ) -> list[BillingInterval]:
-    """The closed bill of a node. `taken`: the cloud's words for taking it back; None when it ended in another way."""
+    """Return the closed bill of a node. `taken`: the cloud's text about a preemption; None for any other end."""
     is_free = taken is not None and first_hour_is_free(node, start_ms, end_ms, taken)
     return [
         BillingInterval(
@@ -151,7 +151,7 @@ def bill(
 
 
 def side_costs(run: Run, node: Node, start_ms: int, end_ms: int) -> list[SideCost]:
-    """What a node of a real cloud cost beside its machine."""
+    """Return the costs beside a node's instance, on a real cloud; empty on the local infra."""
     if run.infra == LOCAL:
         return []
     return [

@@ -1,8 +1,9 @@
-"""What the ledger knows of each pool: how long its spot nodes lived, how they ended, and whether they came at all.
+"""Collect the history of each pool from the ledger: lives of spot nodes, ends of the lives, and results of launches.
 
-A life begins with `up`. It ends as a reclaim only where a preemption is recorded; a node that we released, or that
-still runs, was watched and not taken. A run that nobody looks after any more (its controller died) is watched up to
-its newest fact and no further. Nodes of the local infra are left out: a script takes them back, not a market.
+A life begins with `up`. A life ends as a preemption only if a preemption is recorded. A node that the launcher
+released, or that still runs, was watched without a preemption. A run without a controller (the controller died) is
+watched up to its newest fact and no further. Nodes of the local infra are left out: a script preempts them, not a
+market.
 """
 
 from collections import defaultdict
@@ -21,7 +22,7 @@ ENDED = ("gone", "released")
 
 
 def pool_histories(session: Session, now_ms: int) -> dict[Pool, PoolHistory]:
-    """The history of every pool that a real cloud was asked for, up to `now_ms` (UTC)."""
+    """Return the history of every pool of a real cloud with requests, up to `now_ms` (UTC)."""
     bought = select(Node.id).join(Run).where(Run.infra != LOCAL)
     nodes = session.scalars(select(Node).where(Node.id.in_(bought)).order_by(Node.id)).all()
     happened: defaultdict[int, dict[str, int]] = defaultdict(dict)
@@ -37,7 +38,10 @@ def pool_histories(session: Session, now_ms: int) -> dict[Pool, PoolHistory]:
 
 
 def pool_of(node: Node) -> Pool:
-    """On demand a pool has no zone: capacity is asked for by region."""
+    """Return the pool of a node.
+
+    An on-demand pool has no zone, because on-demand capacity is requested by region.
+    """
     zone = node.zone if node.market == Market.SPOT else ""
     return Pool(cloud=node.cloud, region=node.region, zone=zone, instance_type=node.instance_type)
 
@@ -76,7 +80,7 @@ def _history(
 
 
 def _newest_facts(session: Session) -> dict[int, int]:
-    """When each run was last heard of: by the cloud's answers, or by what its engine told."""
+    """Return the time of the newest fact of each run: an answer of the cloud, or an event of the engine."""
     told = session.execute(select(ProgressRow.run_id, func.max(ProgressRow.at_ms)).group_by(ProgressRow.run_id))
     seen = session.execute(
         select(Node.run_id, func.max(NodeEvent.at_ms))

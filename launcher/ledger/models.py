@@ -1,6 +1,6 @@
-"""The ledger's tables: facts about runs, nodes, money and progress. Rows are appended; what changes is a new row.
+"""Tables of the ledger: facts about runs, nodes, money and progress. Rows are appended; a change is a new row.
 
-Money is integer micro-dollars, time integer milliseconds UTC on the run's clock, so that sums are exact.
+Money is integer micro-dollars, time integer milliseconds UTC on the run's clock, so sums are exact.
 """
 
 from typing import Any, ClassVar
@@ -14,7 +14,7 @@ class Base(DeclarativeBase):
 
 
 class Run(Base):
-    """One `spotrl launch`. What it was asked to do never changes; how it goes is in `run_status`."""
+    """A run, made by one `spotrl launch`. The request never changes; the state of the run is in `run_status`."""
 
     __tablename__ = "run"
     id: Mapped[int] = mapped_column(primary_key=True)
@@ -24,7 +24,7 @@ class Run(Base):
     job: Mapped[dict[str, Any]]
     """The checked job, with every default filled in (launcher/job.py)."""
     plan: Mapped[dict[str, Any]]
-    """What we decided to buy, slot by slot (launcher/placement/plan.py): what the controller keeps alive."""
+    """The nodes to buy, slot by slot (launcher/placement/plan.py). The controller keeps the slots filled."""
     job_digest: Mapped[str]
     code_version: Mapped[str]
     lock_digest: Mapped[str]
@@ -40,18 +40,18 @@ class Run(Base):
     target_value: Mapped[float | None]
     folder: Mapped[str]
     workdir: Mapped[str | None]
-    """Where the job file was: the user's reward module and prompt file are found there."""
+    """Folder of the job file. The user's reward module and prompt file are looked up there."""
     deadline_ms: Mapped[int | None]
-    """When the run must end (run's clock), reward or not."""
+    """Time at which the run must end (run's clock), with or without the target reward."""
     coordinator_port: Mapped[int]
     token: Mapped[str]
 
 
 class RunStatus(Base):
-    """A step of a run's life; the newest row counts.
+    """A status of a run; the newest row counts.
 
-    planned -> running -> finished, or -> stopping (a person asked) or draining (the budget is used up) -> stopped,
-    or -> failed. A run that was stopped or failed is planned again by `spotrl resume`.
+    planned -> running -> finished, or -> stopping (on request) or draining (the budget is used up) -> stopped, or ->
+    failed. `spotrl resume` sets a stopped or failed run back to planned.
     """
 
     __tablename__ = "run_status"
@@ -63,7 +63,10 @@ class RunStatus(Base):
 
 
 class Removal(Base):
-    """The run's files were deleted from this machine (`spotrl rm`). Its other rows stay: the money was spent."""
+    """Deletion of the run's files from this machine (`spotrl rm`).
+
+    The run's other rows stay, because the money was spent.
+    """
 
     __tablename__ = "removal"
     run_id: Mapped[int] = mapped_column(ForeignKey("run.id"), primary_key=True)
@@ -71,7 +74,10 @@ class Removal(Base):
 
 
 class ControllerLease(Base):
-    """Who may control a run. One row a run, taken over only when it has expired (wall time) or its holder is dead."""
+    """Right of one process to control a run.
+
+    Another process takes the lease over only after expiry (wall time), or if the holder is dead.
+    """
 
     __tablename__ = "controller_lease"
     run_id: Mapped[int] = mapped_column(ForeignKey("run.id"), primary_key=True)
@@ -82,14 +88,14 @@ class ControllerLease(Base):
 
 
 class Node(Base):
-    """One node we asked for, written before the cloud was asked: the intent, and the offer it was bought from."""
+    """A requested node, written before the call to the cloud: the intent, and the offer behind the purchase."""
 
     __tablename__ = "node"
     id: Mapped[int] = mapped_column(primary_key=True)
     run_id: Mapped[int] = mapped_column(ForeignKey("run.id"), index=True)
     name: Mapped[str] = mapped_column(unique=True)
     slot: Mapped[str]
-    """Which place it fills, e.g. `trainer`, `spot-0`; a successor has the same slot, the next generation."""
+    """The node's slot, e.g. `trainer`, `spot-0`; a successor has the same slot and the next generation."""
     generation: Mapped[int]
     role: Mapped[str]
     market: Mapped[str]
@@ -105,14 +111,14 @@ class Node(Base):
     price_observed_at: Mapped[str]
     requested_ms: Mapped[int]
     reserved_micro_usd: Mapped[int]
-    """Worst case held against the budget until the node's first billing fact."""
+    """Worst case reserved in the budget until the node's first billing fact."""
 
 
 class NodeEvent(Base):
-    """Something that happened to a node, with the evidence for it.
+    """An event of a node, with its evidence.
 
-    requested (the cloud was asked), up (it is paid for from here on), ready (its workers called in), notice,
-    releasing (we asked for its end); and its end, once: gone, released, denied or no_capacity.
+    requested (the cloud was called), up (billing starts), ready (the node's workers called in), notice, releasing (the
+    launcher requested termination). The last event, once: gone, released, denied or no_capacity.
     """
 
     __tablename__ = "node_event"
@@ -124,7 +130,7 @@ class NodeEvent(Base):
 
 
 class BillingInterval(Base):
-    """A stretch of time that one node was paid for, closed. Its cost was rounded once."""
+    """A closed stretch of paid time of one node. The cost was rounded once."""
 
     __tablename__ = "billing_interval"
     __table_args__ = (UniqueConstraint("node_id", "start_ms"), CheckConstraint("end_ms >= start_ms"))
@@ -138,9 +144,10 @@ class BillingInterval(Base):
 
 
 class NodePrice(Base):
-    """What a node costs from `at_ms` on, where that differs from the offer in `node`: appended, the newest counts.
+    """Price of a node from `at_ms` on, if the price differs from the offer in `node`. Appended; the newest counts.
 
-    The first row says what was really bought, if that was another zone or type; later rows are changed spot prices.
+    The first row records the real purchase, if the zone or type differs from the offer. Later rows are changed spot
+    prices.
     """
 
     __tablename__ = "node_price"
@@ -155,7 +162,7 @@ class NodePrice(Base):
 
 
 class SideCost(Base):
-    """Something that was paid for beside a machine: a disk, an address, traffic. Written when it ended."""
+    """A cost beside a node's instance: a disk, an address, traffic. Written when the cost ended."""
 
     __tablename__ = "side_cost"
     id: Mapped[int] = mapped_column(primary_key=True)
@@ -166,25 +173,25 @@ class SideCost(Base):
     start_ms: Mapped[int]
     end_ms: Mapped[int]
     micro_usd: Mapped[int | None] = mapped_column(CheckConstraint("micro_usd >= 0"))
-    """None: it is paid for, and nobody knows what."""
+    """None: the cost exists, but its price is unknown."""
     source: Mapped[str]
 
 
 class Preemption(Base):
-    """The cloud took a node back. What it cost is worked out from the other tables when it is asked for."""
+    """Preemption of a node by the cloud. The cost of a preemption is computed from the other tables on request."""
 
     __tablename__ = "preemption"
     id: Mapped[int] = mapped_column(primary_key=True)
     node_id: Mapped[int] = mapped_column(ForeignKey("node.id"), unique=True)
     at_ms: Mapped[int]
     noticed_ms: Mapped[int | None]
-    """When the notice was seen; None: it came without one."""
+    """Time at which the launcher learned of the notice; None: no notice came."""
     signal: Mapped[str | None]
     evidence: Mapped[str]
 
 
 class ProgressRow(Base):
-    """One progress event of the engine; `(run, source, lineage, seq)` is kept once, however often it is read."""
+    """A progress event of the engine. `(run, source, lineage, seq)` is kept once, for any number of reads."""
 
     __tablename__ = "progress"
     __table_args__ = (UniqueConstraint("run_id", "source", "lineage", "seq"),)
@@ -199,10 +206,12 @@ class ProgressRow(Base):
 
 
 class PriceRow(Base):
-    """A price that a cloud said (launcher/market/prices.py). Wall time; the same price said again is the same row.
+    """A price reported by a cloud (launcher/market/prices.py).
 
-    Only `last_seen_ms` moves, and only forward: that a price still holds is worth knowing, not worth a row a poll. The
-    constraint that keeps a row single is also the index by which the history of a zone is read.
+    Wall time. The same price reported again is the same row.
+
+    Only `last_seen_ms` changes, and only forward: the fact that a price still holds is worth knowing, but not worth a
+    row per poll. The unique constraint is also the index for reading the price history of a zone.
     """
 
     __tablename__ = "price_point"
@@ -232,15 +241,15 @@ class PriceRow(Base):
     source: Mapped[str]
     source_id: Mapped[str]
     effective_ms: Mapped[int]
-    """Since when the cloud says it holds."""
+    """Time from which the price holds, as reported by the cloud."""
     observed_ms: Mapped[int]
-    """When we first heard it."""
+    """Time of the first query that returned the price."""
     last_seen_ms: Mapped[int]
-    """When we last heard it."""
+    """Time of the last query that returned the price."""
 
 
 class CapacityAdviceRow(Base):
-    """What a cloud estimated of its spot capacity in one zone (launcher/market/prices.py). Wall time."""
+    """A cloud's estimate of its spot capacity in one zone (launcher/market/prices.py). Wall time."""
 
     __tablename__ = "capacity_advice"
     __table_args__ = (

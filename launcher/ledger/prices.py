@@ -1,7 +1,7 @@
-"""Prices in the ledger: what clouds said, kept once, and read back by place and time.
+"""Prices in the ledger: each price that a cloud reported is kept once, and read back by place and time.
 
-The promise: the same price said twice is one row, whoever asks and however often; and every question is answered from
-an index, so that a million rows stay quick (tests/launcher/test_price_history.py).
+The promise: the same price reported twice is one row, from any source process and at any rate of polling. Every query
+is answered from an index, so a million rows stay quick (tests/launcher/test_price_history.py).
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -16,7 +16,8 @@ from launcher.ledger.models import CapacityAdviceRow, PriceRow
 from launcher.market.prices import CURRENCY, AdviceKind, CapacityAdvice, PricePoint
 
 POOL = (PriceRow.zone, PriceRow.region, PriceRow.instance_type, PriceRow.market, PriceRow.source, PriceRow.cloud)
-"""What has one price at a time. In the order of the index, or a question about all pools would sort a million rows."""
+"""Columns of a price series, which has one price at a time. The order is the order of the index; otherwise a query
+over all pools would sort a million rows."""
 
 COLUMNS = (
     PriceRow.cloud,
@@ -34,9 +35,12 @@ COLUMNS = (
 
 
 def record_prices(session: Session, points: Iterable[PricePoint]) -> int:
-    """Keep what is new of `points`, and when the rest was seen again. Returns how many were new.
+    """Store the new prices of `points`, and update the last-seen time of known prices.
 
-    Needs the write lock from its first line (`store.writing`): it counts by the newest row before and after.
+    Return the number of new prices.
+
+    The caller must hold the write lock from the start (`store.writing`), because the count compares the newest row
+    before and after.
     """
     rows = [
         {
@@ -79,9 +83,9 @@ def latest_prices(
     instance_types: Collection[str] = (),
     market: Market | None = None,
 ) -> list[PricePoint]:
-    """The price that holds now in each pool, one per source that tells it. An empty collection is any.
+    """Return the current price of each pool, one per source. An empty collection selects everything.
 
-    `observed_ms` is when the price was last seen, so that its age can be told.
+    `observed_ms` is the time of the last query that returned the price, for the age of the price.
     """
     newest = select(*POOL, func.max(PriceRow.effective_ms).label("newest_ms")).group_by(*POOL)
     newest = newest.where(*_among(clouds, regions, instance_types, market))
@@ -97,7 +101,7 @@ def price_history(
     instance_types: Collection[str] = (),
     market: Market | None = None,
 ) -> list[PricePoint]:
-    """Every price of a place between two moments, oldest first, with what held at the first of them.
+    """Return every price of a place between two moments, oldest first, with the prices held at the first.
 
     `place` is the name of a zone, an AWS zone id, or a region for prices of a whole region.
     """
@@ -117,7 +121,7 @@ def price_history(
 
 
 def places(session: Session) -> list[str]:
-    """Every zone that a price is known of, and every region that has prices of its own."""
+    """Return every zone with a known price, and every region with prices of its own."""
     named = select(PriceRow.zone, PriceRow.region).group_by(PriceRow.zone, PriceRow.region)
     return sorted({zone or region for zone, region in session.execute(named)})
 
@@ -131,7 +135,7 @@ def _among(
 
 
 def _at_newest(session: Session, newest: Any) -> Sequence[Any]:
-    """The rows that a selection of pools, each with its `newest_ms`, points at."""
+    """Return the rows that match a selection of pools and the `newest_ms` of each."""
     which = newest.subquery()
     same = [column == which.c[column.key] for column in POOL]
     return session.execute(
@@ -142,7 +146,7 @@ def _at_newest(session: Session, newest: Any) -> Sequence[Any]:
 
 
 def _one_per_pool(rows: Iterable[Any]) -> list[PricePoint]:
-    """A price that was corrected since is said last."""
+    """Return one price per pool. A corrected price comes last in `rows` and wins."""
     return list({point.pool: point for point in map(_point, rows)}.values())
 
 
@@ -166,7 +170,7 @@ def _point(row: Any) -> PricePoint:
 
 
 def record_advice(session: Session, advice: Iterable[CapacityAdvice]) -> None:
-    """Keep what is new."""
+    """Store the new estimates."""
     rows = [
         {
             "cloud": one.cloud,
@@ -187,7 +191,7 @@ def record_advice(session: Session, advice: Iterable[CapacityAdvice]) -> None:
 
 
 def capacity_advice(session: Session, *, since_ms: int = 0, zone: str | None = None) -> list[CapacityAdvice]:
-    """What clouds estimated of moments after `since_ms`, oldest first."""
+    """Return the clouds' estimates for moments after `since_ms`, oldest first."""
     wanted = select(CapacityAdviceRow).where(CapacityAdviceRow.until_ms >= since_ms)
     if zone is not None:
         wanted = wanted.where(CapacityAdviceRow.zone == zone)

@@ -1,10 +1,10 @@
-"""The ledger's door: open it, and ask it what several rooms ask.
+"""Open the ledger, and answer the queries that several rooms share.
 
-One SQLite file in WAL mode: one writer at a time, readers never wait. Many short-lived processes open it (a
-controller per run, every command), so opening is safe at the same moment from two of them.
+The ledger is one SQLite file in WAL mode: one writer at a time, readers never wait. Many short-lived processes open the
+ledger (a controller per run, every command), so two processes may open the ledger at the same moment.
 
-The promise: what is read twice is kept once (`append_progress`), and an iteration that was redone under a newer
-lineage counts once (`progress_of`).
+The promise: an event read twice is kept once (`append_progress`), and an iteration redone under a newer lineage counts
+once (`progress_of`).
 """
 
 import fcntl
@@ -37,30 +37,37 @@ from launcher.ledger.models import (
 )
 
 REVISION = "0004"
-"""The newest migration. A ledger that has it opens without loading alembic; a test compares it with the folder."""
+"""The newest migration. A ledger at this revision opens without loading alembic. A test compares the value with the
+folder."""
 
 BUSY_MS = 10_000
-"""How long a writer waits for another: transactions are short, so only a machine in trouble takes longer."""
+"""Time that a writer waits for another writer, in milliseconds. Transactions are short, so only a machine in trouble
+takes longer."""
 
 
 CHECKPOINT_PAGES = 1
-"""Copy the write-ahead log into the ledger's file after every transaction that wrote so many pages, as far as readers
-allow: a ledger whose `-wal` file is lost or was not copied with it must still name every node. It costs 0.3 ms."""
+"""Pages written by a transaction after which SQLite copies the write-ahead log into the ledger's file, as far as
+readers allow. A ledger that lost its `-wal` file, or was copied without the file, must still name every node. The
+copy costs 0.3 ms."""
 
 
 def open_ledger(path: Path, is_in_use: Callable[[ControllerLease], bool] = lambda _: False) -> sessionmaker[Session]:
-    """The ledger in the file `path`, made or brought up to date if need be. Only its owner may read it.
+    """Open the ledger in the file `path`, and create or migrate the ledger if needed.
 
-    `is_in_use`: whether a controller holds this lease. Tables are not changed under one of an older spotrl.
+    Only the owner may read the file.
 
-    Raises Failure when the ledger is none, is of a newer spotrl, or a controller of an older one uses it.
+    `is_in_use`: returns whether a controller holds the given lease. Tables are not migrated while a controller of an
+    older spotrl uses the ledger.
+
+    Raises Failure if the file is no ledger, if the ledger is from a newer spotrl, or if a controller of an older spotrl
+    uses the ledger.
     """
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    # Never opened when it exists: closing a file ends all POSIX locks that this process has on it, SQLite's too, and
-    # a ledger whose reader has lost its lock is taken apart under it by the next process that closes it.
+    # Never open an existing file here. Closing a file ends all POSIX locks of this process on the file, SQLite's locks
+    # too. The next process that closes the ledger would then remove the write-ahead log under a reader without a lock.
     with suppress(FileExistsError):
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
-    # SQLite makes `-wal` and `-shm` with the file's own mode; what was made by an older hand is narrowed here.
+    # SQLite makes `-wal` and `-shm` with the file's own mode. Files made by older versions are narrowed here.
     for file in (path, *(path.with_name(path.name + end) for end in ("-wal", "-shm", ".lock"))):
         with suppress(FileNotFoundError):
             if file.stat().st_mode & 0o077:
@@ -78,14 +85,17 @@ def open_ledger(path: Path, is_in_use: Callable[[ControllerLease], bool] = lambd
 
 @contextmanager
 def writing(sessions: sessionmaker[Session]) -> Iterator[Session]:
-    """A transaction that is the only writer from its first line on, so that what it reads stays true until it ends."""
+    """Open a transaction that is the only writer from the start.
+
+    Rows that the transaction reads stay true until its end.
+    """
     with sessions() as session, session.begin():
         session.connection(execution_options={"ledger_begin": "IMMEDIATE"})
         yield session
 
 
 def find_run(session: Session, name: str) -> Run:
-    """The run called `name`. LookupError names the nearest ones."""
+    """Return the run called `name`. Raises LookupError with the nearest names."""
     run = session.scalar(select(Run).where(Run.name == name))
     if run is not None:
         return run
@@ -108,7 +118,7 @@ def check_kept(session: Session, run: Run) -> None:
 
 
 def current_status(session: Session, run: Run) -> RunStatus | None:
-    """The newest step of the run's life; None only for a run that `create_run` did not make."""
+    """Return the newest status of the run; None only for a run that `create_run` did not make."""
     return session.scalar(select(RunStatus).where(RunStatus.run_id == run.id).order_by(RunStatus.id.desc()).limit(1))
 
 
@@ -117,7 +127,10 @@ def append_status(session: Session, run: Run, status: str, reason: str, at_ms: i
 
 
 def append_progress(session: Session, run: Run, lines: Sequence[Progress]) -> int:
-    """Keep what is new of `lines`; a number that the ledger has is left alone. Returns how many were new."""
+    """Append the new events of `lines`, and skip sequence numbers already in the ledger.
+
+    Return the number of new events.
+    """
     rows: list[dict[str, Any]] = [
         {
             "run_id": run.id,
@@ -130,13 +143,13 @@ def append_progress(session: Session, run: Run, lines: Sequence[Progress]) -> in
         }
         for line in lines
     ]
-    # One row a statement: SQLite then says of each whether it was new.
+    # One row per statement, because SQLite then reports for each row if the row was new.
     keep = insert(ProgressRow).on_conflict_do_nothing()
     return sum(session.connection().execute(keep, row).rowcount for row in rows)
 
 
 def newest_ms(session: Session, run: Run) -> int:
-    """The newest time that a controller of the run wrote down (run's clock). 0 when there is none."""
+    """Return the newest time that a controller of the run recorded (run's clock); 0 if none."""
     of_run = select(Node.id).where(Node.run_id == run.id)
     newest = (
         select(func.max(RunStatus.at_ms)).where(RunStatus.run_id == run.id),
@@ -149,12 +162,12 @@ def newest_ms(session: Session, run: Run) -> int:
 
 
 def nodes_of(session: Session, run: Run) -> list[Node]:
-    """Every node that was ever asked for, oldest first."""
+    """Return every node that was ever requested, oldest first."""
     return list(session.scalars(select(Node).where(Node.run_id == run.id).order_by(Node.id)))
 
 
 def node_events(session: Session, run: Run) -> list[tuple[Node, NodeEvent]]:
-    """What happened to the nodes of a run, oldest first."""
+    """Return the events of a run's nodes, oldest first."""
     rows = session.execute(
         select(Node, NodeEvent)
         .join(NodeEvent, NodeEvent.node_id == Node.id)
@@ -165,11 +178,11 @@ def node_events(session: Session, run: Run) -> list[tuple[Node, NodeEvent]]:
 
 
 def progress_of(session: Session, run: Run, kind: str) -> list[ProgressRow]:
-    """The events of one kind that count, oldest first.
+    """Return the valid events of one kind, oldest first.
 
-    A run that lost its trainer goes back to a checkpoint, under the next lineage. What older lineages said of
-    iterations from there on is void: they were redone, or will be. An iteration said twice counts as the newest says.
-    Kinds without an iteration are returned as they are.
+    A run that lost its trainer goes back to a checkpoint, under the next lineage. Events of older lineages are void
+    from the checkpoint's iteration on, because the iterations were redone or will be. If an iteration was reported
+    twice, the newest report counts. Kinds without an iteration are returned unchanged.
     """
     rows = session.scalars(
         select(ProgressRow)
@@ -188,10 +201,10 @@ def progress_of(session: Session, run: Run, kind: str) -> list[ProgressRow]:
 
 
 def _voids(restart: ProgressRow, row: ProgressRow) -> bool:
-    """Whether a newer lineage began at or before what `row` tells.
+    """Return whether a newer lineage began at or before the iteration of `row`.
 
-    A checkpoint and an evaluation are *of* a version, which the batches before it made; so going back to version 7
-    leaves what was said of version 7 true, but not that batch 7 was trained.
+    A checkpoint and an evaluation are *of* a weight version, made by the batches before. A return to version 7 keeps
+    the events of version 7 true, but voids the training of batch 7.
     """
     if restart.source != row.source or restart.lineage <= row.lineage:
         return False
@@ -203,7 +216,7 @@ def _voids(restart: ProgressRow, row: ProgressRow) -> bool:
 
 
 def _prepare_connection(connection: Any, _record: Any) -> None:
-    connection.isolation_level = None  # we say BEGIN ourselves: the driver's own would come too late
+    connection.isolation_level = None  # the code sends BEGIN itself: the driver's own BEGIN would come too late
     connection.execute("PRAGMA foreign_keys=ON")
     connection.execute("PRAGMA synchronous=FULL")  # an intent must outlive a power cut, or a node is forgotten
     connection.execute(f"PRAGMA wal_autocheckpoint={CHECKPOINT_PAGES}")
@@ -235,9 +248,12 @@ def _only_one(lock: Path) -> Iterator[None]:
 
 
 def _check_unused(engine: Engine, is_in_use: Callable[[ControllerLease], bool]) -> None:
-    """Raise Failure if a controller uses this ledger: one of an older spotrl, as the tables are older than ours."""
+    """Raise Failure if a controller of an older spotrl uses this ledger.
+
+    Only called with tables older than this spotrl's.
+    """
     if (_revision(engine) or REVISION) >= REVISION:
-        return  # it is new, or of a newer spotrl
+        return  # a new ledger, or a ledger of a newer spotrl
     with Session(engine) as session:
         held = [lease.run_id for lease in session.scalars(select(ControllerLease)) if is_in_use(lease)]
         rows = session.execute(select(Run.name, Run.code_version).where(Run.id.in_(held))).all()
@@ -275,7 +291,7 @@ def _migrate(engine: Engine) -> None:
             command.upgrade(config, "head")
         except CommandError:
             newest = None
-            with suppress(OperationalError):  # what a newer spotrl may have renamed
+            with suppress(OperationalError):  # a newer spotrl may have renamed the column
                 newest = connection.exec_driver_sql("SELECT code_version FROM run ORDER BY id DESC LIMIT 1").scalar()
             its_run = f"; its newest run was launched by spotrl {newest}" if newest else ""
             raise Failure(

@@ -1,8 +1,9 @@
-"""What clouds say of their spot capacity, as what is believed before anything was seen. Pure.
+"""Turn the clouds' estimates of spot capacity into priors, used before the first observation. Pure.
 
 newest uptime, or else preemption rate, of a pool -> prior hazards;    newest obtainability -> prior launch odds
 
-Our own ledger is added on top (launcher/market/hazard.py), so that a cloud's word counts until we know better.
+Observations in the ledger are added on top (launcher/market/hazard.py). A cloud's estimate therefore counts until
+observations outweigh the estimate.
 """
 
 from collections.abc import Iterable, Mapping
@@ -21,15 +22,17 @@ from launcher.market.prices import AdviceKind, CapacityAdvice
 from launcher.money import HOUR_MS
 
 STALE_MS = 48 * HOUR_MS
-"""Advice older than this says nothing of now. A preemption rate is of a whole day, so the newest is a day old."""
+"""Maximum age of advice, in milliseconds. Older advice says nothing about now. A preemption rate covers a whole day,
+so even the newest rate is a day old."""
 
 RUN_HOURS = 4.0
-"""Assumed: how long a spot VM runs that stops; without it a preemption rate is no hazard (research notes cost 1.2)."""
+"""Assumed run time in hours of a spot VM that stops. A preemption rate alone gives no hazard (research notes cost
+1.2)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Said:
-    """By pool, of those of which something was said."""
+    """Priors by pool, for the pools with advice."""
 
     priors: Mapping[Pool, HazardPrior]
     odds: Mapping[Pool, LaunchOdds]
@@ -38,7 +41,7 @@ class Said:
 def what_clouds_say(
     advice: Iterable[CapacityAdvice], now_ms: int, prior: HazardPrior = POOLED, run_hours: float = RUN_HOURS
 ) -> Said:
-    """The newest advice of each pool; what is stale or not credible is passed over."""
+    """Return priors from the newest advice of each pool; stale or impossible advice is skipped."""
     newest: dict[tuple[Pool, AdviceKind], CapacityAdvice] = {}
     for each in advice:
         pool = Pool(cloud=each.cloud, region=each.region, zone=each.zone, instance_type=each.instance_type)

@@ -1,24 +1,24 @@
-"""A number that is not known exactly: with its interval, what it rests on, and where that comes from. Pure."""
+"""An uncertain number with an interval, a basis and a source. Pure."""
 
 from dataclasses import dataclass
 from enum import StrEnum
 
 
 class Basis(StrEnum):
-    """What a figure rests on, weakest first."""
+    """Basis of a figure, weakest first."""
 
     ASSUMED = "assumed"
     PRIOR = "prior"
-    """Of other machines, at another time: research notes, an earlier trace."""
+    """From other machines, at another time: research notes, an earlier trace."""
     SAID = "said by the cloud"
     REPLAYED = "replayed"
-    """Seen in a recorded trace, or on the local infra, which replays one."""
+    """Measured in a recorded trace, or on the local infra, which replays a trace."""
     MEASURED = "measured"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Estimate:
-    """`low` and `high` are the 5 % and 95 % ends unless `source` says otherwise."""
+    """An estimate. `low` and `high` are the 5 % and 95 % ends unless `source` says otherwise."""
 
     mean: float
     low: float
@@ -26,6 +26,6 @@ class Estimate:
     basis: Basis
     source: str
     events: int = 0
-    """What was counted: reclaims, launches."""
+    """Number of counted events: preemptions, launches."""
     exposure_ms: int = 0
     """Node-milliseconds that were watched."""

@@ -1,8 +1,8 @@
-"""Prices that dstack published: its library gpuhunt assembles them, we take those that it assembles correctly.
+"""Prices published by dstack's library gpuhunt, limited to the prices that gpuhunt assembles correctly.
 
-For who has no account to ask the clouds with. Taken: AWS on demand, GCP on demand and spot (host, GPUs and local SSD
-are added there, and calendar-mode rates are told apart). Not taken: AWS spot, of which gpuhunt keeps the cheapest zone
-of a region and drops its name. catalogs/README.md lists what else it lacks.
+For users without a cloud account. Taken: AWS on demand, and GCP on demand and spot (gpuhunt adds up host, GPUs and
+local SSD, and marks calendar-mode rates). Not taken: AWS spot, because gpuhunt keeps only the cheapest zone of a region
+and drops the zone's name. catalogs/README.md lists the remaining gaps of gpuhunt.
 """
 
 from collections.abc import Iterable
@@ -20,9 +20,9 @@ WANTED = ("aws", "gcp")
 
 
 def fetch_gpuhunt(now_ms: int) -> list[PricePoint]:
-    """Downloads the published catalogs. Raises Failure where gpuhunt is not installed or a catalog cannot be had."""
+    """Download the published catalogs. Raises Failure if gpuhunt is not installed or a catalog is not available."""
     try:
-        import gpuhunt  # an extra; most who refresh ask the clouds themselves
+        import gpuhunt  # an extra; most users refresh from the clouds
     except ImportError:
         raise Failure("gpuhunt is not installed; pip install 'spotrl[prices]', or refresh from the clouds") from None
     catalog = gpuhunt.Catalog(auto_reload=False)
@@ -32,14 +32,14 @@ def fetch_gpuhunt(now_ms: int) -> list[PricePoint]:
         raise Failure(f"gpuhunt cannot load its catalog ({error}); try again later, or ask the clouds") from None
     if missing := [cloud for cloud in WANTED if cloud not in catalog.catalog]:
         raise Failure(f"gpuhunt has no catalog of {' and '.join(missing)} today; the tables are as they were")
-    # No flags allowed: they mark calendar-mode rates, and machines that are sold by reservation alone.
+    # Allow no flags: flags mark calendar-mode rates, and instances sold by reservation only.
     items = catalog.query(provider=list(WANTED), min_gpu_count=1, allowed_flags=())
     versions = {cloud: catalog.catalog[cloud].version for cloud in WANTED}
     return points_of(items, versions, now_ms)
 
 
 def points_of(items: Iterable[Any], versions: dict[str, str], now_ms: int) -> list[PricePoint]:
-    """`items` are gpuhunt's CatalogItem; machines that we do not know are left out."""
+    """Convert `items`, gpuhunt's CatalogItem values, to prices. Unknown instance types are left out."""
     points = []
     for item in items:
         name = item.instance_name
@@ -56,7 +56,7 @@ def points_of(items: Iterable[Any], versions: dict[str, str], now_ms: int) -> li
             PricePoint(
                 cloud=item.provider,
                 region=item.location.rpartition("-")[0] if is_gcp else item.location,
-                # GCP's on-demand prices are the region's; gpuhunt repeats them for each zone.
+                # GCP's on-demand prices belong to the region; gpuhunt repeats the prices for each zone.
                 zone=item.location if is_gcp and market is Market.SPOT else "",
                 zone_id="",
                 instance_type=name,
@@ -72,12 +72,15 @@ def points_of(items: Iterable[Any], versions: dict[str, str], now_ms: int) -> li
 
 
 def micro_usd(usd: float) -> int:
-    """gpuhunt's prices are floats rounded to six decimals: back to the whole micro-dollar."""
+    """Convert a price to whole micro-dollars. gpuhunt's prices are floats rounded to six decimals."""
     return int((Decimal(str(usd)) * MICRO).to_integral_value(ROUND_HALF_EVEN))
 
 
 def version_ms(version: str) -> int:
-    """`20261120-1234` -> the first moment of that day. Raises Failure for a version without a date."""
+    """Convert `20261120-1234` to the first moment of the day, in milliseconds UTC.
+
+    Raises Failure for a version without a date.
+    """
     try:
         day = datetime.strptime(version[:8], "%Y%m%d").replace(tzinfo=UTC)
     except ValueError:

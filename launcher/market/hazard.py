@@ -1,10 +1,11 @@
-"""How soon a spot node is taken back, by its age and pool, and whether it can be had at all. Pure.
+"""Estimate the hazard of spot nodes by age and pool, and the odds that a launch succeeds. Pure.
 
-what was seen (lives, launches) + what is believed before (a prior, with its weight) -> estimate, interval, evidence
+observations (lives, launches) + prior (with its weight) -> estimate, interval, evidence
 
-Young nodes die most: the hazard falls from 1.3 an hour to .06 after 16 h (research notes cost 3), so there is one
-hazard to an age bucket and never a mean time between failures. Each is Gamma-Poisson: a prior worth
-`PRIOR_RECLAIMS` reclaims, to which reclaims and node-hours at that age are added. Ages and lives are in hours inside.
+Young nodes die most: the hazard falls from 1.3 an hour to .06 after 16 h (research notes cost 3). The model therefore
+has one hazard per age bucket and never a mean time between failures. Each hazard is Gamma-Poisson: the prior counts as
+`PRIOR_RECLAIMS` preemptions, and the preemptions and node-hours seen at the same age are added. Ages and lives are in
+hours inside this module.
 """
 
 from collections.abc import Callable, Iterable
@@ -18,19 +19,19 @@ from launcher.market.estimate import Basis, Estimate
 from launcher.money import HOUR_MS
 
 BUCKET_STARTS_MS = tuple(minutes * 60_000 for minutes in (0, 15, 30, 60, 120, 240, 480, 960))
-"""The last bucket has no end; the research notes watched it to 48 h."""
+"""Start of each age bucket in milliseconds. The last bucket has no end; the research notes watched nodes up to 48 h."""
 
 BUCKET_HOURS = (*((end - start) / HOUR_MS for start, end in pairwise(BUCKET_STARTS_MS)), inf)
 
 POOLED_HAZARDS = (1.27, 1.09, 0.76, 0.42, 0.21, 0.15, 0.11, 0.06)
-"""Reclaims per node-hour by age, pooled over nine AWS V100 zones, 2022-23 (research notes cost 3)."""
+"""Preemptions per node-hour by age, pooled over nine AWS V100 zones, 2022-23 (research notes cost 3)."""
 
 PRIOR_RECLAIMS = 1.0
-"""What the prior of a bucket is worth. Nodes of those zones lived .7 to 10.5 h on average, a spread about as wide as
-that of an exponential distribution, which is a Gamma of shape 1."""
+"""Weight of the prior of a bucket, in preemptions. Nodes of the nine zones lived .7 to 10.5 h on average. The spread
+is about as wide as the spread of an exponential distribution, which is a Gamma of shape 1."""
 
 TRACE_UPTIME = 0.64
-"""Mean share of time that a spot node could be had in those zones: what a launch is believed to succeed with."""
+"""Mean share of time with spot capacity in the nine zones; the prior odds of a successful launch."""
 
 SHARE_AT_WORK = Estimate(
     mean=0.53,
@@ -39,26 +40,26 @@ SHARE_AT_WORK = Estimate(
     basis=Basis.REPLAYED,
     source="replay of our own cool-downs on six sets of recorded traces: mean, least and most of the sets",
 )
-"""Share of time that a spot slot had a node at work. Capacity that is gone stays away for a while, so attempts after a
-preemption fail far more often than `TRACE_UPTIME` says: 66 to 92 in 100. A stand-in is not counted."""
+"""Share of time that a spot slot had a node at work. An outage lasts for a while, so attempts after a preemption
+fail far more often than `TRACE_UPTIME` says: 66 to 92 in 100. Stand-ins do not count as work here."""
 
 PRIOR_LAUNCHES = 2.0
-"""Launches that the belief above is worth: zones ranged from .17 to .90 (research notes cost 3)."""
+"""Weight of the prior odds, in launches. Zones ranged from .17 to .90 (research notes cost 3)."""
 
 ON_DEMAND_ODDS = 0.9
-"""Assumed; no trace of on-demand launches is known to us."""
+"""Odds of an on-demand launch. Assumed: no trace of on-demand launches is known."""
 
 COLD_START_MS = 8 * 60_000
-"""From `up` to the first worker: what the research notes simulated with (cost 4.3); the parts add up to 2 to 7
-minutes without the weights (engine 6)."""
+"""Milliseconds from `up` to the first worker, as in the simulations of the research notes (cost 4.3). The parts add
+up to 2 to 7 minutes without the weights (engine 6)."""
 
 COLD_START_SPREAD_MS = 3 * 60_000
-"""Standard deviation of the belief above: 2 to 13 minutes are within two of it."""
+"""Standard deviation of the prior cold start, in milliseconds: 2 to 13 minutes are within two deviations."""
 
 PRIOR_COLD_STARTS = 2.0
 
 BURST_MS = 60_000
-"""Nodes that are asked for within a minute meet the same state of a zone."""
+"""Requests within a minute meet the same state of a zone. Milliseconds."""
 
 Z90 = 1.6449
 """Standard normal quantile at 95 %."""
@@ -68,7 +69,7 @@ NOTES = "research notes cost 3: nine AWS V100 zones, 2022-23"
 
 @dataclass(frozen=True, order=True, kw_only=True, slots=True)
 class Pool:
-    """Where nodes share a fate: one instance type in one zone. `zone` is empty on demand."""
+    """Nodes with a shared fate: one instance type in one zone. `zone` is empty for on-demand nodes."""
 
     cloud: str
     region: str
@@ -78,7 +79,10 @@ class Pool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Life:
-    """How long a node was watched, from `up` on. Not reclaimed: it still runs, or ended by our wish."""
+    """Watched time of a node, from `up` on.
+
+    `reclaimed` is False if the node still runs or the launcher ended the node.
+    """
 
     ms: int
     reclaimed: bool
@@ -86,7 +90,7 @@ class Life:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exposure:
-    """Node-milliseconds watched and reclaims seen, by age bucket."""
+    """Node-milliseconds watched and preemptions seen, by age bucket."""
 
     ms: tuple[int, ...] = (0,) * len(BUCKET_STARTS_MS)
     reclaims: tuple[int, ...] = (0,) * len(BUCKET_STARTS_MS)
@@ -111,24 +115,24 @@ class Exposure:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HazardCurve:
-    """One hazard to an age bucket, in reclaims per node-hour; between the buckets' ends it is constant."""
+    """Hazard per age bucket, in preemptions per node-hour. The hazard is constant within a bucket."""
 
     per_hour: tuple[float, ...]
 
     def survives(self, hours: float) -> float:
-        """S(a) = exp(-integral of h from 0 to a): the share of nodes that live so long."""
+        """Return S(a) = exp(-integral of h from 0 to a): the share of nodes alive at this age."""
         return exp(-self.expected_reclaims(hours))
 
     def expected_reclaims(self, hours: float) -> float:
-        """The integral of h from 0 to `hours`."""
+        """Return the integral of h from 0 to `hours`."""
         return _expected_reclaims(self.per_hour, hours)
 
     def taken_within(self, hours: float) -> float:
-        """P(L < hours)."""
+        """Return P(L < hours)."""
         return 1.0 - self.survives(hours)
 
     def mean_life(self, until_hours: float = inf) -> float:
-        """E[min(L, H)] in hours: the integral of S from 0 to H."""
+        """Return E[min(L, H)] in hours: the integral of S from 0 to H."""
         return _mean_life(self.per_hour, until_hours)
 
     def scaled(self, factor: float) -> "HazardCurve":
@@ -140,7 +144,7 @@ def _expected_reclaims(per_hour: tuple[float, ...], hours: float) -> float:
     return sum(hazard * part for hazard, part in zip(per_hour, _parts(hours), strict=True) if part)
 
 
-@lru_cache(maxsize=4096)  # many pools have the prior's hazards, and a plan asks for the same ages of all of them
+@lru_cache(maxsize=4096)  # many pools have the prior's hazards, and a plan needs the same ages for all pools
 def _mean_life(per_hour: tuple[float, ...], until_hours: float) -> float:
     alive, hours = 1.0, 0.0
     for hazard, part in zip(per_hour, _parts(until_hours), strict=True):
@@ -153,7 +157,7 @@ def _mean_life(per_hour: tuple[float, ...], until_hours: float) -> float:
 
 
 def _parts(hours: float) -> list[float]:
-    """How much of the time up to an age lies in each bucket."""
+    """Return the hours spent in each bucket up to an age."""
     parts, left = [], hours
     for length in BUCKET_HOURS:
         parts.append(min(left, length))
@@ -162,15 +166,15 @@ def _parts(hours: float) -> list[float]:
 
 
 STEADY = HazardCurve(per_hour=(0.0,) * len(BUCKET_STARTS_MS))
-"""A node that nobody takes back: on demand."""
+"""Hazard of a node that the cloud never preempts: on demand."""
 
 
-# --- what is believed before anything was seen ---------------------------------------------------------
+# --- priors --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HazardPrior:
-    """A hazard for each age, each worth so many reclaims."""
+    """A prior hazard for each age bucket. The weight of every bucket is `reclaims` preemptions."""
 
     curve: HazardCurve
     reclaims: float
@@ -184,47 +188,53 @@ POOLED = HazardPrior(
 
 
 def prior_after(prior: HazardPrior, replayed: Exposure, source: str) -> HazardPrior:
-    """The prior moved by a recorded trace (`lives_of_trace`), which was another pool: its weight stays the same."""
+    """Return the prior updated by a recorded trace (`lives_of_trace`).
+
+    The trace was another pool, so the weight of the prior stays the same.
+    """
     curve = learn(prior, replayed).mean
     return HazardPrior(curve=curve, reclaims=prior.reclaims, basis=Basis.REPLAYED, source=source)
 
 
 def prior_of_uptime(prior: HazardPrior, uptime_hours: float, source: str) -> HazardPrior:
-    """A cloud's estimated uptime (GCP's AdviceClient.capacity), in the shape of `prior`.
+    """Return `prior` scaled to a cloud's uptime estimate (GCP's AdviceClient.capacity).
 
-    It is how long *most* of its VMs are expected to run, so read as the median: the factor m with S(uptime) = 1/2,
-    m = ln 2 / (integral of h to the uptime). 1 h under a prior of .97 reclaims until then: m = .71.
+    The estimate is the time that *most* VMs are expected to run, read here as the median. The factor m with S(uptime) =
+    1/2 is m = ln 2 / (integral of h to the uptime). 1 h under a prior of .97 preemptions until then: m = .71.
     """
     return _said(prior, log(2) / prior.curve.expected_reclaims(uptime_hours), source)
 
 
 def prior_of_preemption_rate(prior: HazardPrior, rate: float, mean_run_hours: float, source: str) -> HazardPrior:
-    """GCP's preemption rate, the preempted share of the spot VMs that stopped, in the shape of `prior`.
+    """Return `prior` scaled to GCP's preemption rate: the preempted share of the spot VMs that stopped.
 
-    A share is no hazard; it takes how long VMs run (r) to make one: the factor m with P(L < r) = rate,
-    m = -ln(1 - rate) / (integral of h to r). Half of them within 1 h: m = .71 as above. 0 counts as .001.
+    A share is no hazard; the conversion needs the mean run time r of the VMs. The factor m with P(L < r) = rate is m =
+    -ln(1 - rate) / (integral of h to r). Half of the VMs within 1 h: m = .71 as above. A rate of 0 counts as .001.
     """
     taken = min(0.999, max(0.001, rate))
     return _said(prior, -log(1 - taken) / prior.curve.expected_reclaims(mean_run_hours), source)
 
 
 def _said(prior: HazardPrior, factor: float, source: str) -> HazardPrior:
-    """What a cloud says weighs no more node-hours than `prior`: reclaims of our own unlearn a rate near 0 as soon."""
+    """Return `prior` scaled by `factor`, with no more node-hours of weight than `prior` has.
+
+    Observed preemptions then correct a rate near 0 as quickly as the prior itself.
+    """
     reclaims = prior.reclaims * min(1.0, factor)
     return HazardPrior(curve=prior.curve.scaled(factor), reclaims=reclaims, basis=Basis.SAID, source=source)
 
 
-# --- what is estimated ---------------------------------------------------------------------------------
+# --- estimates -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class Survival:
-    """The hazard of each age bucket as a Gamma distribution, and the evidence in it."""
+    """The hazard of each age bucket as a Gamma distribution, with its evidence."""
 
     shapes: tuple[float, ...]
-    """Reclaims, those that the prior is worth included."""
+    """Preemptions, including the weight of the prior."""
     hours: tuple[float, ...]
-    """Node-hours, those that the prior is worth included."""
+    """Node-hours, including the weight of the prior."""
     evidence: Exposure
     basis: Basis
     source: str
@@ -235,12 +245,12 @@ class Survival:
 
     @cached_property
     def low(self) -> HazardCurve:
-        """Every hazard at its 5 % end."""
+        """Return the curve with every hazard at its 5 % end."""
         return self._curve(lambda shape: gamma_quantile(shape, -Z90))
 
     @cached_property
     def high(self) -> HazardCurve:
-        """Every hazard at its 95 % end."""
+        """Return the curve with every hazard at its 95 % end."""
         return self._curve(_high_end)
 
     def _curve(self, quantile: Callable[[float], float]) -> HazardCurve:
@@ -248,9 +258,10 @@ class Survival:
         return HazardCurve(per_hour=tuple(rates))
 
     def taken_within(self, hours: float) -> Estimate:
-        """P(L < hours), for more than 0 hours.
+        """Return P(L < hours), for more than 0 hours.
 
-        Its interval: the expected reclaims are a sum of Gammas, taken for one of the same mean and variance.
+        The expected number of preemptions is a sum of Gammas. The interval comes from a single Gamma of the same mean
+        and variance.
         """
         mean = self.mean.expected_reclaims(hours)
         parts = zip(self.shapes, self.hours, _parts(hours), strict=True)
@@ -261,7 +272,7 @@ class Survival:
         return self._estimate(ends, sum(self.evidence.reclaims), sum(self.evidence.ms))
 
     def hazard(self, age_hours: float) -> Estimate:
-        """Reclaims per node-hour at an age."""
+        """Return the preemptions per node-hour at an age."""
         bucket = max(index for index, start in enumerate(BUCKET_STARTS_MS) if start <= age_hours * HOUR_MS)
         ends = (self.mean.per_hour[bucket], self.low.per_hour[bucket], self.high.per_hour[bucket])
         return self._estimate(ends, self.evidence.reclaims[bucket], self.evidence.ms[bucket])
@@ -282,9 +293,9 @@ class Survival:
 def learn(
     prior: HazardPrior, seen: Exposure, basis: Basis = Basis.MEASURED, source: str = "our own ledger"
 ) -> Survival:
-    """Gamma-Poisson, bucket by bucket: (k0 + k) reclaims in (k0 / h0 + t) node-hours.
+    """Update a prior by Gamma-Poisson, bucket by bucket: (k0 + k) preemptions in (k0 / h0 + t) node-hours.
 
-    With one prior reclaim at 1.27/h and five seen in one hour: 6 / (1 / 1.27 + 1) = 3.36/h.
+    With one prior preemption at 1.27/h and five seen in one hour: 6 / (1 / 1.27 + 1) = 3.36/h.
     """
     is_seen = any(seen.ms) or any(seen.reclaims)
     return Survival(
@@ -299,18 +310,18 @@ def learn(
 
 
 def gamma_quantile(shape: float, z: float) -> float:
-    """Quantile of a Gamma with rate 1, at the standard normal quantile z, by Wilson and Hilferty (1931).
+    """Return the quantile of a Gamma with rate 1, at the standard normal quantile z, by Wilson and Hilferty (1931).
 
-    shape 1 at 95 %: 2.97 (exactly 3.00); shape 6: 10.51 (10.51). Below shape 1 the lower end is too low.
+    Shape 1 at 95 %: 2.97 (exactly 3.00); shape 6: 10.51 (10.51). Below shape 1 the lower end is too low.
     """
     return float(shape * max(0.0, 1 - 1 / (9 * shape) + z / (3 * sqrt(shape))) ** 3)
 
 
 def bursts(answers: Iterable[tuple[int, int]], within_ms: int = BURST_MS) -> int:
-    """Return how many bursts there are in answers, each given as when a node was asked for and when the cloud answered.
+    """Return the number of bursts in `answers`, pairs of request time and answer time in milliseconds.
 
-    A node that was asked for less than `within_ms` after the first answer of a burst belongs to it. Milliseconds.
-    Four nodes at 0 that are refused at 9 s, one at 30 s, one at 11 min: 2.
+    A request made less than `within_ms` after the first answer of a burst belongs to the burst. Four requests at 0 that
+    are refused at 9 s, one request at 30 s and one at 11 min: 2 bursts.
     """
     count, until_ms = 0, -1
     for asked_ms, answered_ms in sorted(answers, key=lambda answer: (answer[1], answer[0])):
@@ -320,13 +331,13 @@ def bursts(answers: Iterable[tuple[int, int]], within_ms: int = BURST_MS) -> int
 
 
 def _high_end(shape: float) -> float:
-    """The 95 % end; of a shape near 0, where Wilson and Hilferty's would lie below the mean, the mean."""
+    """Return the 95 % end, or the mean for a shape near 0, where the Wilson-Hilferty value lies below the mean."""
     return max(shape, gamma_quantile(shape, Z90))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchOdds:
-    """Whether a node that is asked for comes: Beta, from launches and what is believed before."""
+    """Odds that a requested node comes: a Beta distribution from a prior and the launches seen."""
 
     successes: int = 0
     failures: int = 0
@@ -344,7 +355,7 @@ class LaunchOdds:
         return self.prior_launches + self.successes + self.failures
 
     def estimate(self) -> Estimate:
-        """The interval is the mean and 1.64 standard deviations of the Beta, within 1 % and 100 %."""
+        """Return the mean, with 1.64 standard deviations of the Beta as the interval, within 1 % and 100 %."""
         spread = Z90 * sqrt(self.mean * (1 - self.mean) / (self._launches + 1))
         is_seen = self.successes + self.failures > 0
         return Estimate(
@@ -361,7 +372,10 @@ ON_DEMAND = LaunchOdds(prior=ON_DEMAND_ODDS, prior_basis=Basis.ASSUMED, prior_so
 
 
 def cold_start(seen_ms: Iterable[int] = ()) -> Estimate:
-    """Milliseconds from `up` to the first worker: the mean of what was seen and `PRIOR_COLD_STARTS` believed ones."""
+    """Return the milliseconds from `up` to the first worker.
+
+    The mean covers the observed cold starts and `PRIOR_COLD_STARTS` prior cold starts.
+    """
     seen = list(seen_ms)
     launches = PRIOR_COLD_STARTS + len(seen)
     mean = (PRIOR_COLD_STARTS * COLD_START_MS + sum(seen)) / launches
@@ -377,7 +391,7 @@ def cold_start(seen_ms: Iterable[int] = ()) -> Estimate:
     )
 
 
-# --- who goes with whom --------------------------------------------------------------------------------
+# --- correlation ---------------------------------------------------------------------------------------
 
 SAME_ZONE = Estimate(
     mean=0.59,
@@ -403,33 +417,36 @@ OTHER_REGION = Estimate(
 
 
 def correlation(one: Pool, other: Pool) -> Estimate:
-    """Of two nodes being there, by where they are."""
+    """Return the correlation between two nodes being available, by zone and region."""
     if (one.cloud, one.region) != (other.cloud, other.region):
         return OTHER_REGION
     return SAME_ZONE if one.zone == other.zone else SAME_REGION
 
 
-# --- what was seen -------------------------------------------------------------------------------------
+# --- observations --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PoolHistory:
-    """What we saw of one pool. Moments are milliseconds UTC."""
+    """Observations of one pool. Times are milliseconds UTC."""
 
     pool: Pool
     lives: tuple[Life, ...] = ()
     launches: int = 0
-    """That succeeded; nodes that came within a minute count as one, as refusals do."""
+    """Successful launches. Nodes that came within a minute count as one launch, as refusals do."""
     last_launch_ms: int | None = None
     stock_outs_ms: tuple[int, ...] = ()
-    """When the cloud had none, oldest first."""
+    """Times at which the cloud had no capacity, oldest first."""
     cold_starts_ms: tuple[int, ...] = ()
 
     def survival(self, prior: HazardPrior = POOLED) -> Survival:
         return learn(prior, Exposure.of(self.lives))
 
     def odds(self, believed: LaunchOdds | None = None) -> LaunchOdds:
-        """`believed`: what a cloud says (its obtainability); None: what traces say."""
+        """Return the launch odds.
+
+        `believed` is a cloud's obtainability as the prior; None takes the prior from the traces.
+        """
         believed = believed or LaunchOdds()
         return LaunchOdds(
             successes=self.launches,
@@ -442,12 +459,15 @@ class PoolHistory:
 
 
 def odds_of_obtainability(obtainability: float, source: str) -> LaunchOdds:
-    """GCP's obtainability, 0 to 1 (AdviceClient.capacity), as what is believed before the first launch."""
+    """Return GCP's obtainability, 0 to 1 (AdviceClient.capacity), as the prior before the first launch."""
     return LaunchOdds(prior=min(0.99, max(0.01, obtainability)), prior_basis=Basis.SAID, prior_source=source)
 
 
 def lives_of_trace(lines: Iterable[str]) -> tuple[Life, ...]:
-    """The lives in a recorded trace of `milliseconds,add|remove,node`; what is there at its end was not reclaimed."""
+    """Return the lives in a recorded trace of `milliseconds,add|remove,node`.
+
+    Nodes alive at the end of the trace were not preempted.
+    """
     added: dict[str, int] = {}
     lives, last = [], 0
     for line in filter(None, map(str.strip, lines)):

@@ -1,12 +1,12 @@
-"""Machines that we know how to price, and which of them nodes can use: one row a machine, V100 to B200 on both clouds.
+"""Instance types with a known price, and the GPUs that nodes can use: a row per type, V100 to B200 on both clouds.
 
-A row says what the machine is, never what it costs. Prices are asked for by these names, and a GCP price is
-assembled by these counts (cores, memory, GPUs, local SSD).
+A row describes the hardware, never the price. Prices are queried by the names of the rows, and a GCP price is added up
+from the counts of a row (cores, memory, GPUs, local SSD).
 
-Sources. AWS: `DescribeInstanceTypes` as recorded in moto 5.2.5, checked 2026-11-22; p3.2xlarge to p3.16xlarge, which
-it lacks, from the EC2 user guide (general knowledge, not re-checked). GCP: "Accelerator-optimized machine family"
-(docs.cloud.google.com/compute/docs/accelerator-optimized-machines, a stored copy of 2026) for A2, A3 and A4;
-G2 and N1 from the same guide's neighbours (general knowledge, not re-checked).
+Sources. AWS: `DescribeInstanceTypes` as recorded in moto 5.2.5, checked 2026-11-22. moto lacks p3.2xlarge to
+p3.16xlarge, whose rows come from the EC2 user guide (general knowledge, not re-checked). GCP: "Accelerator-optimized
+machine family" (docs.cloud.google.com/compute/docs/accelerator-optimized-machines, a stored copy of 2026) for A2, A3
+and A4; G2 and N1 from the same guide's neighbours (general knowledge, not re-checked).
 """
 
 from collections.abc import Collection, Mapping
@@ -16,15 +16,16 @@ from engine.events import Market
 
 BOTH = (Market.ON_DEMAND, Market.SPOT)
 SPOT_ONLY = (Market.SPOT,)
-"""Besides spot, GCP sells these only for a term that is reserved or queued for: no on-demand price may be quoted."""
+"""Markets of types without a quotable on-demand price. Besides spot, GCP sells the types only for reserved or queued
+terms."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """One instance type with its GPUs. Memory in GiB; `gpu_mem_gib` is of one GPU.
+    """An instance type with its GPUs. Memory in GiB; `gpu_mem_gib` is the memory of one GPU.
 
-    GCP attaches V100 and T4 to an N1 of the buyer's choice, so such a machine is named `n1-highmem-8+V100:1`:
-    what to create, and what to attach to it.
+    GCP attaches V100 and T4 to an N1 of the buyer's choice. The name `n1-highmem-8+V100:1` holds the type to create and
+    the GPU to attach.
     """
 
     cloud: str
@@ -39,7 +40,7 @@ class Machine:
 
     @property
     def machine_type(self) -> str:
-        """The name that the cloud knows, without what we attach to it."""
+        """Return the cloud's own name of the type, without attached GPUs."""
         return self.instance_type.partition("+")[0]
 
 
@@ -152,17 +153,19 @@ COMPUTE_CAPABILITY: Mapping[str, tuple[int, int]] = {
     "H200": (9, 0),
     "B200": (10, 0),
 }
-"""By accelerator, as NVIDIA's table has it (developer.nvidia.com/cuda-gpus; general knowledge, not re-checked)."""
+"""Compute capability by accelerator, from NVIDIA's table (developer.nvidia.com/cuda-gpus; general knowledge, not
+re-checked)."""
 
 LEAST_CAPABILITY = (7, 5)
-"""The torch of engine/node.lock (2.13, built for CUDA 13) has no code for less. CUDA 13 needs driver 580 as well, and
-SkyPilot 0.14.1 starts older GPUs from an image with driver 535 (sky/clouds/utils/gpu_utils.py)."""
+"""Lowest usable compute capability. The torch of engine/node.lock (2.13, built for CUDA 13) has no code for older
+GPUs. CUDA 13 also needs driver 580, and SkyPilot 0.14.1 starts older GPUs from an image with driver 535
+(sky/clouds/utils/gpu_utils.py)."""
 
 _BY_NAME = {(machine.cloud, machine.instance_type): machine for machine in MACHINES}
 
 
 def machine_of(cloud: str, instance_type: str) -> Machine | None:
-    """The machine of that name; None if we do not know it."""
+    """Return the type with this name; None for an unknown name."""
     return _BY_NAME.get((cloud, instance_type))
 
 
@@ -173,7 +176,10 @@ def is_too_old(accelerator: str) -> bool:
 
 
 def machines(clouds: Collection[str] = (), accelerators: Collection[str] = ()) -> tuple[Machine, ...]:
-    """The machines of these clouds with these accelerators; an empty collection is any. Names compare without case."""
+    """Return the types of the given clouds and accelerators.
+
+    An empty collection selects all; names compare without case.
+    """
     wanted = {name.lower() for name in accelerators}
     return tuple(
         machine

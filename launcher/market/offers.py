@@ -1,7 +1,7 @@
-"""What can be bought: offers read from dated price tables, and how old their prices are.
+"""Read offers from dated price tables, and judge the age of the prices.
 
-A table is believed as its manifest describes it: schema, currency, digest, rows. A row that could mislead a budget (a
-price of zero, below zero or not a number) makes the table unreadable; a price that only looks wrong keeps its verdict
+A table must match its manifest: schema, currency, digest, number of rows. A row that could mislead a budget (a price of
+zero, below zero or not a number) makes the table unreadable. A price that only looks wrong keeps its verdict
 (launcher/market/quality.py) and is not bought. Sources and dates: catalogs/README.md.
 """
 
@@ -27,7 +27,7 @@ from launcher.money import HOUR_MS, MICRO, duration, hourly
 
 CLOUDS = ("aws", "gcp")
 TABLES = tuple(f"{cloud}_{market.value}" for cloud in CLOUDS for market in (Market.ON_DEMAND, Market.SPOT))
-"""One table for each cloud and price model."""
+"""Table names: one table for each cloud and capacity type."""
 
 MANIFEST = "manifest.json"
 SCHEMA = 1
@@ -40,21 +40,26 @@ COLUMNS = (
 DAY_MS = 24 * HOUR_MS
 WARN_MS = {Market.ON_DEMAND: 7 * DAY_MS, Market.SPOT: 6 * HOUR_MS}
 REFUSE_MS = {Market.ON_DEMAND: 30 * DAY_MS, Market.SPOT: 24 * HOUR_MS}
-"""Ages of a price (research notes cost 2). AWS may change a spot price at any time, GCP daily; lists rarely move."""
+"""Age in milliseconds at which a price warns (`WARN_MS`) or is refused (`REFUSE_MS`), from research notes cost 2.
+AWS may change a spot price at any time, GCP daily; on-demand lists rarely change."""
 
 SKEW_MS = HOUR_MS
-"""A price from further in the future than this has a wrong date, or we have a wrong clock."""
+"""Tolerance for prices dated in the future, in milliseconds. A price beyond the tolerance has a wrong date, or the
+clock of this machine is wrong."""
 
 
 class CatalogError(Failure):
-    """A price table that must not be believed, or is too old to buy by."""
+    """A price table that cannot be trusted, or is too old for a purchase."""
 
     exit_code = ExitCode.STALE_CATALOG
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Offer:
-    """One thing a cloud will sell us, at one price, for the whole instance. `zone` is empty where any zone will do."""
+    """An instance type in a zone at a price, for the whole instance.
+
+    `zone` is empty if any zone of the region will do.
+    """
 
     cloud: str
     region: str
@@ -66,25 +71,25 @@ class Offer:
     micro_usd_per_hour: int
     source: str
     observed_at: str
-    """When the price was seen, as ISO 8601; other words say what is known instead, and count as no date."""
+    """Time of the price as ISO 8601. Any other text describes the price instead, and counts as no date."""
     zone_id: str = ""
-    """AWS: the zone by the name that all accounts share (`use1-az4`)."""
+    """AWS: the zone's id, equal in all accounts (`use1-az4`)."""
     gpu_mem_gib: int = 0
-    """Of one GPU; 0 where nobody said."""
+    """Memory of one GPU in GiB; 0 if unknown."""
     source_id: str = ""
-    """What the source calls it: a SKU, an offer term."""
+    """Name of the price at its source: a SKU, an offer term."""
     quality: Quality = Quality.OK
     note: str = ""
-    """For people: how the figure was put together, what is not known of it."""
+    """For people: the calculation of the figure, and its unknown parts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Table:
-    """What the manifest says of one table."""
+    """Entry of a table in the manifest."""
 
     file: str
     fetched_at: str
-    """When we read it, ISO 8601. What a price is dated by stands in its row."""
+    """Time of the download, ISO 8601. The date of a price is in its row."""
     sha256: str
     rows: int
     source: str
@@ -92,12 +97,12 @@ class Table:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Catalog:
-    """Every table of one folder, checked against its manifest."""
+    """All tables of one folder, checked against the manifest."""
 
     place: str
     """For people: `shipped with spotrl`, or the folder."""
     offers: Mapping[str, tuple[Offer, ...]]
-    """By table, `aws_spot`."""
+    """Offers by table name, such as `aws_spot`."""
     tables: Mapping[str, Table]
 
     def all_offers(self) -> tuple[Offer, ...]:
@@ -106,18 +111,21 @@ class Catalog:
 
 @cache
 def shipped_catalog() -> Catalog:
-    """The tables that ship with spotrl. Raises CatalogError."""
+    """Return the tables that ship with spotrl. Raises CatalogError."""
     return read_folder(files("catalogs"), "shipped with spotrl")
 
 
 @cache
 def read_catalog() -> tuple[Offer, ...]:
-    """Every offer of the tables that ship with spotrl; the local infra is priced by them. Raises CatalogError."""
+    """Return every offer of the tables that ship with spotrl; prices of the local infra. Raises CatalogError."""
     return shipped_catalog().all_offers()
 
 
 def current_catalog(folder: Path) -> Catalog:
-    """What was refreshed into `folder`, and the shipped table where nothing was. Raises CatalogError."""
+    """Return the tables refreshed into `folder`, and the shipped table for each table not refreshed.
+
+    Raises CatalogError.
+    """
     shipped = shipped_catalog()
     if not (folder / MANIFEST).exists():
         return shipped
@@ -130,9 +138,11 @@ def current_catalog(folder: Path) -> Catalog:
 
 
 def read_folder(folder: Traversable, place: str = "", *, sealed: bool = True) -> Catalog:
-    """The tables that the folder's manifest names. Raises CatalogError for one that is not as the manifest says.
+    """Return the tables named in the folder's manifest.
 
-    `sealed=False`: a person is correcting the tables, and their digests are not up to date yet.
+    Raises CatalogError for a table that differs from the manifest.
+
+    `sealed=False`: a person is correcting the tables, and the digests are not up to date yet.
     """
     tables = parse_manifest(_text(folder, MANIFEST))
     offers = {}
@@ -155,7 +165,7 @@ def sha256(text: str) -> str:
 
 
 def parse_manifest(text: str) -> dict[str, Table]:
-    """Tables by name. Raises CatalogError for another schema or currency, or a table that is none of ours."""
+    """Return the tables by name. Raises CatalogError for a foreign schema or currency, or for an unknown table."""
     try:
         raw: dict[str, Any] = json.loads(text)
         schema, currency, tables = raw["schema"], raw["currency"], raw["tables"]
@@ -186,7 +196,7 @@ def _text(folder: Traversable, name: str) -> str:
 
 
 def parse_offers(lines: Iterable[str], table: str) -> tuple[Offer, ...]:
-    """The offers of one CSV table, header first. Raises CatalogError with the line."""
+    """Return the offers of one CSV table, header first. Raises CatalogError with the line."""
     reader = csv.DictReader(lines, restval="")
     _check_header(reader.fieldnames or (), table)
     offers: list[Offer] = []
@@ -203,7 +213,10 @@ def parse_offers(lines: Iterable[str], table: str) -> tuple[Offer, ...]:
 
 
 def key(offer: Offer) -> tuple[str, ...]:
-    """What makes two rows the same offer, whatever they cost. An AWS zone has one id, and a name in each account."""
+    """Return the identity of an offer, without the price.
+
+    An AWS zone has a single id, but a different name in each account.
+    """
     return (offer.cloud, offer.region, offer.zone_id or offer.zone, offer.instance_type, offer.market.value)
 
 
@@ -259,7 +272,10 @@ def _at_least_one(row: dict[str, str], column: str) -> int:
 
 
 def price_of(text: str) -> int:
-    """Dollars -> micro-dollars. Raises ValueError for what is no price: 0, below 0, nan, finer than a micro-dollar."""
+    """Convert dollars to micro-dollars.
+
+    Raises ValueError for 0, below 0, nan, or a price finer than a micro-dollar.
+    """
     try:
         micro_usd = Decimal(text) * MICRO
     except InvalidOperation:
@@ -270,23 +286,23 @@ def price_of(text: str) -> int:
 
 
 def as_row(offer: Offer) -> dict[str, str]:
-    """What `parse_offers` reads back as the same offer."""
+    """Format an offer as a CSV row. `parse_offers` reads the row back as the same offer."""
     row = {field.name: str(getattr(offer, field.name)) for field in fields(offer)}
     whole, _, decimals = f"{(Decimal(offer.micro_usd_per_hour) / MICRO).normalize():f}".partition(".")
-    # At least two decimals, as people write dollars; and every one there is.
+    # At least two decimals, as people write dollars, and no rounding.
     row |= {"usd_per_hour": f"{whole}.{decimals:0<2}", "gpu_mem_gib": str(offer.gpu_mem_gib or "")}
     return {name: row[name] for name in COLUMNS}
 
 
-# --- what somebody could buy -------------------------------------------------------------------------
+# --- buyable offers ----------------------------------------------------------------------------------
 
 _AWS_REGION = re.compile(r"[a-z]{2}(-[a-z]+)+-\d")
 
 
 def buyable(offers: Iterable[Offer]) -> tuple[Offer, ...]:
-    """Offers whose place a cloud would understand; an AWS zone that has no name here goes by its id.
+    """Return the offers in places that a cloud knows. An AWS zone without a known name is named by the id.
 
-    The shipped tables also price the local infra, by zones called `us-east-1-cheapest` and a region called `us`.
+    The shipped tables also price the local infra, with zones like `us-east-1-cheapest` and a region `us`.
     """
     found = []
     for offer in offers:
@@ -302,22 +318,25 @@ def buyable(offers: Iterable[Offer]) -> tuple[Offer, ...]:
 
 
 class Age(StrEnum):
-    """How a price's age counts."""
+    """Verdict on the age of a price."""
 
     FRESH = "fresh"
     OLD = "old"
-    """Bought by, with a warning."""
+    """Usable for a purchase, with a warning."""
     EXPIRED = "expired"
-    """Not bought by."""
+    """Not usable for a purchase."""
     UNKNOWN = "unknown"
-    """No date, or one in the future: as bad as expired."""
+    """No date, or a date in the future. Treated like expired."""
 
 
 TOO_OLD = frozenset({Age.EXPIRED, Age.UNKNOWN})
 
 
 def age_of(observed_at: str, market: Market, now_ms: int) -> Age:
-    """A spot price warns after 6 h and expires after 24 h, an on-demand price after 7 and 30 days."""
+    """Judge a price's age.
+
+    A spot price warns after 6 h and expires after 24 h, an on-demand price after 7 and 30 days.
+    """
     at_ms = time_ms(observed_at)
     if at_ms is None or at_ms > now_ms + SKEW_MS:
         return Age.UNKNOWN
@@ -327,7 +346,7 @@ def age_of(observed_at: str, market: Market, now_ms: int) -> Age:
 
 
 def age_text(observed_at: str, now_ms: int) -> str:
-    """`3h 20m old`, or what is known instead of a date."""
+    """Return `3h 20m old`, or the text given instead of a date."""
     at_ms = time_ms(observed_at)
     if at_ms is None:
         return f"date unknown ({observed_at})"
@@ -337,9 +356,10 @@ def age_text(observed_at: str, now_ms: int) -> str:
 
 
 def without_expired(offers: Iterable[Offer], now_ms: int) -> tuple[Offer, ...]:
-    """Of each table that has prices to buy by, only those; of the others everything, for a plan that nobody can buy.
+    """Drop expired prices from each table that has usable prices.
 
-    Else a price that nobody repeats any more could win over those that hold.
+    Tables without a usable price stay complete, for plans that are shown and not bought. Without this filter, an
+    outdated price could win over current prices.
     """
     offers = tuple(offers)
     bought_by = [offer for offer in offers if age_of(offer.observed_at, offer.market, now_ms) not in TOO_OLD]
@@ -348,7 +368,7 @@ def without_expired(offers: Iterable[Offer], now_ms: int) -> tuple[Offer, ...]:
 
 
 def refuse_stale(offers: Iterable[Offer], now_ms: int) -> None:
-    """Before anything is bought by these prices. Raises CatalogError naming the first that is too old."""
+    """Raise CatalogError for the first price that is too old. Called before every purchase."""
     for offer in offers:
         if age_of(offer.observed_at, offer.market, now_ms) in TOO_OLD:
             raise CatalogError(

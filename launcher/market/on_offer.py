@@ -1,9 +1,10 @@
-"""What is on offer now: the price tables, and over them what clouds have said since. Pure; the time is passed in.
+"""Current offers: the price tables, updated by later prices from the clouds. Pure; the time is passed in.
 
-tables + latest prices of the ledger -> one offer for each thing, the price seen last -> without old prices and old GPUs
+tables + latest prices of the ledger -> an offer per product, at the newest price -> without old prices and old GPUs
 
-An AWS zone goes by the name that our account has for it, where a price told us: machines that we bought are recorded
-by that name, so what we learnt of a zone meets its prices. A zone without a known name goes by its id.
+An AWS zone is named as in the user's account, if a recorded price holds the name. Nodes are recorded under the
+account's zone names, so the observations of a zone match the zone's prices. A zone without a known name is named by the
+zone id.
 """
 
 from collections.abc import Iterable
@@ -16,7 +17,7 @@ from launcher.market.refresh_catalog import merged, offers_from
 
 
 def on_offer(tables: Iterable[Offer], said: Iterable[PricePoint], now_ms: int) -> tuple[Offer, ...]:
-    """Offers that a cloud would understand, judged together. `said`: the latest price of each pool."""
+    """Return the offers in places that a cloud knows, judged together. `said`: the latest price of each pool."""
     said = sorted(said, key=lambda point: point.observed_ms)
     listed = buyable(tables)
     seen = {key(offer): time_ms(offer.observed_at) or 0 for offer in listed}

@@ -1,6 +1,8 @@
-"""What you really pay: overrides and discounts of the job or the user's config, said on every offer they change. Pure.
+"""The user's real prices: overrides and discounts from the job or the user's config, noted on each changed offer.
 
-The promise: a price that is not the list's says so in its `source`, and so on every line of every plan.
+Pure.
+
+The promise: a price that differs from the list says so in `source`, and therefore on every line of every plan.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,9 +17,11 @@ from launcher.money import hourly
 def as_you_pay(
     offers: Iterable[Offer], overrides: Sequence[PriceOverride], discounts: Sequence[Discount], now_ms: int
 ) -> tuple[Offer, ...]:
-    """Offers at your prices. An override names the price and so beats every discount; discounts multiply.
+    """Return the offers at the user's prices.
 
-    An override is dated now: you say today what you pay. A discount keeps the date of the price that it is off.
+    An override sets the price and beats every discount; discounts multiply.
+
+    An override is dated now, because the user states a current price. A discount keeps the date of the list price.
     """
     return tuple(_as_you_pay(offer, overrides, discounts, now_ms) for offer in offers)
 
@@ -42,7 +46,7 @@ def _as_you_pay(offer: Offer, overrides: Sequence[PriceOverride], discounts: Seq
 
 
 def discounted(micro_usd: int, percent: float) -> int:
-    """To the micro-dollar, rounded up: $40 less 12.5 % is $35."""
+    """Return the discounted price, rounded up to the micro-dollar: $40 less 12.5 % is $35."""
     hundredths = 10_000 - round(percent * 100)
     return -(-micro_usd * hundredths // 10_000)
 

@@ -1,10 +1,10 @@
-"""Prices as clouds say them: what came, and which of it is believed. Pure; the time is passed in.
+"""Validate the prices that clouds report. Pure; the time is passed in.
 
-rows as they came (text) -> believe -> points | refusals, each with its reason
+rows as received (text) -> believe -> price points | refusals, each with its reason
 
-The promise: a number that could mislead a budget never becomes a `PricePoint`, and nothing is dropped in silence. A
-refused row takes no other row with it; a feed that is wrong as a whole is refused as a whole: nothing of it is kept.
-Each rule is an error that was seen in a real list or simulator (research notes cost 1.3 and 2).
+The promise: a number that could mislead a budget never becomes a `PricePoint`, and no row is dropped silently. A
+refused row does not affect other rows. A feed that is wrong as a whole is refused as a whole, and none of its rows is
+kept. Every rule answers an error seen in a real price list or simulator (research notes cost 1.3 and 2).
 """
 
 from collections import defaultdict
@@ -22,10 +22,11 @@ from launcher.money import MICRO, exact_dollars, hourly
 CURRENCY = "USD"
 
 EARLIEST_MS = 1_420_070_400_000
-"""2015-01-01. Spot instances with these GPUs came later; moto, a simulator of AWS, dates its prices 2006."""
+"""2015-01-01 in milliseconds UTC. Spot instances with these GPUs came later; moto, a simulator of AWS, dates its
+prices 2006."""
 
 CLOCK_SKEW_MS = 600_000
-"""A price may be dated so far ahead of us: clocks differ by seconds, a wrong one by hours."""
+"""Limit for prices dated in the future, in milliseconds. Clocks differ by seconds; a wrong clock differs by hours."""
 
 PLACEHOLDERS = {
     Decimal("0.00001"): "moto, a simulator of AWS, answers it",
@@ -34,13 +35,13 @@ PLACEHOLDERS = {
 """Prices that stand for "no price here"."""
 
 LEAST_MICRO_USD_PER_HOUR = MICRO // 100
-"""A cent. The cheapest machine with a GPU costs ten times as much (T4, spot)."""
+"""A cent. The cheapest instance with a GPU costs ten times as much (T4, spot)."""
 
 CONSTANT_TYPES = 3
-"""So many instance types at one and the same price: a default value, not a market."""
+"""Number of instance types at the same price that marks a default value instead of a market."""
 
 DEAR_ROWS = 3
-"""Fewer spot prices above on-demand than this are rows gone wrong, not a feed."""
+"""Number of spot prices above on-demand from which the whole feed is suspect. Fewer are single wrong rows."""
 
 Product = tuple[str, str, str]
 """Cloud, region, instance type."""
@@ -48,7 +49,10 @@ Product = tuple[str, str, str]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RawPrice:
-    """One row as it came. `price`, `currency`, `unit` and `effective` are the cloud's own words, or ours for a gap."""
+    """A price row as received.
+
+    `price`, `currency`, `unit` and `effective` are the cloud's own text, or text of our own for a missing field.
+    """
 
     cloud: str
     region: str
@@ -59,58 +63,61 @@ class RawPrice:
     price: str
     currency: str
     unit: str
-    """`hour` for the whole instance; anything else is refused."""
+    """`hour` for the whole instance; every other unit is refused."""
     effective: str
-    """ISO 8601; without an offset it is UTC."""
+    """ISO 8601; without an offset the time is UTC."""
     source: str
     source_id: str
 
     @property
     def name(self) -> str:
-        """What a person would call it: `spot p5.48xlarge in us-east-1a`."""
+        """Return a name for people: `spot p5.48xlarge in us-east-1a`."""
         return f"{self.market.value} {self.instance_type or 'of no type'} in {self.zone or self.region or 'no place'}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PricePoint:
-    """A price that a cloud said, for the whole instance, without taxes, disks, traffic or discounts."""
+    """A validated price of a whole instance, without taxes, disks, traffic or discounts."""
 
     cloud: str
     region: str
     zone: str
     """Name of the zone; empty for a price of the whole region."""
     zone_id: str
-    """AWS's id of the zone: names differ between accounts. Empty elsewhere."""
+    """AWS's id of the zone, because zone names differ between accounts. Empty on other clouds."""
     instance_type: str
     market: Market
     micro_usd_per_hour: int
     source: str
     source_id: str
     effective_ms: int
-    """Since when the cloud says it holds."""
+    """Time from which the price holds, as reported by the cloud."""
     observed_ms: int
-    """When we asked; from the ledger, when we last did."""
+    """Time of the query. For a price read from the ledger: time of the last query that returned the price."""
 
     @property
     def pool(self) -> tuple[str, ...]:
-        """What has one price at a time: a product in a place, as one source tells it."""
+        """Return the key of a price series: a product in a place, from a single source.
+
+        A series has a single price at a time.
+        """
         return self.cloud, self.region, self.zone or self.zone_id, self.instance_type, self.market, self.source
 
 
 class AdviceKind(StrEnum):
-    """What a cloud estimates of its spot capacity. None of them is a hazard (research notes cost 1.2)."""
+    """Kinds of a cloud's estimates of its spot capacity. No kind is a hazard (research notes cost 1.2)."""
 
     OBTAINABILITY = "obtainability"
-    """0 to 1: how likely a request of this size is met now."""
+    """0 to 1: the probability that the request is met now."""
     UPTIME_HOURS = "uptime_hours"
-    """How long most spot VMs of the request are expected to run."""
+    """Hours that most spot VMs of the request are expected to run."""
     PREEMPTION_RATE = "preemption_rate"
-    """0 to 1: preempted spot VMs over all that stopped, of one day."""
+    """0 to 1: preempted spot VMs over all spot VMs that stopped, in one day."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CapacityAdvice:
-    """One estimate of a cloud for spot machines of one type in one zone, over [`from_ms`, `until_ms`]."""
+    """A cloud's estimate for spot instances of one type in one zone, over [`from_ms`, `until_ms`]."""
 
     cloud: str
     region: str
@@ -125,9 +132,9 @@ class CapacityAdvice:
 
     @property
     def is_credible(self) -> bool:
-        """A chance is 0 to 1, an uptime above 0, a rate above 0 and at most 1; a NaN is neither.
+        """Return whether the value is possible: a chance in [0, 1], an uptime above 0, a rate above 0 and at most 1.
 
-        A rate of 0 is also that of a day on which nothing stopped, and of a field that was never set.
+        NaN is never possible. A rate of 0 is refused, because a day without stopped VMs and an unset field also read 0.
         """
         match self.kind:
             case AdviceKind.UPTIME_HOURS:
@@ -140,7 +147,7 @@ class CapacityAdvice:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Refusal:
-    """A row that is not believed: what was found, and what would do."""
+    """A refused row: the value found and the allowed values."""
 
     raw: RawPrice
     reason: str
@@ -151,21 +158,21 @@ class Refusal:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fetched:
-    """What one source answered. `failures`: parts of it that did not answer, the rest came all the same."""
+    """Answer of one source. `failures`: parts of the source that did not answer; the remaining parts are kept."""
 
     prices: tuple[RawPrice, ...] = ()
     advice: tuple[CapacityAdvice, ...] = ()
     failures: tuple[Failure, ...] = ()
     notes: tuple[str, ...] = ()
-    """What was left out on purpose, for people."""
+    """Rows left out on purpose, explained for people."""
 
 
 class PriceSource(Protocol):
-    """One feed of prices. `AwsSpot` and the others of `launcher/market/sources` ask clouds."""
+    """A feed of prices. `AwsSpot` and the rest of `launcher/market/sources` query the clouds."""
 
     @property
     def name(self) -> str:
-        """Cloud and call, as a price's `source` says it: `aws ec2 DescribeSpotPriceHistory`."""
+        """Cloud and call, as in the `source` of a price: `aws ec2 DescribeSpotPriceHistory`."""
 
     @property
     def cloud(self) -> str:
@@ -173,22 +180,22 @@ class PriceSource(Protocol):
 
     @property
     def gives_prices(self) -> bool:
-        """Whether an answer without prices is a fault: not for a source that may have nothing but advice."""
+        """Return whether an answer without prices is an error. False for a source that may have advice only."""
 
     def fetch(self, now_ms: int) -> Fetched:
-        """Ask, with bounded retries inside the client. May be repeated at any time.
+        """Query the source, with bounded retries inside the client. May be repeated at any time.
 
-        Raises `MissingCredentials` or `SourceFailed` when no part of it answered.
+        Raises `MissingCredentials` or `SourceFailed` if no part of the source answered.
         """
 
 
 class FeedRefused(Failure):
-    """A whole feed is not believed; nothing of it is kept."""
+    """A whole feed is refused; none of its rows is kept."""
 
     exit_code = ExitCode.STALE_CATALOG
 
 
-# --- what is believed --------------------------------------------------------------------------------
+# --- validation of a feed ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -201,11 +208,11 @@ class Belief:
 def believe(
     raws: Sequence[RawPrice], *, source: str, now_ms: int, on_demand: Mapping[Product, int] | None = None
 ) -> Belief:
-    """Split what `source` said into prices and refusals. Raises FeedRefused.
+    """Split the rows of `source` into prices and refusals. Raises FeedRefused.
 
-    `on_demand`: known on-demand prices in micro-dollars an hour, to hold spot prices against; those of the feed count
-    besides. A price finer than a micro-dollar is rounded to the nearest one (half to even), which changes an hour by
-    half a millionth of a dollar at most.
+    `on_demand`: known on-demand prices in micro-dollars an hour, the upper limits of spot prices. On-demand prices of
+    the feed count too. A price finer than a micro-dollar is rounded to the nearest micro-dollar (half to even), which
+    changes an hour by half a millionth of a dollar at most.
     """
     if not raws:
         raise FeedRefused(f"{source} answered without a single price; ask for regions and GPUs that it sells")
@@ -231,16 +238,16 @@ def believe(
 
 
 def on_demand_prices(points: Iterable[PricePoint]) -> dict[Product, int]:
-    """The on-demand price of each product of each region, the newest of several."""
+    """Return the on-demand price of each product of each region, the newest of several."""
     newest = sorted((p for p in points if p.market is Market.ON_DEMAND), key=lambda p: p.effective_ms)
     return {(p.cloud, p.region, p.instance_type): p.micro_usd_per_hour for p in newest}
 
 
-# --- one row -----------------------------------------------------------------------------------------
+# --- validation of a row -----------------------------------------------------------------------------
 
 
 def _point(raw: RawPrice, now_ms: int) -> PricePoint:
-    """Raises ValueError with the reason."""
+    """Return the price point of a row. Raises ValueError with the reason of a refusal."""
     for what in ("region", "instance_type", "source"):
         if not getattr(raw, what).strip():
             raise ValueError(f"its {what.replace('_', ' ')} is empty; nobody could buy it")
@@ -264,7 +271,7 @@ def _point(raw: RawPrice, now_ms: int) -> PricePoint:
 
 
 def micro_usd(price: str) -> int:
-    """Micro-dollars an hour of a price in dollars. Raises ValueError with the reason."""
+    """Convert a price in dollars to micro-dollars an hour. Raises ValueError with the reason."""
     if not price.strip():
         raise ValueError("its price is empty; an offer without a price is no offer")
     try:
@@ -297,7 +304,7 @@ def _effective_ms(text: str, now_ms: int) -> int:
 
 
 def time_ms(text: str) -> int | None:
-    """Milliseconds UTC of an ISO 8601 time; None if it is none. A date alone is its first moment."""
+    """Return an ISO 8601 time as milliseconds UTC, or None for any other text. A date alone is its first moment."""
     try:
         at = datetime.fromisoformat(text.strip())
     except ValueError:
@@ -306,7 +313,7 @@ def time_ms(text: str) -> int | None:
 
 
 def iso(at_ms: int) -> str:
-    """Milliseconds UTC as ISO 8601, to the second."""
+    """Format milliseconds UTC as ISO 8601, to the second."""
     return datetime.fromtimestamp(at_ms / 1000, UTC).isoformat(timespec="seconds")
 
 
@@ -314,13 +321,16 @@ def _short(text: str) -> str:
     return text if len(text) <= 60 else text[:60] + "…"
 
 
-# --- rows beside one another -------------------------------------------------------------------------
+# --- comparison of rows ------------------------------------------------------------------------------
 
 Row = tuple[RawPrice, PricePoint]
 
 
 def _without_contradictions(rows: Iterable[Row]) -> tuple[list[Row], list[Refusal]]:
-    """Two prices of one thing since one moment: nobody can say which holds, so neither is kept. Said twice is once."""
+    """Refuse all rows that give one product several prices from the same moment.
+
+    No rule could decide which of the prices holds. The same price reported twice counts once.
+    """
     said: defaultdict[object, dict[int, Row]] = defaultdict(dict)
     for raw, point in rows:
         said[point.pool, point.effective_ms].setdefault(point.micro_usd_per_hour, (raw, point))
@@ -340,10 +350,11 @@ def _without_contradictions(rows: Iterable[Row]) -> tuple[list[Row], list[Refusa
 def _without_dear_spot(
     rows: Sequence[Row], limits: Mapping[Product, int], source: str
 ) -> tuple[list[Row], list[Refusal]]:
-    """Spot above the on-demand price of the same machine and region is another product's price.
+    """Refuse spot prices above the on-demand price of the same instance type and region.
 
-    Of a feed where that is so for most rows that can be compared (`DEAR_ROWS` at least), none is believed. A price of
-    the past is held against today's on-demand price too: where that fell, an older, dearer spot price is refused.
+    A dearer spot price is the price of another product. If most comparable rows (`DEAR_ROWS` at least) are too dear,
+    the whole feed is refused. A past price is also compared with today's on-demand price: after a fall of the on-demand
+    price, an older, dearer spot price is refused.
     """
     kept, refused, compared = [], [], 0
     for raw, point in rows:

@@ -1,8 +1,9 @@
-"""Prices come in: ask every source at once, believe what can be believed, keep it in one short transaction.
+"""Refresh prices: query every source at once, validate the answers, and store the result in one short transaction.
 
 sources -> ask (threads, network) -> believe (pure) -> answers -> record (SQLite)
 
-The promise: a source that fails is said and takes no other with it, and nothing stands in for its prices.
+The promise: a failing source is reported and does not stop another source. The prices of a failing source are not
+replaced by a guess.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -32,7 +33,7 @@ from launcher.market.sources.asking import Patience
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """What came of asking one source."""
+    """Result of querying one source."""
 
     source: str
     cloud: str
@@ -40,21 +41,21 @@ class Answer:
     refused: tuple[Refusal, ...] = ()
     advice: tuple[CapacityAdvice, ...] = ()
     failures: tuple[Failure, ...] = ()
-    """Of the whole source, or of parts of it; the rest came all the same."""
+    """Failures of the whole source, or of parts of the source. The remaining parts are kept."""
     notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Refreshed:
-    """The answers, and how many of their prices the ledger did not have."""
+    """Answers of all sources, and the number of prices new to the ledger."""
 
     answers: tuple[Answer, ...]
     new: Mapping[str, int]
-    """By source."""
+    """New prices by source."""
 
     @property
     def exit_code(self) -> ExitCode:
-        """0 if every source answered in full; missing credentials come before any other failure."""
+        """Return 0 if every source answered in full; missing credentials come before any other failure."""
         return exit_code_of(self.answers)
 
 
@@ -72,9 +73,10 @@ def build_sources(
     accelerators: Collection[str] = (),
     patience: Patience | None = None,
 ) -> list[PriceSource]:
-    """The sources of these clouds for these GPUs; an empty collection is any. On-demand comes before what it judges.
+    """Build the price sources of the given clouds for the given GPUs; an empty collection selects all.
 
-    `since_ms`: how far back AWS's spot prices are asked for. `environ` names Google's endpoints and project.
+    On-demand sources come first, because on-demand prices judge the spot prices. `since_ms`: start of AWS's spot price
+    history. `environ` names Google's endpoints and project.
     """
     from launcher.market.sources.aws import AwsOnDemand, AwsSpot
     from launcher.market.sources.gcp import GcpAdvice, GcpCatalog
@@ -92,9 +94,9 @@ def build_sources(
 
 
 def ask(sources: Sequence[PriceSource], now_ms: int, on_demand: Mapping[Product, int] | None = None) -> list[Answer]:
-    """Ask all at once; believe in the given order: spot prices are held against on-demand ones that came before them.
+    """Query all sources at once, then validate in the given order: earlier on-demand prices limit later spot prices.
 
-    `on_demand`: prices that are known already, for a source that does not answer this time.
+    `on_demand`: known prices, for an on-demand source that does not answer now.
     """
     with ThreadPoolExecutor(max_workers=max(1, len(sources))) as pool:
         under_way = [pool.submit(_fetch, source, now_ms) for source in sources]
@@ -124,7 +126,7 @@ def _answer(source: PriceSource, came: Fetched | Failure, now_ms: int, limits: M
         notes += (f"{source.name}: {dropped} estimates that are no chance and no time were left out",)
     points: tuple[PricePoint, ...] = ()
     refused: tuple[Refusal, ...] = ()
-    # Nothing from a source that failed in part is no proof that it has nothing.
+    # An empty answer from a source that failed in part does not prove that the source has no prices.
     if came.prices or (source.gives_prices and not failures):
         try:
             belief = believe(came.prices, source=source.name, now_ms=now_ms, on_demand=limits)
@@ -143,7 +145,7 @@ def _answer(source: PriceSource, came: Fetched | Failure, now_ms: int, limits: M
 
 
 def refresh(sources: Sequence[PriceSource], sessions: sessionmaker[Session], now_ms: int) -> Refreshed:
-    """Ask, then write down what is believed: the network first, one short transaction after it."""
+    """Query the sources, then store the validated prices: the network first, then one short transaction."""
     with sessions() as session:
         known = on_demand_prices(latest_prices(session, market=Market.ON_DEMAND))
     answers = ask(sources, now_ms, known)

@@ -1,7 +1,7 @@
-"""Price tables made anew: what clouds said -> offers -> verdicts -> what changed -> replaced in one step.
+"""Refresh the price tables: reported prices -> offers -> verdicts -> changes -> replacement in one step.
 
-The promises: tables are replaced together or not at all, in the user's home and never in the package; a row that nobody
-answered for stays, with its own date; an instance type that `machines.py` does not know is left out and named.
+The promises: tables are replaced together or not at all, in the user's home and never in the package. A row without a
+new answer stays, with its own date. An instance type missing from `machines.py` is left out and named.
 """
 
 import csv
@@ -40,14 +40,14 @@ from launcher.market.quality import Quality, judge
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Observed:
-    """Offers of what clouds said, and the instance types that were left out because nobody told us what they are."""
+    """Offers made of reported prices, and the instance types left out because `machines.py` lacks the types."""
 
     offers: tuple[Offer, ...]
     unknown: tuple[str, ...]
 
 
 def offers_from(points: Iterable[PricePoint], quality: Quality = Quality.OK) -> Observed:
-    """The newest point of each offer. `quality` is `unverified` for prices that somebody else asked the cloud for."""
+    """Return the newest price of each offer as an offer. `quality` is `unverified` for prices from a third party."""
     newest: dict[tuple[str, ...], tuple[int, Offer]] = {}
     unknown = set()
     for point in points:
@@ -62,7 +62,7 @@ def offers_from(points: Iterable[PricePoint], quality: Quality = Quality.OK) -> 
 
 
 def _offer(point: PricePoint, machine: Machine, quality: Quality) -> Offer:
-    # A spot price of a whole region is that of each zone; `zone` then names the region.
+    # A spot price of a whole region holds for each zone; `zone` then names the region.
     whole_region = point.region if point.market is Market.SPOT else ""
     return Offer(
         cloud=point.cloud,
@@ -86,9 +86,9 @@ def _offer(point: PricePoint, machine: Machine, quality: Quality) -> Offer:
 
 
 def merged(known: Iterable[Offer], fresh: Iterable[Offer]) -> tuple[Offer, ...]:
-    """Fresh rows instead of known ones, the rest as it was; sorted, and all judged together.
+    """Replace known rows by fresh rows and keep the rest; sort the rows and judge all of them together.
 
-    A price of a whole region goes once its zones are told apart: it would be one of them a second time.
+    Drop a region-wide price once per-zone prices exist, because the region-wide price would list a zone twice.
     """
     fresh = tuple(fresh)
     told_apart = {_product(offer) for offer in fresh if offer.zone not in ("", offer.region)}
@@ -102,7 +102,7 @@ def _product(offer: Offer) -> tuple[str, str, str, Market]:
 
 
 def split(offers: Iterable[Offer]) -> dict[str, tuple[Offer, ...]]:
-    """By table."""
+    """Group the offers by table."""
     tables: dict[str, list[Offer]] = {}
     for offer in offers:
         tables.setdefault(f"{offer.cloud}_{offer.market.value}", []).append(offer)
@@ -110,7 +110,7 @@ def split(offers: Iterable[Offer]) -> dict[str, tuple[Offer, ...]]:
 
 
 def table_text(offers: Iterable[Offer]) -> str:
-    """One CSV table, as `parse_offers` reads it."""
+    """Format one CSV table for `parse_offers`."""
     out = io.StringIO()
     writer = csv.DictWriter(out, COLUMNS, lineterminator="\n")
     writer.writeheader()
@@ -120,16 +120,16 @@ def table_text(offers: Iterable[Offer]) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
-    """What is different about one offer."""
+    """A difference in one offer."""
 
     kind: Literal["new", "gone", "price", "quality"]
     offer: Offer
-    """As it is now; as it was, if it is gone."""
+    """The current offer; the former offer if the offer is gone."""
     before: Offer | None = None
 
 
 def changes(before: Iterable[Offer], after: Iterable[Offer]) -> list[Change]:
-    """In the order of the tables. A row that only got younger is no change."""
+    """Return the differences in the order of the tables. A row with only a newer date is no change."""
     old, new = {key(offer): offer for offer in before}, {key(offer): offer for offer in after}
     found = []
     for name in sorted(old.keys() | new.keys()):
@@ -151,10 +151,11 @@ def changes(before: Iterable[Offer], after: Iterable[Offer]) -> list[Change]:
 def replace_tables(
     folder: Path, offers: Iterable[Offer], old: Mapping[str, Table], *, source: str, now_ms: int
 ) -> None:
-    """Write the tables that `offers` have rows of; `old` are the tables of this folder that stay.
+    """Write the tables with rows in `offers`; `old` are the tables of this folder that stay.
 
-    A table is a new file with its digest in its name; replacing the manifest, which names the files, is the one step.
-    Raises CatalogError where the folder cannot be written; the old tables then stay as they are.
+    Each table is a new file with the digest in the file name. The manifest names the files, so replacing the manifest
+    replaces all tables in one step. Raises CatalogError if the folder cannot be written; the old tables then stay
+    unchanged.
     """
     written, tables = {}, dict(old)
     for name, rows in split(offers).items():
@@ -167,7 +168,7 @@ def replace_tables(
         for file, text in written.items():
             _write(folder / file, text)
         _write(folder / MANIFEST, manifest_text(tables))
-        # Who has just read the old manifest still finds its tables.
+        # A reader that has just read the old manifest still finds the old tables.
         named = {table.file for table in (*tables.values(), *old.values())}
         for left in folder.glob("*_*.*.csv"):
             if left.name not in named:
@@ -182,7 +183,7 @@ def manifest_text(tables: Mapping[str, Table]) -> str:
 
 
 def _write(path: Path, text: str) -> None:
-    """All or nothing, and durable before anything names it."""
+    """Write the whole file or none of it, durably, before the manifest names the file."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     with beside.open("w", encoding="utf-8") as file:
         file.write(text)
@@ -192,7 +193,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def seal(folder: Path, catalog: Catalog) -> None:
-    """Write a folder's tables and manifest again, after a person corrected them: verdicts, digests, numbers of rows."""
+    """Rewrite a folder's tables and manifest after corrections by hand: verdicts, digests, numbers of rows."""
     verdicts = split(judge(catalog.all_offers()))
     tables = {}
     for name, table in catalog.tables.items():
@@ -202,17 +203,17 @@ def seal(folder: Path, catalog: Catalog) -> None:
     _write(folder / MANIFEST, manifest_text(tables))
 
 
-# --- from where --------------------------------------------------------------------------------------
+# --- origins -----------------------------------------------------------------------------------------
 
 ORIGINS = ("clouds", "recorded", "gpuhunt")
-"""Who is asked: the clouds, the ledger alone, or the library of dstack."""
+"""Sources of a refresh: the clouds, the ledger alone, or dstack's library."""
 
 Origin = Literal["clouds", "recorded", "gpuhunt"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Found:
-    """What can be put into the tables, and why the rest stays as it was."""
+    """Offers for the tables, and the failures that leave the remaining rows unchanged."""
 
     offers: tuple[Offer, ...]
     unknown: tuple[str, ...]
@@ -220,7 +221,7 @@ class Found:
 
     @property
     def exit_code(self) -> ExitCode:
-        """0 only if everything that was asked for came."""
+        """Return 0 only if every query was answered."""
         return next((failure.exit_code for failure in self.failures), ExitCode.OK)
 
 
@@ -232,7 +233,10 @@ def find_offers(
     now_ms: int,
     environ: Mapping[str, str],
 ) -> Found:
-    """Ask, and make offers of the answers. A cloud of which a source of prices failed gives none: its tables stay."""
+    """Query the origin, and make offers of the answers.
+
+    A cloud with a failed price source gives no offers, so the cloud's tables stay.
+    """
     match origin:
         case "gpuhunt":
             from launcher.market.gpuhunt_prices import fetch_gpuhunt

@@ -1,7 +1,7 @@
-"""What a plan is made from, as values: what the job asks for, what the market is, and the sites that follow from both.
+"""Inputs of a plan as values: the job's needs, the market, and the sites that follow from both.
 
-A site is a region of one cloud with a trainer on demand: all nodes of a plan are in one, because rollout nodes talk to
-the trainer all the time, and a copy of the weights across clouds can cost more than the GPU. Pure.
+A site is a region of one cloud that offers a trainer on demand. All nodes of a plan are at one site, because rollout
+nodes talk to the trainer all the time, and a copy of the weights across clouds can cost more than the GPU. Pure.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -31,14 +31,16 @@ from launcher.placement.iteration_time import Recipe
 from launcher.placement.value import NodeTerms, SlotValue, cools_until_ms, is_first_hour_free, outage_hours, value_of
 
 HORIZON_MS = 24 * HOUR_MS
-"""A node is judged over its first day: half of what the hazards of the research notes were watched for."""
+"""Horizon of a node's value, in milliseconds. One day is half of the time over which the research notes observed
+hazards."""
 
 LOST_WORK_MS = 30_000
-"""Assumed: eight pictures of 3.5 s each (research notes engine 6) that no notice came in time to commit."""
+"""Work lost by a preemption, in milliseconds. Assumed: eight images of 3.5 s each (research notes engine 6), lost
+because no notice left time to commit."""
 
 
 class Spot(StrEnum):
-    """Which rollout nodes may be bought. The trainer is always on demand."""
+    """Capacity types allowed for rollout nodes. The trainer is always on demand."""
 
     AUTO = "auto"
     ONLY = "only"
@@ -47,16 +49,16 @@ class Spot(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeAsk:
-    """What every node of one role needs."""
+    """Requirements of the nodes of one role."""
 
     accelerator: str
     gpus: int
     infra: str = "*"
-    """Where: `cloud`, `cloud/region` or `cloud/region/zone`, any part `*`."""
+    """Allowed places: `cloud`, `cloud/region` or `cloud/region/zone`, any part `*`."""
     instance_type: str | None = None
 
     def fits(self, offer: Offer) -> bool:
-        """Whatever its number of GPUs."""
+        """Return whether the offer fits, with any number of GPUs."""
         cloud, region, zone = [*self.infra.split("/"), "*", "*"][:3]
         return (
             offer.accelerator.lower() == self.accelerator.lower()
@@ -72,13 +74,13 @@ class NodeAsk:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CloudAsk:
-    """What a job needs of a cloud, and what it may cost."""
+    """Needs of a job on the clouds, and its limits."""
 
     recipe: Recipe
     trainer: NodeAsk
-    """One node with at least so many GPUs, on demand; the fewer, the better."""
+    """A single on-demand node with at least this many GPUs; the fewer, the better."""
     rollout: NodeAsk
-    """Nodes with just so many GPUs."""
+    """Nodes with exactly this many GPUs."""
     max_rollout_nodes: int
     clouds: tuple[str, ...] = ("aws", "gcp")
     spot: Spot = Spot.AUTO
@@ -86,26 +88,26 @@ class CloudAsk:
     max_total_micro_usd: int | None = None
     deadline_ms: int | None = None
     floor_nodes: int = 0
-    """Rollout nodes that are expected to be there; what spot lacks is bought on demand."""
+    """Rollout nodes expected to be at work; on-demand nodes fill the gap that spot leaves."""
     min_rollout_nodes: int = 0
-    """Rollout nodes that are bought at least, whether they pay or not."""
+    """Rollout nodes that are bought at least, even if the plan expects no saving."""
     horizon_ms: int = HORIZON_MS
     lost_work_ms: int = LOST_WORK_MS
     policy: str = "ours"
     trainer_gpus_named: int = 0
-    """GPUs of the trainer in the job file. A plan looks for as many as the engine uses."""
+    """GPUs of the trainer in the job file. A plan looks for as many GPUs as the engine uses."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MarketView:
-    """What is offered, and what is known of each pool; of the others the prior holds."""
+    """Offers, and observations of their pools. Pools without observations get the prior."""
 
     offers: tuple[Offer, ...]
     survival: Mapping[Pool, Survival] = field(default_factory=dict)
     odds: Mapping[Pool, LaunchOdds] = field(default_factory=dict)
     cold_start: Mapping[Pool, Estimate] = field(default_factory=dict)
     cooling: frozenset[Pool] = frozenset()
-    """Pools that had no capacity a moment ago."""
+    """Pools in cool-down, because a recent request found no capacity."""
     prior: HazardPrior = POOLED
 
 
@@ -118,7 +120,10 @@ def market_view(
     priors: Mapping[Pool, HazardPrior] | None = None,
     believed_odds: Mapping[Pool, LaunchOdds] | None = None,
 ) -> MarketView:
-    """Offers beside what the ledger saw of their pools. `priors`, `believed_odds`: what a cloud says of some pools."""
+    """Combine offers with the ledger's history of their pools.
+
+    `priors`, `believed_odds`: a cloud's own estimates for some pools.
+    """
     seen = {history.pool: history for history in histories}
     priors, believed_odds = priors or {}, believed_odds or {}
     return MarketView(
@@ -142,23 +147,23 @@ def market_view(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PricedPool:
-    """One kind of rollout node, with what it is expected to give."""
+    """A kind of rollout node, with its expected value."""
 
     offer: Offer
     on_demand_micro_usd_per_hour: int
     survival: Survival | None
-    """None: nobody takes it back."""
+    """None: the cloud never preempts the node."""
     odds: Estimate
     cold_start: Estimate
     terms: NodeTerms
     value: SlotValue
     gpu_spread: float
-    """Standard deviation of the node's GPUs that are at work."""
+    """Standard deviation of the node's GPUs at work."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LeftOut:
-    """Something that was on offer and is not bought, and why."""
+    """An offer or region that is not bought, with the reason."""
 
     what: str
     why: str
@@ -166,11 +171,11 @@ class LeftOut:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Site:
-    """A region that has a trainer, and its rollout nodes: at most one kind to a zone, the cheapest per useful hour."""
+    """A region with a trainer, and its rollout nodes: at most one kind per zone, the cheapest per useful hour."""
 
     trainer: Offer
     zones: tuple[PricedPool, ...]
-    """Spot, cheapest hour first."""
+    """Spot pools, cheapest hour first."""
     on_demand: PricedPool | None
     left_out: tuple[LeftOut, ...]
 
@@ -180,7 +185,7 @@ class Site:
 
 
 def sites_of(ask: CloudAsk, market: MarketView) -> tuple[tuple[Site, ...], tuple[LeftOut, ...]]:
-    """Every site that the ask allows, by name; and the regions that are none, with the reason."""
+    """Return every site that the ask allows, by name; and the regions without a site, with the reason."""
     by_region: dict[tuple[str, str], list[Offer]] = {}
     for offer in _each_once(market.offers):
         if offer.cloud in ask.clouds:
@@ -195,7 +200,8 @@ def sites_of(ask: CloudAsk, market: MarketView) -> tuple[tuple[Site, ...], tuple
             and offer.gpus >= ask.trainer.gpus
             and offer.quality in USABLE
         ]
-        # As many GPUs as were asked for, or as few more as are to be had: nobody has timed a trainer with others.
+        # Take the requested number of GPUs, or the smallest larger number offered: no trainer with more GPUs was ever
+        # timed.
         fewest = min((offer.gpus for offer in offered), default=0)
         trainers = [offer for offer in offered if offer.gpus == fewest and pool_of_offer(offer) not in market.cooling]
         if not trainers:
@@ -213,7 +219,7 @@ def pool_of_offer(offer: Offer) -> Pool:
 
 
 def priced(ask: CloudAsk, market: MarketView, offer: Offer, on_demand_micro_usd_per_hour: int) -> PricedPool:
-    """An offer with what is known of its pool."""
+    """Return an offer with the estimates for its pool."""
     pool, is_spot = pool_of_offer(offer), offer.market is Market.SPOT
     survival = (market.survival.get(pool) or learn(market.prior, Exposure())) if is_spot else None
     odds = market.odds.get(pool, LaunchOdds() if is_spot else ON_DEMAND).estimate()
@@ -244,7 +250,7 @@ def priced(ask: CloudAsk, market: MarketView, offer: Offer, on_demand_micro_usd_
 def _rollout_nodes(
     ask: CloudAsk, market: MarketView, offers: Sequence[Offer]
 ) -> tuple[tuple[PricedPool, ...], PricedPool | None, tuple[LeftOut, ...]]:
-    """Spot zones, the on-demand node, and what is left out."""
+    """Return the spot pool of each zone, the on-demand pool, and the offers left out."""
     fitting = [offer for offer in offers if ask.rollout.fits(offer) and offer.gpus == ask.rollout.gpus]
     steady = [offer for offer in fitting if offer.market is Market.ON_DEMAND and offer.quality in USABLE]
     on_demand = {offer.instance_type: offer.micro_usd_per_hour for offer in steady}
@@ -269,9 +275,10 @@ def _rollout_nodes(
 
 
 def _worst_case(rollout: NodeAsk, offers: Iterable[Offer]) -> int | None:
-    """What a node costs at most that is not sold on demand itself: its share of the dearest one with such GPUs.
+    """Return the worst-case price of a node type without an on-demand offer of its own.
 
-    An unknown price counts as on demand. $88 for 8 GPUs: $11 for 1.
+    The worst case is the node's share of the dearest on-demand instance with the same GPU. An unknown price counts as
+    on demand. $88 for 8 GPUs: $11 for 1. None if no instance has the GPU.
     """
     shares = [
         -(-offer.micro_usd_per_hour * rollout.gpus // offer.gpus)
@@ -284,7 +291,7 @@ def _worst_case(rollout: NodeAsk, offers: Iterable[Offer]) -> int | None:
 
 
 def _refusal(market: MarketView, offer: Offer, worst_case: int | None) -> str | None:
-    """Why a spot offer is not bought; None if it may be."""
+    """Return the reason not to buy a spot offer, or None if the offer may be bought."""
     if offer.quality not in USABLE:
         return f"its price {hourly(offer.micro_usd_per_hour)} is not believed: {offer.quality.value}"
     if worst_case is None:
@@ -301,7 +308,10 @@ def _index(pool: PricedPool) -> tuple[float, str]:
 
 
 def _each_once(offers: Iterable[Offer]) -> list[Offer]:
-    """In an order of their own; of two prices for the same thing the dearer one counts."""
+    """Return the offers in a fixed order, without duplicates.
+
+    Of two prices for the same product, the dearer counts.
+    """
     kept: dict[tuple[str, ...], Offer] = {}
     for offer in offers:
         key = (offer.cloud, offer.region, offer.zone, offer.instance_type, offer.market.value)

@@ -1,10 +1,10 @@
-"""The plan for a real cloud: what to keep running, what that is expected to cost, how sure that is, what else there is.
+"""Plan a run on real clouds: the nodes to keep running, the expected cost, its interval, and the alternatives.
 
 ask + market -> sites -> a policy's choice -> outlook, interval, comparisons, alternatives
 
-Pure: the same ask and market give the same plan, in whatever order offers come. No plan exceeds a cap: the listed
-rate, the expected cost and the expected time are within the ask's limits, or there is no plan and the error says what
-would do. Money is integer micro-dollars, time integer milliseconds; expectations are rounded up.
+Pure: the same ask and market give the same plan, for any order of the offers. No plan exceeds a cap: the listed rate,
+the expected cost and the expected time are within the limits of the ask. If no plan fits, the error names the limits
+that would fit. Money is integer micro-dollars, time integer milliseconds; expectations are rounded up.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ from launcher.placement.value import marginal_node, square_root_rule
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Span:
-    """An expected integer between its ends: micro-dollars or milliseconds."""
+    """An expected integer with an interval: micro-dollars or milliseconds."""
 
     expected: int
     low: int
@@ -37,7 +37,10 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Factors:
-    """The plan over something else: iterations x hours of one x dollars an hour. Below 1 the plan takes less."""
+    """Ratio of the plan to a baseline: iterations x hours per iteration x dollars per hour.
+
+    The plan takes less if below 1.
+    """
 
     against: str
     iterations: float
@@ -48,28 +51,28 @@ class Factors:
 
     @property
     def micro_usd(self) -> float:
-        """The product: the plan's dollars over theirs."""
+        """Return the product: the plan's dollars over the baseline's dollars."""
         return self.iterations * self.hours_per_iteration * self.micro_usd_per_hour
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExplorationShare:
-    """What exploration adds, beside training, with the rollout nodes of the plan."""
+    """Benefit of exploration, beside training, with the rollout nodes of the plan."""
 
     candidates_per_prompt: int
-    """0: nothing is explored, because no more fit than are trained, or because the job does not explore."""
+    """0: no exploration, because only the trained candidates fit, or because the job does not explore."""
     kept: int
     variance_gain: float
     rho: float
     iterations_share: Estimate
-    """What it leaves of the iterations."""
+    """Share of the iterations that remains with exploration."""
     nodes_without: float
-    """Rollout nodes that would pay were nothing explored, by the square-root rule at the price of a useful hour."""
+    """Rollout nodes that would pay without exploration, by the square-root rule at the price of a useful hour."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PoolShare:
-    """One pool of the plan, with what is known of it."""
+    """A pool of the plan with its known figures."""
 
     zone: str
     instance_type: str
@@ -80,7 +83,7 @@ class PoolShare:
     useful_share: Estimate
     """Share of the time that a slot has a node at work."""
     reclaimed_in_first_hour: Estimate | None
-    """None: nobody takes it back."""
+    """None: the cloud never preempts the pool."""
     launch_odds: Estimate
     cold_start_ms: Estimate
     price_source: str
@@ -89,19 +92,19 @@ class PoolShare:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Alternative:
-    """What else could be bought. `micro_usd`, `ms`: to the target; None where it cannot be said."""
+    """A plan that was not chosen. `micro_usd`, `ms`: to the target; None if unknown."""
 
     what: str
     why_not: str
     micro_usd: int | None = None
     ms: int | None = None
     is_at_least: bool = False
-    """`micro_usd` is a bound: it costs as much or more."""
+    """True if `micro_usd` is a lower bound of the cost."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CloudPlan:
-    """What a run would keep running on a cloud, and what that is expected to take."""
+    """The nodes that a run keeps running on a cloud, with the expected cost and time."""
 
     cloud: str
     region: str
@@ -109,22 +112,23 @@ class CloudPlan:
     slots: tuple[Slot, ...]
     pools: tuple[PoolShare, ...]
     listed_micro_usd_per_hour: int
-    """Every node running, at the price it was offered at."""
+    """Rate with every node running, at the offered prices."""
     expected_micro_usd_per_hour: int
-    """What is billed in an hour on average: nodes that are away or not billed, and traffic, counted."""
+    """Average bill of an hour. Counts nodes that are away or not billed, and traffic."""
     maximum_micro_usd_per_hour: int
-    """Every node running, at its on-demand price."""
+    """Rate with every node running, at on-demand prices."""
     cost: Span
     time: Span
     iterations: Span
     seconds_per_iteration: float
     seconds_per_iteration_alone: float
-    """With the trainer alone: as slow as a run may be while no rollout node can be had."""
+    """Seconds of an iteration with the trainer alone: the slowest speed of the run, during an outage of all rollout
+    nodes."""
     basis: str
-    """What the intervals rest on."""
+    """Evidence that the intervals rest on."""
     exploration: ExplorationShare
     spot_pays: WhenSpotPays | None
-    """None: no rollout node could be had at the site."""
+    """None: the site has no rollout node to buy."""
     factors: tuple[Factors, ...]
     alternatives: tuple[Alternative, ...]
     left_out: tuple[LeftOut, ...]
@@ -133,10 +137,11 @@ class CloudPlan:
     max_hourly_micro_usd: int | None
     deadline_ms: int | None
     sites: tuple[SiteOptions, ...] = ()
-    """Where the run may be, and move to: its own region, then those of its cloud, then the others; cheapest first."""
+    """Regions where the run may be. The order of failover: the planned region, then regions of the same cloud, then
+    the other cloud; cheapest first."""
 
     def as_plan(self) -> Plan:
-        """The plan as a run's controller keeps it."""
+        """Return the plan in the form that the run's controller keeps."""
         return Plan(
             region=self.region,
             slots=self.slots,
@@ -149,7 +154,7 @@ class CloudPlan:
 
 
 def cloud_plan_json(plan: CloudPlan) -> dict[str, Any]:
-    """Everything a script may want; money in micro-dollars, times in milliseconds."""
+    """Return the plan as JSON values for scripts; money in micro-dollars, times in milliseconds."""
     pays = plan.spot_pays
     return asdict(plan) | {
         "factors": [asdict(factors) | {"micro_usd": factors.micro_usd} for factors in plan.factors],
@@ -166,7 +171,7 @@ def cloud_plan_json(plan: CloudPlan) -> dict[str, Any]:
 
 
 def plan_cloud(ask: CloudAsk, market: MarketView) -> CloudPlan:
-    """Raises PlacementError where nothing fits the job, BudgetError where nothing fits its limits."""
+    """Make the plan. Raises PlacementError if no offer fits the job, and BudgetError if no plan fits the limits."""
     sites, no_sites = sites_of(ask, market)
     if not sites:
         raise PlacementError(_nowhere(ask, no_sites))
@@ -211,7 +216,7 @@ def plan_cloud(ask: CloudAsk, market: MarketView) -> CloudPlan:
     )
 
 
-# --- the parts ------------------------------------------------------------------------------------------
+# --- parts of the plan ----------------------------------------------------------------------------------
 
 
 def _span(expected: int, *ends: int) -> Span:
@@ -258,9 +263,10 @@ def _nodes_without_exploring(cost: IterationCost, site: Site) -> float:
 
 
 def _when_spot_pays(ask: CloudAsk, choice: Choice, expected: Outlook) -> WhenSpotPays | None:
-    """c of this plan, with hazards, cold starts and traffic; without them it is that of papers 6.2.
+    """Return the cost per iteration relative to the trainer alone, including hazards, cold starts and traffic.
 
-    Of a plan without rollout nodes: what the best single one would do.
+    Without hazards, cold starts and traffic the ratio equals c of papers 6.2. For a plan without rollout nodes, the
+    ratio is for the best plan with a single rollout node.
     """
     if not choice.nodes:
         one = _with_nodes(ask, choice.site, 1)
@@ -280,7 +286,7 @@ def _alone(choice: Choice) -> Choice:
 
 
 def _factors(ask: CloudAsk, choice: Choice, expected: Outlook) -> tuple[Factors, ...]:
-    """Against the same nodes on demand, and against the trainer alone."""
+    """Compare the plan with the same nodes on demand, and with the trainer alone."""
     if not choice.nodes:
         return ()
     others = {
@@ -331,7 +337,10 @@ def _slots(choice: Choice) -> tuple[Slot, ...]:
 
 
 def _site_options(ask: CloudAsk, sites: Sequence[Site], choice: Choice) -> tuple[SiteOptions, ...]:
-    """Every region with a trainer that the rate bears. Other clouds come last: a checkpoint must be copied there."""
+    """Return every region with a trainer within `max_hourly`.
+
+    Other clouds come last, because a failover copies the checkpoint to the other cloud.
+    """
     limit = ask.max_hourly_micro_usd
     by_region: dict[tuple[str, str], list[Site]] = {}
     for site in sites:
@@ -350,7 +359,7 @@ def _site_options(ask: CloudAsk, sites: Sequence[Site], choice: Choice) -> tuple
 
 
 def _options_in(place: tuple[str, str], there: Sequence[Site], choice: Choice) -> SiteOptions:
-    """What is bought first comes first: the planned trainer at home, else the cheapest."""
+    """Return the options of a region in buying order: the planned trainer in the home region, else the cheapest."""
     trainers = sorted(
         (site.trainer for site in there),
         key=lambda offer: (offer != choice.site.trainer, offer.micro_usd_per_hour, offer.instance_type),
@@ -371,7 +380,7 @@ def _options_in(place: tuple[str, str], there: Sequence[Site], choice: Choice) -
 
 
 def _basis(ask: CloudAsk, choice: Choice) -> str:
-    """The weakest that a figure rests on, and what of it was measured."""
+    """Describe the weakest evidence behind the figures, and the measured part of the evidence."""
     recipe = ask.recipe
     pools = [pool for pool, _ in choice.pools if pool.survival is not None]
     seen = sum(sum(pool.survival.evidence.ms) for pool in pools if pool.survival is not None)
@@ -387,7 +396,7 @@ def _basis(ask: CloudAsk, choice: Choice) -> str:
 
 
 def _notes(ask: CloudAsk, choice: Choice) -> tuple[str, ...]:
-    """What a reader must know, and has never been run."""
+    """Return notes for the reader: limits of the plan, and parts that were never run."""
     recipe, trainer = ask.recipe, choice.site.trainer
     notes = list(recipe.never_run)
     used = recipe.on(trainer.gpus).cost.reserved_gpus
@@ -413,7 +422,7 @@ def _notes(ask: CloudAsk, choice: Choice) -> tuple[str, ...]:
 
 
 def _dearer_zones(choice: Choice) -> tuple[LeftOut, ...]:
-    """Zones of the site that may be bought from and are not."""
+    """Return the zones of the site that the plan does not buy in, with the reason."""
     taken = [pool.value.micro_usd_per_useful_hour for pool, _ in choice.pools if pool.survival is not None]
     why = f" beside {hourly(round(max(taken)))} at most where nodes are" if taken else ""
     return tuple(
@@ -426,11 +435,14 @@ def _dearer_zones(choice: Choice) -> tuple[LeftOut, ...]:
     )
 
 
-# --- what else there is ---------------------------------------------------------------------------------
+# --- alternatives ---------------------------------------------------------------------------------------
 
 
 def _fewer_or_more(ask: CloudAsk, choice: Choice, expected: Outlook) -> tuple[Alternative, ...]:
-    """The marginal node, both ways: the best choice at the same site with one node less, and with one more."""
+    """Return the best choices at the same site with one rollout node fewer and one more.
+
+    The difference is the value of the marginal node, in both directions.
+    """
     alternatives = []
     for nodes, word in ((choice.nodes - 1, "one node fewer"), (choice.nodes + 1, "one node more")):
         other = _with_nodes(ask, choice.site, nodes)
@@ -455,7 +467,7 @@ def _fewer_or_more(ask: CloudAsk, choice: Choice, expected: Outlook) -> tuple[Al
 
 
 def _with_nodes(ask: CloudAsk, site: Site, nodes: int) -> Choice | None:
-    """The cheapest choice of just so many rollout nodes, whatever the caps."""
+    """Return the cheapest choice with exactly `nodes` rollout nodes, ignoring the caps; None if there is none."""
     if not 0 <= nodes <= ask.max_rollout_nodes:
         return None
     found = cheapest_choice(ask, (site,), Caps(), just_nodes=nodes)
@@ -463,13 +475,14 @@ def _with_nodes(ask: CloudAsk, site: Site, nodes: int) -> Choice | None:
 
 
 NEAREST = 3
-"""Other sites that are planned to the end; of the rest the plan says what they cost at least."""
+"""Number of alternative sites that are planned completely. For the remaining sites the plan gives a lower bound of
+the cost."""
 
 
 def _elsewhere(
     ask: CloudAsk, sites: Sequence[Site], choice: Choice, expected: Outlook, found: Found | None
 ) -> tuple[Alternative, ...]:
-    """Every other site, at its best, nearest first."""
+    """Return the best plan of every site not chosen, cheapest bound first."""
     bounds: Sequence[int | None] = (None,) * len(sites) if found is None else found.at_least_micro_usd
     others = [(site, bound) for site, bound in zip(sites, bounds, strict=True) if site.trainer != choice.site.trainer]
     nearest = sorted((bound, number) for number, (_, bound) in enumerate(others) if bound is not None)
@@ -527,7 +540,7 @@ def _policies(ask: CloudAsk, situation: Situation, expected: Outlook) -> tuple[A
 
 
 def _not_asked(ask: CloudAsk, choice: Choice) -> list[str]:
-    """What another policy does that a plan of ours must not."""
+    """Return the properties of another policy's choice that a plan of our own policy must not have."""
     reasons = {
         "but more than half of its nodes in one zone": not is_spread(choice),
         "but on spot": ask.spot is Spot.NEVER and sum(choice.spot) > 0,
@@ -548,11 +561,11 @@ def _rollout(nodes: int) -> str:
     return f"{nodes} rollout node{'' if nodes == 1 else 's'}"
 
 
-# --- no plan --------------------------------------------------------------------------------------------
+# --- errors without a plan ------------------------------------------------------------------------------
 
 
 def _broken(ask: CloudAsk, listed: int, micro_usd: int, ms: int) -> str | None:
-    """The limits that figures break, for a person."""
+    """Describe for people the limits that the figures break; None if none is broken."""
     limits = []
     if ask.max_hourly_micro_usd is not None and listed > ask.max_hourly_micro_usd:
         limits.append(f"{hourly(listed)} is above max_hourly {hourly(ask.max_hourly_micro_usd)}")
@@ -564,7 +577,7 @@ def _broken(ask: CloudAsk, listed: int, micro_usd: int, ms: int) -> str | None:
 
 
 def _too_tight(ask: CloudAsk, sites: Sequence[Site]) -> str:
-    """What the cheapest plan would take with each limit lifted alone, or with all of them lifted."""
+    """Describe the cheapest plan with each limit lifted alone, and with all limits lifted."""
     caps = Caps.of(ask)
     lifted = {
         "--max-hourly": replace(caps, max_hourly_micro_usd=None),

@@ -1,4 +1,4 @@
-"""What a job's exploration is expected to add, as far as that can be said before anything was measured. Pure."""
+"""Predict the benefit of a job's exploration from assumptions, before any measurement. Pure."""
 
 from dataclasses import dataclass
 
@@ -9,17 +9,23 @@ from launcher.job import Job
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExplorationOutlook:
-    """Of a batch with a counted budget. `gain`: how much more the trained rewards differ (their variance)."""
+    """Prediction for a batch with a counted budget.
+
+    `gain`: ratio by which the variance of the trained rewards grows.
+    """
 
     candidates_per_prompt: float
     keep: int
     gain: float
     rho: float | None
-    """Assumed correlation of old weights' rewards with new ones; None: candidates are made with current weights."""
+    """Assumed correlation of the rewards with old and new weights; None: candidates are made with current weights."""
 
 
 def exploration_outlook(job: Job) -> ExplorationOutlook | None:
-    """None when nothing is explored, or when the budget is idle time: how many fit is known after the first batches."""
+    """Return the prediction. None without exploration, or if the budget is idle time.
+
+    With an idle-time budget, the number of candidates is known only after the first batches.
+    """
     exploration, keep = job.exploration, job.algorithm.images_per_prompt
     if exploration.mode == "none" or not isinstance(exploration.budget, CandidateBudget):
         return None

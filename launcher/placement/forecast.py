@@ -1,10 +1,10 @@
-"""What a choice of nodes is expected to take: hours and dollars to the target, and between which ends. Pure.
+"""Forecast a choice of nodes: hours and dollars to the target, with an interval. Pure.
 
 C = K [ T (P_T + sum over zones of n_z b_z) + e G m ]      (research notes cost 4.2)
 
-n_z slots in zone z, each at work for a share u_z of the time and costing b_z an hour by the clock
-(`launcher/placement/value.py`); T and K from the GPUs that are then there (`launcher/placement/iteration_time.py`).
-This is the objective of every plan: two choices are compared by it and by nothing else.
+n_z slots in zone z are each at work for a share u_z of the time and cost b_z an hour by the clock
+(`launcher/placement/value.py`). T and K follow from the GPUs at work (`launcher/placement/iteration_time.py`). C is the
+objective of every plan: two choices are compared by C alone.
 """
 
 from dataclasses import dataclass, replace
@@ -28,7 +28,7 @@ from launcher.placement.value import copies_micro_usd, gpu_variance, outage_hour
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """What to keep running at a site."""
+    """Nodes to keep running at a site."""
 
     site: Site
     spot: tuple[int, ...]
@@ -37,12 +37,12 @@ class Choice:
 
     @property
     def nodes(self) -> int:
-        """Rollout nodes."""
+        """Return the number of rollout nodes."""
         return sum(self.spot) + self.on_demand
 
     @property
     def pools(self) -> tuple[tuple[PricedPool, int], ...]:
-        """Where nodes are, and how many."""
+        """Return the pools with nodes, and the number of nodes in each."""
         spot = tuple((pool, count) for pool, count in zip(self.site.zones, self.spot, strict=True) if count)
         if not self.on_demand or self.site.on_demand is None:
             return spot
@@ -50,37 +50,40 @@ class Choice:
 
     @property
     def listed_micro_usd_per_hour(self) -> int:
-        """Everything running, at the price it was offered at."""
+        """Return the rate with every node running, at the offered prices."""
         rollout = sum(count * pool.offer.micro_usd_per_hour for pool, count in self.pools)
         return self.site.trainer.micro_usd_per_hour + rollout
 
     @property
     def maximum_micro_usd_per_hour(self) -> int:
-        """Everything running, at its on-demand price: spot never costs more than that."""
+        """Return the rate with every node running, at on-demand prices. Spot never costs more."""
         rollout = sum(count * pool.on_demand_micro_usd_per_hour for pool, count in self.pools)
         return self.site.trainer.micro_usd_per_hour + rollout
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outlook:
-    """What is expected of a choice."""
+    """Forecast of a choice."""
 
     useful_gpus: float
-    """Rollout GPUs that are at work on average."""
+    """Rollout GPUs at work on average."""
     seconds_per_iteration: float
     iterations: float
     iterations_share: float
-    """Of those without exploration."""
+    """Iterations over the iterations without exploration."""
     candidates_per_prompt: int
     variance_gain: float
     micro_usd_per_hour: int
-    """Everything that is billed over the hours, traffic too."""
+    """Average bill of an hour, including traffic."""
     micro_usd: int
     ms: int
 
 
 def sums(choice: Choice) -> tuple[float, float, float, int]:
-    """Of a choice: GPUs at work, their variance, micro-dollars an hour of the rollout nodes, copies of new weights."""
+    """Return a choice's GPUs at work, their variance, the hourly rate of the rollout nodes, and the weight copies.
+
+    The rate is in micro-dollars. Each zone with nodes gets a copy of new weights.
+    """
     zones, counts = choice.site.zones, choice.spot
     gpus = rate = 0.0
     copies = 0
@@ -106,10 +109,10 @@ def cost(
     iterations: float | None = None,
     exponent: float | None = None,
 ) -> tuple[int, int]:
-    """C in micro-dollars and K T in milliseconds, both rounded up. `iterations`, `exponent`: the recipe's unless said.
+    """Return C in micro-dollars and K T in milliseconds, both rounded up.
 
-    The rate rises with the nodes' price and C with the rate; C and the hours fall with `gpus` and rise with `variance`.
-    The search relies on that.
+    `iterations` and `exponent` default to the values of the recipe. The rate rises with the nodes' price and C with the
+    rate. C and the hours fall with `gpus` and rise with `variance`. The search relies on both.
     """
     exponent = recipe.gain_exponent.mean if exponent is None else exponent
     share = iterations_share(recipe, candidates_per_prompt(recipe, gpus), exponent)
@@ -120,7 +123,7 @@ def cost(
 
 
 def outlook(ask: CloudAsk, choice: Choice) -> Outlook:
-    """What is expected."""
+    """Return the forecast of a choice."""
     recipe = ask.recipe.on(choice.site.trainer.gpus)
     gpus, variance, rate, copies = sums(choice)
     micro_usd, ms = cost(recipe, choice.site.trainer.micro_usd_per_hour, gpus, variance, rate, copies)
@@ -128,7 +131,10 @@ def outlook(ask: CloudAsk, choice: Choice) -> Outlook:
 
 
 def on_demand_outlook(ask: CloudAsk, choice: Choice) -> Outlook:
-    """The same nodes bought on demand: nobody takes them back, and each is there at once, which favours them."""
+    """Return the forecast of the same nodes on demand.
+
+    The forecast favours on-demand nodes: no preemptions, and every node runs at once.
+    """
     recipe = ask.recipe.on(choice.site.trainer.gpus)
     gpus = sum(count * pool.offer.gpus for pool, count in choice.pools)
     rate = sum(count * pool.on_demand_micro_usd_per_hour for pool, count in choice.pools)
@@ -156,9 +162,10 @@ End = Literal["good", "bad"]
 
 
 def at_the_end(ask: CloudAsk, choice: Choice, end: End) -> tuple[int, int]:
-    """Micro-dollars and milliseconds with everything that is uncertain at its good or its bad end at once.
+    """Return micro-dollars and milliseconds with every uncertain figure at its good end, or at its bad end, at once.
 
-    Iterations, what exploration saves, hazards, launches, cold starts: wider than a 90 % interval of them together.
+    Uncertain are the iterations, the saving by exploration, hazards, launches and cold starts. The range is wider than
+    a 90 % interval of all of them together.
     """
     site, recipe = choice.site, ask.recipe.on(choice.site.trainer.gpus)
     steady = site.on_demand
@@ -192,7 +199,10 @@ def _moved(pool: PricedPool, end: End) -> PricedPool:
 
 
 def share_at_work(pool: PricedPool) -> Estimate:
-    """Return the share of the time that a slot of this pool has a node at work; its ends are those of outages."""
+    """Return the share of the time that a slot of this pool has a node at work.
+
+    The ends of the interval come from short and long outages.
+    """
     if pool.offer.market is not Market.SPOT:
         return replace(pool.odds, mean=pool.value.useful_share, low=pool.value.useful_share, high=1.0)
     low, high = (
@@ -204,7 +214,7 @@ def share_at_work(pool: PricedPool) -> Estimate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Caps:
-    """What a plan must keep: the listed rate, the expected dollars and the expected time. None: no limit."""
+    """Limits of a plan: the listed rate, the expected dollars and the expected time. None: no limit."""
 
     max_hourly_micro_usd: int | None = None
     max_total_micro_usd: int | None = None

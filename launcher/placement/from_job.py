@@ -1,4 +1,4 @@
-"""From a job file to what a plan asks of a cloud. Pure."""
+"""Convert a job file into the plan's request to a cloud. Pure."""
 
 from dataclasses import replace
 
@@ -10,7 +10,10 @@ from launcher.placement.recipes import qwen_image_512, untimed
 
 
 def cloud_ask(job: Job, policy: str = "ours") -> CloudAsk:
-    """What the job asks for: all the nodes it names, where nobody has timed such a job and knows how many pay."""
+    """Return the plan's request.
+
+    A job without timings requests all of the named nodes, because the useful number is unknown.
+    """
     resources = job.resources
     min_nodes = resources.rollout.min_nodes
     if min_nodes is None:
@@ -32,12 +35,12 @@ def cloud_ask(job: Job, policy: str = "ours") -> CloudAsk:
 
 
 def is_timed(job: Job) -> bool:
-    """Whether somebody has timed iterations like these on cloud GPUs."""
+    """Return whether comparable iterations were ever timed on cloud GPUs."""
     return job.model.name == "qwen-image"
 
 
 def recipe_of(job: Job) -> Recipe:
-    """The timed recipe that the job is an instance of, or one that says that there is none."""
+    """Return the timed recipe that matches the job, or an untimed recipe, marked as a guess."""
     budget = job.exploration.budget
     max_candidates = budget.candidates if isinstance(budget, CandidateBudget) else budget.max_candidates
     if is_timed(job):

@@ -1,12 +1,12 @@
-"""How long an iteration takes, how many it takes, when spot nodes pay: papers 6.2 with nodes that come and go. Pure.
+"""Predict the iteration time, the number of iterations and when spot pays: papers 6.2 with preemptions. Pure.
 
 T = N gamma (1 / (R + S) + V / (R + S)^3) + T_train + t_sync      seconds of an iteration
 K = K(0) gain^-e                                                  iterations to the target
 c = T rate / (T(0) rate(0))                                       cost of an iteration; spot pays iff K / K(0) < 1 / c
 
-R trainer GPUs, S spot GPUs that are there on average, V the variance of their number. With V = 0 and every spot GPU
-there all the time these are the closed forms of `engine.exploration.value`. In the reference recipe c > 1: spot beside
-the trainer makes each iteration dearer, and is bought for what exploration saves in iterations.
+R: trainer GPUs. S: spot GPUs at work on average. V: the variance of the number of spot GPUs. With V = 0 and all spot
+GPUs always at work, the formulas are the closed forms of `engine.exploration.value`. In the reference recipe c > 1:
+spot beside the trainer makes each iteration dearer, and is bought for the iterations that exploration saves.
 """
 
 from dataclasses import dataclass, replace
@@ -17,31 +17,33 @@ from engine.exploration.value import IterationCost, selection_gain, variance_gai
 from launcher.market.estimate import Estimate
 
 TRAINED_ON_GPUS = 1
-"""The engine trains on one GPU of its node (engine/runtime/agent.py); the others idle, and are counted as idle."""
+"""The engine trains on one GPU of the trainer node (engine/runtime/agent.py). The remaining GPUs idle, and are
+counted as idle."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
-    """What is known of a job's iterations before it runs."""
+    """Figures of a job's iterations known before the run."""
 
     cost: IterationCost
-    """As measured on `cost.reserved_gpus`."""
+    """Measured on `cost.reserved_gpus` GPUs."""
     iterations: Estimate
-    """To the target, without exploration."""
+    """Iterations to the target, without exploration."""
     explores: bool
-    """Whether spot nodes try seeds while the trainer trains."""
+    """True if spot nodes try seeds while the trainer trains."""
     rho: float
-    """Correlation of old weights' rewards with new ones."""
+    """Correlation of the rewards with old weights and with new weights."""
     gain_exponent: Estimate
-    """e: iterations fall with the e-th power of how much more the trained rewards differ. 0: exploration is no use."""
+    """e: the number of iterations falls with the e-th power of the variance gain of the trained rewards. 0:
+    exploration saves nothing."""
     copy_bytes: int
-    """Of new weights, once an iteration to each zone with rollout nodes."""
+    """Bytes of new weights, sent once an iteration to each zone with rollout nodes."""
     measured_on: str
-    """The machine of the figures."""
+    """Hardware of the measurement."""
     source: str
     trained_on_gpus: int = TRAINED_ON_GPUS
     never_run: tuple[str, ...] = ()
-    """What of this nobody has ever run, a sentence each."""
+    """Parts of the recipe that were never run, a sentence each."""
 
     def on(self, trainer_gpus: int) -> "Recipe":
         """Return the recipe on a node with so many GPUs, of which `trained_on_gpus` are used at most.
@@ -54,10 +56,10 @@ class Recipe:
 
 
 def iteration_seconds(cost: IterationCost, spot_gpus: float, variance: float = 0.0) -> float:
-    """T. `variance` is V, in GPUs squared.
+    """Return T in seconds. `variance` is V, in GPUs squared.
 
-    E[1 / (R + n)] = 1 / (R + S) + V / (R + S)^3 to second order: when nodes vanish together, slow moments cost more
-    than quick ones bring. 107 GPU-s x 4, R = 4, S = 4, V = 4: 428 (1/8 + 4/512) = 56.8 s instead of 53.5 s.
+    E[1 / (R + n)] = 1 / (R + S) + V / (R + S)^3 to second order: if nodes vanish together, slow moments cost more than
+    quick moments gain. 107 GPU-s x 4, R = 4, S = 4, V = 4: 428 (1/8 + 4/512) = 56.8 s instead of 53.5 s.
     """
     gpus = cost.reserved_gpus + spot_gpus
     rollout = cost.prompts * cost.images_per_prompt * cost.rollout_gpu_seconds * (1 / gpus + variance / gpus**3)
@@ -65,7 +67,10 @@ def iteration_seconds(cost: IterationCost, spot_gpus: float, variance: float = 0
 
 
 def candidates_per_prompt(recipe: Recipe, spot_gpus: float) -> int:
-    """Whole candidates that fit beside training: E / P of papers 6.2; 0 if no more fit than are trained anyway."""
+    """Return the whole candidates that fit beside training: E / P of papers 6.2.
+
+    0 if the number does not exceed the number of trained images, because exploration then has no choice.
+    """
     cost = recipe.cost
     if not recipe.explores:
         return 0
@@ -77,45 +82,51 @@ def candidates_per_prompt(recipe: Recipe, spot_gpus: float) -> int:
 
 @cache
 def gain_of(keep: int, candidates: int, rho: float) -> float:
-    """How much more the trained rewards differ, as a ratio of variances: 1 + rho^2 (V(keep / candidates) - 1)."""
+    """Return the gain of the trained rewards as a ratio of variances: 1 + rho^2 (V(keep / candidates) - 1)."""
     return variance_gain(rho, selection_gain(keep / candidates)) if candidates > keep else 1.0
 
 
 def iterations_share(recipe: Recipe, candidates: int, exponent: float) -> float:
-    """K / K(0): what exploration leaves of the iterations. A gain of 2 at e = 1/2 leaves 71 %."""
+    """Return K / K(0): the share of the iterations that remains with exploration.
+
+    A gain of 2 at e = 1/2 leaves 71 %.
+    """
     return float(gain_of(recipe.cost.images_per_prompt, candidates, recipe.rho) ** -exponent)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WhenSpotPays:
-    """Whether rollout nodes beside the trainer pay, as far as that can be said before the run."""
+    """Prediction before the run: do rollout nodes beside the trainer pay?"""
 
     gpus: float
-    """Of rollout nodes, that are there on average."""
+    """Rollout GPUs at work on average."""
     market: str
-    """How they are bought: spot, on-demand, or both."""
+    """Capacity type of the rollout nodes: spot, on-demand, or both."""
     cost_ratio: float
-    """c: dollars of an iteration over those of the trainer alone."""
+    """c: dollars of an iteration over the dollars of an iteration with the trainer alone."""
     iterations_share: float
-    """What exploration is expected to leave of the iterations."""
+    """Expected share of the iterations that remains with exploration."""
 
     @property
     def costs_more(self) -> bool:
-        """An iteration gets dearer: c > 1."""
+        """Return whether an iteration gets dearer: c > 1."""
         return self.cost_ratio > 1
 
     @property
     def pays_below(self) -> float:
-        """1 / c: spot pays if fewer than this share of the iterations are needed."""
+        """Return 1 / c: spot pays if fewer than this share of the iterations are needed."""
         return 1 / self.cost_ratio
 
     @property
     def pays(self) -> bool:
-        """K / K(0) < 1 / c."""
+        """Return whether K / K(0) < 1 / c."""
         return self.iterations_share < self.pays_below
 
     def statement(self) -> str:
-        """For a person. The figures are of the plan; whether the iterations are saved, the run shows."""
+        """Return the prediction for people.
+
+        The figures come from the plan; only the run shows the saved iterations.
+        """
         gpus = f"{self.gpus:.3g} {self.market} GPUs (there on average)"
         if not self.costs_more:
             return f"with {gpus} an iteration costs x{self.cost_ratio:.2f} of the trainer alone: it pays by itself"

@@ -1,22 +1,26 @@
-"""Where the next node of a run is bought: zone after zone, then region after region, then on the other cloud.
+"""Decide where a run buys its next node: first other zones, then other regions, then the other cloud.
 
-what was tried + what the sites offer -> buy this option | wait until then | nothing is left
+attempts so far + options of every site -> buy this option | wait until then | no option left
 
-The rules, so that a run neither hangs on a place without capacity nor scatters over the world:
+Two aims decide the rules: a run must not hang on a pool without capacity, and must not scatter over the world.
 
-- A run is where its newest trainer is. Its rollout nodes are bought in that region, or not at all.
-- A place that refused cools down, longer each time, half an hour at most; refusals of one burst count as one. A place
-  that took a node back is left alone for a while if there is another. Of the places that may be asked, the cheapest
-  comes first, whether it was ever asked or not.
-- A stand-in (on demand, in a spot slot) works until a spot node has replaced it. One node at a time asks whether a
-  place has spot capacity again; the others follow when its node has stayed for ten minutes.
-- The trainer is asked for at home until its region was out for `trainer_wait_ms`; then everywhere, the least refused
-  place first, so that every option is tried in the end. It never gives up by itself: money and deadline end a run.
-- Rollout nodes of a region that was given up, or moved away from, are let go: nothing is paid for without a trainer.
-- A denial (a quota, a permission) removes the option for the run. A run fails when no option for its trainer is left.
-  A quota that nodes of ours use up is no denial: one of them ends soon, and the place is asked again.
+- A run is in the region of its newest trainer. Rollout nodes are bought in the same region only.
+- A pool that refused a request cools down. The cool-down doubles with each refusal, up to half an hour. Refusals of one
+  burst count as one refusal. A pool that preempted a node is avoided for a while if another pool is ready. The cheapest
+  ready pool comes first, with or without earlier attempts.
+- A stand-in (an on-demand node in a spot slot) works until a spot node has replaced the stand-in. One node at a time
+  tests whether a pool has spot capacity again. The remaining slots follow after the test node has stayed for ten
+  minutes.
+- The trainer is requested in the home region until the home region has had no capacity for `trainer_wait_ms`. After the
+  wait, the trainer is requested everywhere, the least refused pool first, and every option gets its turn. The search
+  for a trainer has no end of its own: the budget or the deadline ends the run.
+- Rollout nodes of a region that the run gave up or left are released, because a node without a trainer costs money and
+  does no work.
+- A denial (a quota, a permission) removes the option for the rest of the run. A run fails when no option for the
+  trainer is left. A quota used up by the run's own nodes is no denial: a node will end soon and free the quota, and the
+  run asks again.
 
-Pure: no clock, no I/O. The same attempts in any order give the same answer.
+Pure: no clock, no I/O. The result does not depend on the order of the attempts.
 """
 
 from collections import Counter, defaultdict
@@ -32,72 +36,80 @@ from launcher.placement.placement import Placement
 from launcher.placement.value import COOL_MOST_MS, COOL_MS, most_in_one_zone
 
 AGAIN_MS = 10_000
-"""A trainer that was refused at home is asked for again after 10 s, 20 s, 40 s, ...: its spot nodes are paid for. So is
-a node for which our own nodes leave no quota: it is free as soon as one of them has ended."""
+"""First retry delay in milliseconds; the delay doubles: 10 s, 20 s, 40 s, ... Used for a trainer refused in the home
+region, because the run still pays for its spot nodes. Also used for a node without quota, because the quota is free
+as soon as another node of the run has ended."""
 
 GIVE_BACK_AFTER_MS = 600_000
-"""Spot capacity that came back ten minutes ago is taken to stay."""
+"""Spot capacity that came back ten minutes ago is expected to stay. Milliseconds."""
 
 GIVE_BACK_GAP_MS = 1_800_000
-"""A slot gives a stand-in back at most once in half an hour, so that it does not go back and forth."""
+"""Minimum time between two give-backs of a slot, in milliseconds. Half an hour keeps the slot from going back and
+forth."""
 
 QUOTA_LAG_MS = 300_000
-"""For so long after its end a node may still count against a quota."""
+"""Time after a node's end during which the cloud may still count the node against a quota, in milliseconds."""
 
 
-# --- what can be bought -------------------------------------------------------------------------------
+# --- options ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Option:
-    """One thing that a role may be bought as, and what the same costs on demand: its worst case."""
+    """An offer that a role may buy, and the on-demand price of the same instance type (the worst case)."""
 
     placement: Placement
     on_demand_micro_usd_per_hour: int
 
     @property
     def place(self) -> tuple[str, ...]:
-        """What has or lacks capacity: a type in a zone (or anywhere in a region), in one market."""
+        """Return the key of the pool that has or lacks capacity.
+
+        A pool is an instance type in a zone (or in a whole region), spot or on-demand.
+        """
         bought = self.placement
         return bought.cloud, bought.region, bought.zone, bought.instance_type, bought.market
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SiteOptions:
-    """A region of a cloud with everything a run could be bought as there, each in order of preference."""
+    """A region of a cloud and every offer that a run could buy in the region, in order of preference."""
 
     cloud: str
     region: str
     trainer: tuple[Option, ...]
     rollout: tuple[Option, ...]
-    """Spot of each zone and type, and on demand."""
+    """Spot offers of every zone and instance type, and the on-demand offers."""
 
     @property
     def place(self) -> tuple[str, str]:
         return self.cloud, self.region
 
 
-# --- what was tried -----------------------------------------------------------------------------------
+# --- attempts -----------------------------------------------------------------------------------------
 
 
 class Outcome(StrEnum):
-    """How asking for a node went."""
+    """Result of a request for a node."""
 
     LIVE = "live"
     REFUSED = "refused"
-    """There was no capacity."""
+    """The cloud had no capacity."""
     DENIED = "denied"
-    """The cloud will say no again: a quota, a permission."""
+    """The cloud will refuse again: a quota, a permission."""
     FULL = "full"
-    """Nodes of ours used up the quota; when one of them has ended, the cloud may say yes."""
+    """The run's own nodes used up the quota. The cloud may accept after the end of a node."""
     RECLAIMED = "reclaimed"
     ENDED = "ended"
-    """In any other way."""
+    """The node ended in any way but a preemption."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Attempt:
-    """A node that was asked for. `up_ms`: when the cloud had it for us, however it ended; None: never."""
+    """A request for a node.
+
+    `up_ms`: time at which the cloud reported the node as running; None if the node never ran.
+    """
 
     name: str
     role: str
@@ -108,9 +120,9 @@ class Attempt:
     up_ms: int | None = None
     evidence: str = ""
     is_quota_used_up: bool = False
-    """Of a denial: the cloud's words name a quota that is used up, not one that is 0."""
+    """True of a denial if the cloud's message names a quota that is used up. A quota of 0 is False."""
     holds_in_its_zone_alone: bool = False
-    """True of a denial if the zone lacks something, such as a subnet, that other zones of its region may have."""
+    """True of a denial if the zone lacks something, such as a subnet, that another zone of the region may have."""
 
     @property
     def was_up(self) -> bool:
@@ -127,30 +139,36 @@ class Attempt:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MoveRules:
-    """How patient a run is (`recovery:` of the job). Milliseconds of the run's clock."""
+    """Waiting times of a run's failover (`recovery:` of the job file), in milliseconds of the run's clock."""
 
     trainer_wait_ms: int = 600_000
-    """A region that has no trainer for so long loses the run to the next."""
+    """A run leaves a region that has had no trainer capacity for this long."""
     on_demand: bool = True
-    """Whether rollout nodes may be bought on demand when no zone of the region has had spot capacity for long."""
+    """True if rollout nodes may be bought on demand after a long outage of spot in every zone of the region."""
 
     @property
     def cool_down_ms(self) -> int:
-        """A place that refused is left alone for so long, then twice as long, ... Who waits less also asks sooner."""
+        """Return the first cool-down of a pool that refused; later cool-downs double.
+
+        A shorter `trainer_wait_ms` also shortens the cool-down.
+        """
         return min(COOL_MS, self.trainer_wait_ms)
 
     @property
     def on_demand_after_ms(self) -> int:
-        """Two cool-downs in vain: the first refusals of all zones were no accident."""
+        """Return the wait before buying stand-ins: the first two cool-downs together.
+
+        Every zone has refused again by then, so the first refusals were no accident.
+        """
         return 3 * self.cool_down_ms
 
 
-# --- what to do ---------------------------------------------------------------------------------------
+# --- moves --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wait:
-    """Nothing can be asked for before `until_ms`; None: before something else happens."""
+    """Make no request before `until_ms`. None: wait for another event."""
 
     until_ms: int | None
     why: str
@@ -167,18 +185,18 @@ Move = Option | Wait | NothingLeft
 
 
 class Tried:
-    """What was tried, sorted out once for all questions of a moment. In whatever order it is told, it is the same.
+    """Index of all attempts, built once for every question at one moment. The order of the attempts does not matter.
 
-    What ended before `since_ms` is forgiven: the run was resumed then.
+    Attempts that ended before `since_ms`, when the run was resumed, do not count as refusals, preemptions or denials.
     """
 
     def __init__(self, attempts: Iterable[Attempt] = (), since_ms: int = 0) -> None:
         self.trainer: Attempt | None = None
-        """The newest that is there, or on its way."""
+        """The newest trainer that is running or requested."""
         self.home: tuple[str, str] | None = None
-        """Where the last trainer came up; None before the first."""
+        """Cloud and region of the last trainer that came up; None before the first trainer."""
         self.trainers_refused: list[Attempt] = []
-        """That no place had for us since the last one that came up."""
+        """Trainer requests that were refused since the last trainer came up."""
         self._since_ms = since_ms
         self._refused: defaultdict[tuple[str, ...], list[Attempt]] = defaultdict(list)
         self._full: defaultdict[tuple[str, ...], list[Attempt]] = defaultdict(list)
@@ -193,7 +211,7 @@ class Tried:
             self.add(replace(attempt, outcome=Outcome.FULL) if waits else attempt)
 
     def add(self, attempt: Attempt) -> None:
-        """One that was asked for after all the others."""
+        """Add an attempt. The attempt must be the newest so far."""
         if attempt.role == "trainer":
             if attempt.outcome is Outcome.LIVE:
                 self.trainer = attempt
@@ -230,72 +248,81 @@ class Tried:
 
     @property
     def out_since_ms(self) -> int | None:
-        """Since when no trainer can be had."""
+        """Return the start of the current trainer outage: the time of the first refused request.
+
+        None if no request was refused.
+        """
         return min((attempt.requested_ms for attempt in self.trainers_refused), default=None)
 
     def refused(self, option: Option) -> list[Attempt]:
-        """Refusals at a place since it last had a node for us, for want of capacity or of quota."""
+        """Return the refusals of a pool since the pool last gave a node, for lack of capacity or of quota."""
         return [*self._refused.get(option.place, []), *self.full(option)]
 
     def full(self, option: Option) -> list[Attempt]:
-        """Refusals for want of quota alone."""
+        """Return the refusals for lack of quota only."""
         return self._full.get(_quota(option), [])
 
     def cools_until_ms(self, option: Option, cool_down_ms: int) -> int:
-        """Until when a place is not asked: it refused, or nodes of ours use up its quota."""
+        """Return the end of the pool's cool-down after refusals, or after the run's own nodes used up the quota."""
         lacking = _cools_until_ms(self._refused.get(option.place, []), cool_down_ms)
         return max(lacking, _cools_until_ms(self.full(option), AGAIN_MS))
 
     def there_since_ms(self, option: Option) -> int | None:
-        """Since when a place has had capacity, by the nodes that came up since it last lacked any. None: not known."""
+        """Return the time since which the pool has had capacity, or None if unknown.
+
+        The evidence is the live nodes that came up after the last refusal or preemption in the pool.
+        """
         lacked_ms = self._lacked_ms.get(option.place, -1)
         ups = [attempt.up_ms for attempt in self._live[option.place] if attempt.up_ms is not None]
         return min((up_ms for up_ms in ups if up_ms > lacked_ms), default=None)
 
     def has_stayed(self, option: Option, now_ms: int) -> bool:
-        """Return whether a place has had capacity for `GIVE_BACK_AFTER_MS`."""
+        """Return whether a pool has had capacity for `GIVE_BACK_AFTER_MS`."""
         since_ms = self.there_since_ms(option)
         return since_ms is not None and now_ms >= since_ms + GIVE_BACK_AFTER_MS
 
     def is_on_trial(self, option: Option, now_ms: int) -> bool:
-        """Return whether a node of ours is finding out if a place has capacity again."""
+        """Return whether one of the run's nodes is testing if a pool has capacity again."""
         if self.has_stayed(option, now_ms):
             return False
         is_asked = any(not attempt.was_up for attempt in self._live[option.place])
         return is_asked or self.there_since_ms(option) is not None
 
     def taken_until_ms(self, option: Option, cool_down_ms: int) -> int:
-        """Until when a place that took a node back is left alone, if there is another."""
+        """Return the time until which a pool that preempted a node is avoided, if another pool is ready."""
         last = self._taken.get(option.place)
         return 0 if last is None else _end(last)[0] + gap_ms(1, cool_down_ms, last.name)
 
     def is_denied(self, option: Option) -> bool:
-        """Return whether a denial holds there: of a type in the whole region, as quotas do, or of the zone alone."""
+        """Return whether a denial covers the option.
+
+        A quota covers an instance type in the whole region; a missing subnet covers the zone alone.
+        """
         return _quota(option) in self._denied or option.place in self._denied
 
     def denials(self, role: str) -> str:
-        """Each quota and permission, by the clouds' words."""
+        """Return the cloud's message for each denied quota or permission, joined to one text."""
         words = (attempt.evidence for attempt in self._denied.values() if attempt.role == role)
         return "; ".join(dict.fromkeys(filter(None, words))) or "nothing on offer fits"
 
     def live_in(self, zone: str) -> int:
-        """Rollout nodes that are there, or on their way."""
+        """Return the number of rollout nodes in a zone that are running or requested."""
         return self._live_in[zone]
 
 
 def home_of(tried: Tried, sites: Sequence[SiteOptions]) -> SiteOptions:
-    """Where the run is at home: at its last trainer that came up, or where the plan begins."""
+    """Return the home site of the run: the site of the last trainer that came up, or the first site of the plan."""
     return next((site for site in sites if site.place == tried.home), sites[0])
 
 
 def site_of_run(tried: Tried, sites: Sequence[SiteOptions]) -> SiteOptions:
-    """Where the run is now: at its live trainer, or at home."""
+    """Return the current site of the run: the site of the live trainer, or the home site."""
     here = tried.trainer.site if tried.trainer is not None else None
     return next((site for site in sites if site.place == here), home_of(tried, sites))
 
 
 def next_trainer(tried: Tried, sites: Sequence[SiteOptions], rules: MoveRules, now_ms: int) -> Move:
-    """Where to ask for the trainer."""
+    """Return the option for the next trainer request, a wait, or `NothingLeft` if every option was denied."""
     if tried.trainer is not None:
         return Wait(until_ms=None, why="there is a trainer")
     at_home = [option for option in home_of(tried, sites).trainer if not tried.is_denied(option)]
@@ -310,7 +337,10 @@ def next_trainer(tried: Tried, sites: Sequence[SiteOptions], rules: MoveRules, n
 
 
 def is_home_given_up(tried: Tried, rules: MoveRules, now_ms: int) -> bool:
-    """Whether a trainer was looked for in vain for so long that rollout nodes need not wait for it any more."""
+    """Return whether the home region has had no trainer for `trainer_wait_ms`.
+
+    Rollout nodes then stop waiting for a trainer.
+    """
     out_since_ms = tried.out_since_ms
     return tried.trainer is None and out_since_ms is not None and now_ms >= out_since_ms + rules.trainer_wait_ms
 
@@ -318,7 +348,10 @@ def is_home_given_up(tried: Tried, rules: MoveRules, now_ms: int) -> bool:
 def next_rollout(
     preferred: Option, nodes: int, tried: Tried, sites: Sequence[SiteOptions], rules: MoveRules, now_ms: int
 ) -> Move:
-    """Where to ask for one of `nodes` rollout nodes. `preferred`: as planned, taken where it is to be had."""
+    """Return the option for the next of `nodes` rollout nodes.
+
+    The planned option `preferred` is taken if the pool is ready.
+    """
     trainer = tried.trainer
     if trainer is None or (not trainer.was_up and tried.trainers_refused):
         return Wait(until_ms=None, why="the trainer comes first")
@@ -340,9 +373,10 @@ def next_rollout(
 def back_to_spot(
     preferred: Option, nodes: int, tried: Tried, sites: Sequence[SiteOptions], rules: MoveRules, now_ms: int
 ) -> Move:
-    """Return where to ask for the spot node that replaces a stand-in, which works until that node does.
+    """Return the option for the spot node that replaces a stand-in. The stand-in works until the spot node does.
 
-    A place that lacked capacity is asked by one node at a time, until that node has stayed for `GIVE_BACK_AFTER_MS`.
+    A pool that lacked capacity is tested by one node at a time, until the test node has stayed for
+    `GIVE_BACK_AFTER_MS`.
     """
     here = next((site for site in sites if tried.trainer is not None and site.place == tried.trainer.site), None)
     options = [
@@ -359,35 +393,44 @@ def back_to_spot(
 
 
 def jitter(name: str) -> float:
-    """In [0, 1), and the same for the same name, so that runs that lost together do not come back together."""
+    """Return a number in [0, 1), equal for equal names.
+
+    Runs that lost nodes at the same time then retry at different times.
+    """
     return int.from_bytes(blake2b(name.encode(), digest_size=4).digest()) / 2**32
 
 
 def gap_ms(refusals: int, first_ms: int, name: str, longest_ms: int = COOL_MOST_MS) -> int:
-    """first (1 + jitter / 2) 2^(k - 1) after k refusals in a row. 10 minutes: 10 to 15, 20 to 30, 30, 30, ..."""
+    """Return first (1 + jitter / 2) 2^(k - 1), the wait after k refusals in a row.
+
+    With a first wait of 10 minutes: 10 to 15, 20 to 30, 30, 30, ...
+    """
     return min(longest_ms, round(first_ms * (1 + jitter(name) / 2)) << min(refusals - 1, 20)) if refusals else 0
 
 
-# --- how limits on the rate of launches work ------------------------------------------------------------
+# --- launch rate ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchRate:
-    """At most `per_minute` launches in the long run, and `burst` at once."""
+    """Rate limit for launches: `per_minute` in the long run and `burst` at once."""
 
     per_minute: int = 10
     burst: int = 5
 
     def next_ms(self, requested_ms: Iterable[int]) -> int:
-        """From when on one more launch keeps the rate, after these. 10 a minute, burst 5: the sixth waits 6 s."""
+        """Return the earliest time at which one more launch keeps the rate.
+
+        With 10 a minute and a burst of 5, the sixth launch waits 6 s.
+        """
         spacing_ms = -(-60_000 // self.per_minute)
-        earned_ms = 0  # until when the launches so far use up the rate
+        earned_ms = 0  # end of the time that the launches so far use up
         for at_ms in sorted(requested_ms):
             earned_ms = max(earned_ms, at_ms) + spacing_ms
         return earned_ms - self.burst * spacing_ms + spacing_ms if earned_ms else 0
 
 
-# --- of attempts ----------------------------------------------------------------------------------------
+# --- helpers --------------------------------------------------------------------------------------------
 
 
 def _end(attempt: Attempt) -> tuple[int, str]:
@@ -400,10 +443,10 @@ def _quota(option: Option) -> tuple[str, ...]:
 
 
 def _is_full(denied: Attempt, known: Iterable[Attempt]) -> bool:
-    """Return whether nodes of ours used up the quota that a denial names, or may have.
+    """Return whether the run's own nodes used up the quota named in a denial, or may have.
 
-    Types of a family share a quota, so any node of the same region and market counts, until `QUOTA_LAG_MS` after its
-    end. Over a quota of 0 there is no such node, and the denial is for good.
+    Types of a family share a quota, so any node of the same region and market counts, until `QUOTA_LAG_MS` after the
+    node's end. With a quota of 0 no node can hold the quota, and the denial is final.
     """
     if not denied.is_quota_used_up:
         return False
@@ -418,7 +461,7 @@ def _is_full(denied: Attempt, known: Iterable[Attempt]) -> bool:
 
 
 def _cools_until_ms(refused: Sequence[Attempt], first_ms: int, longest_ms: int = COOL_MOST_MS) -> int:
-    """The end of the newest refusal and a gap that grows with each burst of them."""
+    """Return the end of the newest refusal plus a gap that grows with each burst of refusals; 0 without refusals."""
     if not refused:
         return 0
     at_ms, name = max(map(_end, refused))
@@ -434,7 +477,10 @@ def _least_refused(
     gives_up_ms: int | None = None,
     longest_ms: int = COOL_MOST_MS,
 ) -> Move:
-    """The option that was refused least often, then the first; one that was refused just now waits its turn."""
+    """Return the ready option with the fewest refusals; the first in order wins a tie.
+
+    An option refused just now waits for the end of its gap.
+    """
     refused = [[attempt for attempt in tried.trainers_refused if attempt.place == option.place] for option in options]
     ready_ms = [_cools_until_ms(here, first_ms, longest_ms) for here in refused]
     ready = [number for number, at_ms in enumerate(ready_ms) if at_ms <= now_ms]
@@ -447,7 +493,10 @@ def _least_refused(
 def _cheapest_ready(
     preferred: Option, nodes: int, options: Sequence[Option], tried: Tried, rules: MoveRules, now_ms: int
 ) -> Move:
-    """The planned place, else the cheapest; at most half of the nodes in a zone where there are two."""
+    """Return the planned pool if ready, else the cheapest ready pool.
+
+    With two zones or more, at most half of the nodes go to one zone.
+    """
     if not options:
         return NothingLeft(why=tried.denials("rollout"))
     most = most_in_one_zone(nodes, len({option.placement.zone for option in options}))
@@ -461,7 +510,8 @@ def _cheapest_ready(
     def order(number: int) -> tuple[object, ...]:
         option = options[number]
         return (
-            # Left alone for a while; if all are, the one that is soon to be asked again.
+            # A pool that preempted a node is avoided for a while. If every pool is avoided, take the pool whose wait
+            # ends first.
             max(0, tried.taken_until_ms(option, rules.cool_down_ms) - now_ms),
             tried.live_in(option.placement.zone) >= most,
             option.place != preferred.place,
@@ -477,36 +527,42 @@ def _regions(options: Iterable[Option]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more regions" if len(names) > 4 else "")
 
 
-# --- prices of now ------------------------------------------------------------------------------------
+# --- current prices -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Price:
-    """What a thing costs, who said so, and when."""
+    """A price with its source and its time."""
 
     micro_usd_per_hour: int
     source: str
     observed_at: str
 
     def is_newer_than(self, observed_at: str) -> bool:
-        """A price without a date ("a snapshot of 2025") is older than any that has one."""
+        """Return whether this price is newer.
+
+        A price without a date ("a snapshot of 2025") is older than any dated price.
+        """
         return (time_ms(self.observed_at) or 0) > (time_ms(observed_at) or 0)
 
 
 class PriceNow:
-    """What clouds last said. An AWS spot price is a zone's; where a zone has none, its region's holds (zone "")."""
+    """Latest prices from the clouds.
+
+    AWS spot prices are per zone; if a zone has no price, the price of the region (zone "") holds.
+    """
 
     def __init__(self, prices: Mapping[tuple[str, ...], Price] | None = None) -> None:
         self._prices = prices or {}
 
     def of(self, place: tuple[str, ...]) -> Price | None:
-        """Of `Option.place`."""
+        """Return the latest price for an `Option.place`, or None."""
         cloud, region, _, instance_type, market = place
         return self._prices.get(place) or self._prices.get((cloud, region, "", instance_type, market))
 
 
 def repriced(site: SiteOptions, prices: PriceNow) -> SiteOptions:
-    """The site at the prices of now; what nothing newer is known of keeps the plan's."""
+    """Return the site with the latest prices. An option without a newer price keeps the price of the plan."""
     return replace(
         site,
         trainer=tuple(_repriced(option, prices) for option in site.trainer),

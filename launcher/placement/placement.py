@@ -1,4 +1,4 @@
-"""A placement: what we decided to buy. Placement decides, the cluster room carries it out."""
+"""A decision to buy one node. The placement room decides, and the cluster room carries the decision out."""
 
 import re
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from engine.events import Market
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placement:
-    """What we decided to buy: one node, from one offer, at a price with a source and a time."""
+    """A decision to buy one node from one offer, at a price with a source and a time."""
 
     cloud: str
     region: str
@@ -23,9 +23,10 @@ class Placement:
 
     @property
     def zone_name(self) -> str:
-        """The zone, as clouds name it; empty where any zone of the region will do.
+        """Return the cloud's name of the zone; empty if any zone of the region will do.
 
-        An AWS zone id (use1-az4) is no name: names differ between accounts, and nobody told us ours yet.
+        An AWS zone id (use1-az4) is no name, because names differ between accounts. The name in the user's account is
+        not known yet.
         """
         is_region = self.zone == self.region or self.zone.startswith(f"{self.region}, ")
         return "" if is_region or re.fullmatch(r"[a-z]+\d+-az\d+", self.zone) else self.zone

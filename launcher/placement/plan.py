@@ -1,8 +1,10 @@
-"""Decide what to buy for a job: a trainer on demand, rollout nodes on spot, all in one region. Pure: no I/O, no clock.
+"""Decide what to buy for a job: a trainer on demand and rollout nodes on spot, all in one region.
 
-Of the regions that offer both, the one where the whole cluster is cheapest wins: nodes talk to the trainer all the
-time, and a copy of the weights across regions can cost more than the GPU. Within it spot nodes are spread over the
-cheapest zones, at most half of them in one, so that no zone takes them all back at once.
+Pure: no I/O, no clock.
+
+The region with the cheapest whole cluster wins. All nodes are in one region, because nodes talk to the trainer all the
+time, and a copy of the weights across regions can cost more than the GPU. Within the region, spot nodes are spread over
+the cheapest zones, at most half of the nodes in one zone, because a zone may preempt all of its nodes at once.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,30 +23,33 @@ from launcher.placement.placement import Placement
 
 
 class PlacementError(Failure):
-    """Nothing on offer fits the job's resources."""
+    """No offer fits the job's resources."""
 
     exit_code = ExitCode.INVALID_JOB
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slot:
-    """A place in the cluster that is kept filled: `trainer`, `spot-0`, ... A lost node's successor takes its slot."""
+    """A place in the cluster that is kept filled: `trainer`, `spot-0`, ...
+
+    The successor of a lost node takes the node's slot.
+    """
 
     name: str
     role: Literal["trainer", "rollout"]
     placement: Placement
     on_demand_micro_usd_per_hour: int
-    """The same instance bought on demand: what the price effect is measured against."""
+    """Price of the same instance on demand, the reference of the price effect."""
 
     @property
     def option(self) -> Option:
-        """What the plan would fill it with."""
+        """Return the option that the plan prefers for the slot."""
         return Option(placement=self.placement, on_demand_micro_usd_per_hour=self.on_demand_micro_usd_per_hour)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """What a run will keep running, and what that costs. Rates are sums of catalog prices: estimates, not bills."""
+    """Nodes that a run keeps running, with their cost. Rates are sums of catalog prices: estimates, not bills."""
 
     region: str
     slots: tuple[Slot, ...]
@@ -52,40 +57,43 @@ class Plan:
     max_hourly_micro_usd: int | None
     money_basis: str = "assumed"
     sites: tuple[SiteOptions, ...] = ()
-    """Everywhere the run may be, in order of preference. Empty on the local infra, which has one place."""
+    """Sites where the run may be, in order of preference. Empty on the local infra, which has one place."""
     iteration_ms: int | None = None
-    """Predicted, with the trainer alone. None on the local infra, which costs nothing."""
+    """Predicted time of an iteration with the trainer alone. None on the local infra, which costs nothing."""
 
     @property
     def expected_micro_usd_per_hour(self) -> int:
-        """Everything running, at the price it was offered at."""
+        """Return the rate with every node running, at the offered prices."""
         return sum(slot.placement.micro_usd_per_hour for slot in self.slots)
 
     @property
     def maximum_micro_usd_per_hour(self) -> int:
-        """Everything running, at its on-demand price: spot never costs more than that."""
+        """Return the rate with every node running, at on-demand prices. Spot never costs more."""
         return sum(slot.on_demand_micro_usd_per_hour for slot in self.slots)
 
     @property
     def lasts_ms(self) -> int | None:
-        """How long `max_total` pays for the expected rate. How long a target takes is not known beforehand."""
+        """Return the time that `max_total` pays for at the expected rate; None without a limit or a rate.
+
+        The time to a target is not known beforehand.
+        """
         if self.max_total_micro_usd is None or not self.expected_micro_usd_per_hour:
             return None
         return self.max_total_micro_usd * HOUR_MS // self.expected_micro_usd_per_hour
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
-    """The plan as the ledger keeps it; `slots_from` and `sites_from` read it back."""
+    """Return the plan as stored in the ledger; `slots_from` and `sites_from` read the plan back."""
     return asdict(plan)
 
 
 def slots_from(raw: Mapping[str, Any]) -> tuple[Slot, ...]:
-    """The slots of a plan that the ledger kept."""
+    """Return the slots of a plan stored in the ledger."""
     return tuple(Slot(**slot | {"placement": _placement_from(slot["placement"])}) for slot in raw["slots"])
 
 
 def sites_from(raw: Mapping[str, Any]) -> tuple[SiteOptions, ...]:
-    """The sites of a plan that the ledger kept; none of one that was made before there were any."""
+    """Return the sites of a plan stored in the ledger; empty for a plan from before plans had sites."""
     return tuple(
         SiteOptions(
             cloud=site["cloud"],
@@ -106,9 +114,9 @@ def _placement_from(raw: Mapping[str, Any]) -> Placement:
 
 
 def plan_local(job: Job, offers: Sequence[Offer]) -> Plan:
-    """The cheapest region's plan. The local infra buys nothing, but prices its nodes like these offers.
+    """Return the plan of the cheapest region. The local infra buys nothing, but prices its nodes by these offers.
 
-    Raises PlacementError when no region has what the job asks for, and names what there is.
+    Raises PlacementError if no region offers the requested nodes; the error names the offered accelerators.
     """
     trainer, rollout = job.resources.trainer, job.resources.rollout
     offers = [offer for offer in offers if offer.quality in USABLE]
@@ -135,7 +143,7 @@ def plan_local(job: Job, offers: Sequence[Offer]) -> Plan:
 def _slots_in(
     region: tuple[str, str], trainer: NodeResources, rollout: NodeResources, market: Market, offers: Sequence[Offer]
 ) -> tuple[Slot, ...] | None:
-    """The cluster, were it in this region; None when the region lacks a part of it."""
+    """Return the slots of a cluster in this region; None if the region lacks a part of the cluster."""
     here = [offer for offer in offers if (offer.cloud, offer.region) == region]
     trainer_offers = _fitting(trainer, Market.ON_DEMAND, here)
     if not trainer_offers:
@@ -154,9 +162,9 @@ def _slots_in(
 
 
 def _spread(offers: Sequence[Offer], count: int) -> list[Offer]:
-    """`count` offers, cheapest zones first, in turn: at most half of the nodes (rounded up) in one zone.
+    """Return `count` offers, the two cheapest zones in turn. At most half of the nodes, rounded up, are in one zone.
 
-    Two zones are enough for that, and a third is dearer.
+    Two zones are enough for the limit, and a third is dearer.
     """
     cheapest: dict[str, Offer] = {}
     for offer in offers:
@@ -166,7 +174,7 @@ def _spread(offers: Sequence[Offer], count: int) -> list[Offer]:
 
 
 def _fitting(resources: NodeResources, market: Market, offers: Sequence[Offer]) -> list[Offer]:
-    """Offers that the resources allow, cheapest first; the name of the zone breaks a tie."""
+    """Return the offers that the resources allow, cheapest first; the name of the zone breaks a tie."""
     cloud, region, zone = [*(resources.infra or "*").split("/"), "*", "*"][:3]
     fitting = [
         offer
@@ -183,7 +191,7 @@ def _fitting(resources: NodeResources, market: Market, offers: Sequence[Offer]) 
 
 
 def slot_of(name: str, role: Literal["trainer", "rollout"], offer: Offer, on_demand_micro_usd_per_hour: int) -> Slot:
-    """A slot filled from an offer."""
+    """Return a slot filled from an offer."""
     return Slot(
         name=name,
         role=role,

@@ -1,10 +1,11 @@
-"""Policies: which nodes to keep running, given what is offered and what happened. Pure; one protocol.
+"""Policies: choose the nodes to keep running, given the offers and the recent losses. Pure; one protocol.
 
-all-on-demand, cheapest-failover, skypilot-like, spothedge: what others do, to compare with
+all-on-demand, cheapest-failover, skypilot-like, spothedge: baselines, for comparison
 ours: the choice of least expected cost (launcher/placement/search.py)
 
-A plan asks a policy before anything runs; the live cluster and a replay over traces can ask the same one again with
-what has happened since. The baselines take as many nodes as the job allows and the caps bear; ours decides how many.
+A plan asks a policy before the run. The live cluster and a replay over traces can ask the same policy again with the
+losses so far. The baselines take as many nodes as the job allows and the caps bear. `ours` also decides the number of
+nodes.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,31 +21,31 @@ from launcher.placement.value import on_demand_fallback
 POLICIES = ("all-on-demand", "cheapest-failover", "skypilot-like", "spothedge", "ours")
 
 SPOTHEDGE_EXTRA = 1
-"""Nodes above the target that SpotHedge keeps, where the job allows them."""
+"""Nodes above the target that SpotHedge keeps, if the job allows the extra nodes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Situation:
-    """What a policy may know. Before a run there is only the ask and the sites."""
+    """Facts that a policy may use. Before a run, only the ask and the sites are known."""
 
     ask: CloudAsk
     sites: tuple[Site, ...]
-    """By cloud, region and trainer."""
+    """Sorted by cloud, region and trainer."""
     lost: tuple[Pool, ...] = ()
-    """Where spot nodes were taken back or refused lately, oldest first."""
+    """Pools of recent preemptions or refusals, oldest first."""
     missing: int = 0
-    """Spot nodes that are wanted and not there."""
+    """Number of spot nodes that are wanted but not running."""
 
 
 class Policy(Protocol):
-    """Decides what to keep running. The same situation gives the same answer."""
+    """Choose the nodes to keep running. The same situation gives the same answer."""
 
     def choose(self, situation: Situation) -> Choice | None:
-        """What to keep running, within the ask's caps; None if nothing keeps them."""
+        """Return the choice within the caps of the ask; None if no choice keeps the caps."""
 
 
 def build_policy(name: str) -> Policy:
-    """Raises ValueError for a name that is none of `POLICIES`."""
+    """Return the policy of this name. Raises ValueError for a name that is not in `POLICIES`."""
     match name:
         case "all-on-demand":
             return AllOnDemand()
@@ -61,7 +62,7 @@ def build_policy(name: str) -> Policy:
 
 
 class AllOnDemand:
-    """Every node on demand, where that is cheapest: what all savings are measured against."""
+    """All nodes on demand, at the cheapest site: the baseline of all savings."""
 
     def choose(self, situation: Situation) -> Choice | None:
         def choices(nodes: int) -> Iterator[Choice]:
@@ -73,14 +74,17 @@ class AllOnDemand:
 
 
 class CheapestFailover:
-    """All spot nodes in the zone with the lowest price; after a loss there, in the next one, anywhere."""
+    """All spot nodes in the zone with the lowest price. After a loss, all nodes in the next zone, anywhere."""
 
     def choose(self, situation: Situation) -> Choice | None:
         return _most_that_fits(situation, lambda nodes: _in_one_zone(situation.sites, nodes, set(situation.lost)))
 
 
 class SkyPilotLike:
-    """A managed job's eager next region: cheapest zone first; after a loss the whole cluster goes to another region."""
+    """A managed job's eager next region: cheapest zone first.
+
+    After a loss the whole cluster goes to another region.
+    """
 
     def choose(self, situation: Situation) -> Choice | None:
         lost = {(pool.cloud, pool.region) for pool in situation.lost}
@@ -91,8 +95,11 @@ class SkyPilotLike:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpotHedge:
-    """SkyServe's rule (arXiv 2411.01438): spread over zones that lost nothing lately, keep some extra, and bridge with
-    min(N, N + extra - ready) nodes on demand. N is the job's nodes less the extra."""
+    """SkyServe's rule (arXiv 2411.01438).
+
+    Spread the nodes over zones without recent losses, keep some extra nodes, and bridge with min(N, N + extra - ready)
+    nodes on demand. N is the job's nodes less the extra.
+    """
 
     extra: int = SPOTHEDGE_EXTRA
 
@@ -113,7 +120,10 @@ class SpotHedge:
 
 
 class Ours:
-    """The least expected cost over every number of nodes in every zone; on demand where spot falls below the floor."""
+    """Least expected cost over every number of nodes in every zone.
+
+    On-demand nodes fill in if spot falls below the floor.
+    """
 
     def choose(self, situation: Situation) -> Choice | None:
         ask, found = situation.ask, self.search(situation)
@@ -125,7 +135,7 @@ class Ours:
         return replace(choice, on_demand=choice.on_demand + bridge)
 
     def search(self, situation: Situation) -> Found | None:
-        """The best there is, were every node there, and what each site would cost at least."""
+        """Return the best choice with every node running, and the lower bound of each site."""
         lost, sites = set(situation.lost), situation.sites
         if lost:
             sites = tuple(
@@ -136,7 +146,10 @@ class Ours:
 
 
 def _in_one_zone(sites: tuple[Site, ...], nodes: int, lost: set[Pool]) -> Iterator[Choice]:
-    """Every zone that could have all the nodes; those where something was lost only if there is no other."""
+    """Yield a choice for every zone, with all nodes in the zone.
+
+    Zones with a recent loss count only if no zone is without.
+    """
     pairs = [(site, index) for site in sites for index in range(len(site.zones))]
     good = [(site, index) for site, index in pairs if pool_of_offer(site.zones[index].offer) not in lost]
     for site, index in good or pairs:
@@ -146,7 +159,10 @@ def _in_one_zone(sites: tuple[Site, ...], nodes: int, lost: set[Pool]) -> Iterat
 
 
 def _most_that_fits(situation: Situation, choices: Callable[[int], Iterator[Choice]]) -> Choice | None:
-    """With as many nodes as the caps bear, the cheapest by the listed price: what policies without hazards go by."""
+    """Return the choice with as many nodes as the caps bear, then the cheapest by listed price.
+
+    Policies without hazards go by the listed price.
+    """
     ask, caps = situation.ask, Caps.of(situation.ask)
     recipes = {gpus: ask.recipe.on(gpus) for gpus in {site.trainer.gpus for site in situation.sites}}
 
@@ -164,7 +180,7 @@ def _most_that_fits(situation: Situation, choices: Callable[[int], Iterator[Choi
 
 
 def _listed(choice: Choice) -> tuple[int, str, tuple[int, ...]]:
-    """The name of the site, then the first zone, settle a tie."""
+    """Return the sort key of a choice. The name of the site, then the first zone, settle a tie."""
     trainer = choice.site.trainer
     site = f"{trainer.cloud} {trainer.region} {trainer.instance_type}"
     return (choice.listed_micro_usd_per_hour, site, tuple(-count for count in choice.spot))

@@ -1,4 +1,4 @@
-"""Recipes whose iterations somebody has timed: what a plan knows of a job before it runs. Figures, no decisions."""
+"""Recipes with known iteration times: facts about a job that a plan knows before the run. Figures, no decisions."""
 
 from engine.exploration.value import ASSUMED_RHO, IterationCost
 from launcher.market.estimate import Basis, Estimate
@@ -17,10 +17,11 @@ GAIN_EXPONENT = Estimate(
 )
 
 QWEN_LORA_BYTES_PER_RANK = 380_000_000 // 64
-"""LoRA of rank 64 on Qwen-Image's attention projections: 189 M parameters (research notes engine 6)."""
+"""Bytes per rank of a LoRA on Qwen-Image's attention projections; rank 64 has 189 M parameters (research notes
+engine 6)."""
 
 QWEN_BYTES = 40_900_000_000
-"""All of it in bfloat16: 20.43 billion parameters (research notes engine 6)."""
+"""Bytes of the whole model in bfloat16: 20.43 billion parameters (research notes engine 6)."""
 
 
 def qwen_image_512(
@@ -31,11 +32,11 @@ def qwen_image_512(
     max_candidates: int | None = None,
     lora_rank: int | None = 64,
 ) -> Recipe:
-    """GRPO on Qwen-Image at 512 px with LoRA and a judge's reward (papers 4.2), 32 x 16 pictures unless said.
+    """Return the recipe of GRPO on Qwen-Image at 512 px with LoRA and a judge's reward (papers 4.2).
 
-    Timed by verl-omni on 4 H800: 107 s of generation for 512 pictures, 253 s of everything else (papers 6.2).
-    Training is taken to cost as much for each picture, whatever their number. `lora_rank` None: every weight is
-    trained and sent.
+    The default is 32 x 16 images. Timed by verl-omni on 4 H800: 107 s of generation for 512 images, 253 s of everything
+    else (papers 6.2). Training is assumed to cost the same for each image at any number of images. `lora_rank` None:
+    every weight is trained and sent.
     """
     pictures = prompts * images_per_prompt
     return Recipe(
@@ -73,13 +74,16 @@ def qwen_image_512(
 
 
 UNTIMED_SECONDS = 60.0
-"""Of an iteration on one GPU of which nothing is known. A guess, and said so wherever it is used."""
+"""Assumed seconds of an iteration on one GPU, for a job without measurements. Plans name the value a guess."""
 
 
 def untimed(
     *, model: str, iterations: int, prompts: int, images_per_prompt: int, explores: bool, max_candidates: int | None
 ) -> Recipe:
-    """A job that nobody has timed on cloud GPUs: a minute an iteration, half of it generation. A guess throughout."""
+    """Return the recipe of a job without timings on cloud GPUs: a minute an iteration, half of it generation.
+
+    Every figure of the recipe is a guess.
+    """
     picture_seconds = UNTIMED_SECONDS / 2 / (prompts * images_per_prompt)
     return Recipe(
         cost=IterationCost(

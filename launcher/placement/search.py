@@ -1,11 +1,11 @@
-"""The cheapest choice there is: every number of nodes in every zone of every site, by branch and bound. Pure.
+"""Find the cheapest choice: every number of nodes in every zone of every site, by branch and bound. Pure.
 
-a part: so many spot nodes and so many on demand at one site, with a quick bound that none of its choices beats
-cheapest bound first: fill zone after zone, and turn back where the bound of what is left exceeds the best so far
+part: a number of spot nodes and of on-demand nodes at a site, with a quick lower bound on the cost of its choices
+order: cheapest bound first; fill zone after zone, and turn back if the bound of the rest exceeds the best so far
 
-Exact: the answer is the one that trying everything would find (a test does), ties broken by time, then by fewer nodes
-and by name. So more money or time, which only add choices, never make it worse, and what a zone sells us in
-node-hours never rises with its price while the rate is not what limits (`forecast.cost` is linear in each price).
+Exact: the result equals the result of trying every choice (a test does). Ties are broken by time, then by fewer nodes,
+then by name. More money or time only adds choices and therefore never makes the result worse. If the rate is not the
+limit, the node-hours bought from a zone never rise with the zone's price (`forecast.cost` is linear in each price).
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,7 +20,7 @@ from launcher.placement.forecast import Caps, Choice, cost, sums
 from launcher.placement.value import gpu_variance, most_in_one_zone
 
 SLACK = 1 + 1e-9
-"""A bound is a float, summed in another order than what it bounds."""
+"""Tolerance of the bounds: a bound is a float, summed in a different order than the cost below it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,13 +28,13 @@ class Found:
     choice: Choice
     micro_usd: int
     at_least_micro_usd: tuple[int | None, ...]
-    """Of every site, as they were given: nothing there costs less. None: nothing there keeps the caps."""
+    """Lower bound of the cost at every site, in the order of `sites`. None: no choice at the site keeps the caps."""
 
 
 def cheapest_choice(ask: CloudAsk, sites: Sequence[Site], caps: Caps, just_nodes: int | None = None) -> Found | None:
-    """The choice of least expected cost that keeps the caps and the floor; None if there is none.
+    """Return the choice of least expected cost within the caps and above the floor; None if no choice fits.
 
-    `just_nodes`: with so many rollout nodes, no fewer and no more.
+    `just_nodes`: the exact number of rollout nodes.
     """
     search = _Search(ask, sites, caps)
     parts = sorted(search.parts(just_nodes))
@@ -52,12 +52,15 @@ def cheapest_choice(ask: CloudAsk, sites: Sequence[Site], caps: Caps, just_nodes
 
 
 def is_spread(choice: Choice) -> bool:
-    """At most half of the spot nodes, rounded up, in one zone, where the site has two."""
+    """Return whether each zone has at most half of the spot nodes, rounded up.
+
+    True for a site with a single zone.
+    """
     return max(choice.spot, default=0) <= most_in_one_zone(sum(choice.spot), len(choice.site.zones))
 
 
 def is_above_floor(ask: CloudAsk, choice: Choice) -> bool:
-    """sum of n_z u_z, and one for each node on demand, is at least `floor_nodes`."""
+    """Return whether the sum of n_z u_z, plus one for each on-demand node, is at least `floor_nodes`."""
     there = sum(count * pool.value.useful_share for pool, count in zip(choice.site.zones, choice.spot, strict=True))
     return there + choice.on_demand >= ask.floor_nodes
 
@@ -75,7 +78,10 @@ class _Search:
         self._least_ms: dict[tuple[int, float], list[int]] = {}
 
     def parts(self, just_nodes: int | None) -> Iterator[Part]:
-        """Every part that may keep the caps. Its bound: the hours as if all its nodes were as useful as the best."""
+        """Yield every part that may keep the caps.
+
+        The bound of a part takes every node to be as useful as the best node.
+        """
         most, spot_kinds = self.ask.max_rollout_nodes, self.ask.spot
         for number, here in enumerate(self.sites):
             steady = here.site.on_demand if spot_kinds is not Spot.ONLY else None
@@ -99,7 +105,7 @@ class _Search:
                         yield bound, number, spot, on_demand
 
     def fill(self, part: Part) -> None:
-        """Every way to have so many spot nodes in the zones of the site."""
+        """Try every distribution of the part's spot nodes over the zones of the site."""
         _, number, spot, on_demand = part
         here, steady = self.sites[number], self.sites[number].site.on_demand
         begun = _Begun(0.0, float(here.site.trainer.micro_usd_per_hour), 0.0, 0.0, 0)
@@ -125,7 +131,7 @@ class _Search:
             return
         most = min(left, cap)
         if here.is_like_before[zone]:
-            most = min(most, counts[-1])  # of two zones that are alike the first has as many or more
+            most = min(most, counts[-1])  # of two equal zones, the first gets as many nodes or more
         for count in range(most, max(0, left - cap * (here.zones - zone - 1)) - 1, -1):
             counts.append(count)
             self._fill(part, here.more(begun, zone, count), counts, left - count)
@@ -144,10 +150,10 @@ class _Search:
             self.best, self.choice = key, choice
 
     def _bound(self, here: "_Columns", spot: int, begun: "_Begun", zone: int, left: int) -> int | None:
-        """Micro-dollars that no choice beats which begins so; None if none of them is allowed.
+        """Return a lower bound in micro-dollars for all choices that begin like `begun`; None if none is allowed.
 
-        What is left is taken to be as cheap as the cheapest zones from `zone` on and as useful as the most useful ones,
-        and all spot nodes to be as steady as the steadiest zone, spread evenly.
+        The bound prices the remaining nodes like the cheapest zones from `zone` on, and takes their usefulness from the
+        most useful zones. All spot nodes count as steady as the steadiest zone, spread evenly.
         """
         cap = here.cap(spot)
         useful = -here.useless.least(zone, left, cap)
@@ -165,7 +171,10 @@ class _Search:
         return micro_usd if self.caps.keep(listed, micro_usd - 1, ms - 1) else None
 
     def _fastest_ms(self, here: "_Columns", share: float) -> list[int]:
-        """The least time by the number of rollout nodes, each at work for this share; the same at many sites."""
+        """Return the least time by the number of rollout nodes, each at work for `share` of the time.
+
+        The result is cached, because many sites have the same values.
+        """
         key = (here.site.trainer.gpus, share)
         if key not in self._least_ms:
             self._least_ms[key] = [
@@ -177,19 +186,19 @@ class _Search:
 
 @dataclass(frozen=True, slots=True)
 class _Begun:
-    """What the nodes that were put somewhere add up to."""
+    """Sums over the nodes placed so far."""
 
     rate: float
     listed: float
-    """With the trainer."""
+    """Listed rate in micro-dollars an hour, including the trainer."""
     there: float
-    """Nodes that are at work on average; one on demand counts whole, as for the floor."""
+    """Average number of nodes at work. An on-demand node counts as a whole node, as for the floor."""
     gpus: float
     copies: int
 
 
 class _Columns:
-    """The spot zones of a site, figure by figure, in the site's order."""
+    """Figures of the spot zones of a site, a column for each figure, in the site's order."""
 
     def __init__(self, ask: CloudAsk, site: Site) -> None:
         pools = site.zones
@@ -208,7 +217,7 @@ class _Columns:
         return most_in_one_zone(spot, self.zones)
 
     def more(self, begun: _Begun, zone: int, count: int) -> _Begun:
-        """With so many nodes in a zone."""
+        """Return the sums with `count` more nodes in a zone."""
         if not count:
             return begun
         there = -count * self.useless.each[zone]
@@ -222,7 +231,7 @@ class _Columns:
 
     @cached_property
     def least_variance(self) -> list[float]:
-        """By the number of nodes."""
+        """Return the least variance by the number of nodes."""
         if not self.zones:
             return [0.0]
         steadiest = [min(pool.gpu_spread for pool in self.site.zones)] * self.zones
@@ -230,7 +239,7 @@ class _Columns:
 
 
 class _Column:
-    """One figure of each zone, and what the least of the later ones add up to."""
+    """A figure of each zone, with the sums of the smallest values of the later zones."""
 
     def __init__(self, each: Sequence[float]) -> None:
         self.each = each
@@ -238,7 +247,7 @@ class _Column:
         self._sums = [list(accumulate(least, initial=0.0)) for least in self._least]
 
     def least(self, zone: int, left: int, cap: int) -> float:
-        """The least that `left` nodes in the zones from `zone` on, at most `cap` in each, add up to."""
+        """Return the least sum for `left` nodes in the zones from `zone` on, with at most `cap` nodes in each."""
         if not left:
             return 0.0
         full, rest = divmod(left, cap)

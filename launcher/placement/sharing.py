@@ -1,14 +1,18 @@
-"""Whether the workers of a rollout node can share pictures as a job asks (sequence parallelism). Pure."""
+"""Check the job's sequence-parallel degree against the workers of a rollout node, which share images. Pure."""
 
 from engine.parallel.groups import Degrees, allowed_degrees
 from launcher.job import CheckedJob, Job
 
 HEADS = {"digits-ocr": 4, "shapes": 4}
-"""Attention heads of the models that ship with spotrl. Those of a user's own are known once the engine has read it."""
+"""Attention heads of the models that ship with spotrl. The heads of a user's own model are known after the engine
+has read the model."""
 
 
 def degrees_of(job: Job) -> Degrees:
-    """Degrees that the model allows, as far as that is known here, and that fit into a rollout node; ascending."""
+    """Return the degrees that fit into a rollout node and are allowed by the model, in ascending order.
+
+    For a model with unknown heads, every degree up to the number of workers counts.
+    """
     workers = job.resources.rollout.gpus
     heads = HEADS.get(job.model.name) if job.model.path is None else None
     if heads is None:
@@ -17,7 +21,7 @@ def degrees_of(job: Job) -> Degrees:
 
 
 def check_sp_degree(checked: CheckedJob) -> None:
-    """Raises JobError for a fixed degree that cannot be had, and names those that can."""
+    """Raise JobError for a fixed degree that is not possible; the error names the possible degrees."""
     job = checked.job
     degree, workers, degrees = job.runtime.sp_degree, job.resources.rollout.gpus, degrees_of(job)
     if degree == "auto" or degree in degrees:

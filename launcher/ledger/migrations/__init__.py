@@ -1,1 +1,1 @@
-"""The ledger's history, for alembic. `launcher.ledger.store.open_ledger` runs it; nobody else needs to."""
+"""Migrations of the ledger, for alembic. Only `launcher.ledger.store.open_ledger` runs the migrations."""

@@ -1,4 +1,4 @@
-"""Runs the migrations on the connection that `open_ledger` passes in. SQLite alters tables in batches (copies)."""
+"""Run the migrations on the connection from `open_ledger`. SQLite alters tables in batches (copies)."""
 
 from alembic import context
 

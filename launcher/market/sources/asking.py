@@ -1,7 +1,7 @@
-"""Asking a cloud: many questions at once, a limit to patience, and errors that say what to do.
+"""Query a cloud: many queries at once, a limit to the waiting time, and errors that name the next step.
 
-Retries live inside each cloud's own client, bounded by `Patience`; nothing here repeats a question, because two layers
-that retry multiply (research notes cost 1.2).
+Retries happen inside each cloud's own client, bounded by `Patience`. This module never repeats a query, because two
+layers of retries multiply (research notes cost 1.2).
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -15,33 +15,33 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 AT_ONCE = 8
-"""Questions under way to one cloud. The pricing API throttles above about ten a second."""
+"""Queries in progress to one cloud. The pricing API throttles above about ten a second."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Patience:
-    """When to give up on one question."""
+    """Limits after which a query is given up."""
 
     attempts: int = 5
-    """AWS's client counts; it waits up to 20 s between two."""
+    """Limit for AWS's client, which waits up to 20 s between two attempts."""
     seconds: float = 60.0
-    """Google's client looks at the clock."""
+    """Limit for Google's client, which counts time instead of attempts."""
 
 
 class MissingCredentials(Failure):
-    """The cloud does not know who asks, or does not let them."""
+    """The cloud does not know the caller, or denies access."""
 
     exit_code = ExitCode.CREDENTIALS
 
 
 class SourceFailed(Failure):
-    """The cloud did not answer, or not in its own language."""
+    """The cloud did not answer, or sent an unreadable answer."""
 
 
 def ask_all(questions: Sequence[T], ask: Callable[[T], Iterable[R]]) -> tuple[list[R], list[Failure]]:
-    """Every answer, and the failures of those questions that had none.
+    """Return every answer, and the failures of the queries without an answer.
 
-    Raises the first failure when no question was answered; one about credentials before any other.
+    If no query was answered, raises the first failure; a failure about credentials comes first.
     """
     answers: list[R] = []
     failures: list[Failure] = []

@@ -1,7 +1,7 @@
 """AWS's prices: spot from EC2 of each region, on-demand from the price list service. Permissions: `PERMISSIONS`.
 
-Endpoints are botocore's own business (`AWS_ENDPOINT_URL_EC2`, `AWS_ENDPOINT_URL_PRICING`), and so are credentials.
-Rows are passed on as they came, times included: `believe` judges them.
+botocore chooses the endpoints (`AWS_ENDPOINT_URL_EC2`, `AWS_ENDPOINT_URL_PRICING`) and the credentials. Rows are passed
+on unchanged, times included; `believe` judges the rows.
 """
 
 import json
@@ -26,19 +26,19 @@ PERMISSIONS = (
 )
 
 HOME_REGION = "us-east-1"
-"""Where the price list service lives, and where the list of regions is asked for."""
+"""Region of the price list service, also used for the list of regions."""
 
 PAGE = 1000
 
 NOT_SAID = "not said"
-"""Region of a product that cannot be read: it is refused, whichever regions were asked for."""
+"""Region of an unreadable product. The product is refused for any choice of regions."""
 
 SHARED_LINUX: Mapping[str, str] = {
     "operatingSystem": "Linux",
     "tenancy": "Shared",
     "preInstalledSw": "NA",
     "capacitystatus": "Used",
-    "marketoption": "OnDemand",  # or capacity blocks, which list a price of 0, come with it
+    "marketoption": "OnDemand",  # without the option, capacity blocks come too, with a list price of 0
     "locationType": "AWS Region",
 }
 
@@ -57,11 +57,14 @@ NOT_ALLOWED = frozenset(
         "UnrecognizedClientException",
     }
 )
-"""Error codes that a person puts right, not time."""
+"""Error codes that need a person to fix; waiting does not help."""
 
 
 class AwsSpot:
-    """Spot prices of every zone, since `since_ms` (AWS keeps 90 days) and what held then. No `regions`: all enabled."""
+    """Spot prices of every zone from `since_ms` on (AWS keeps 90 days), with the prices valid at `since_ms`.
+
+    Empty `regions`: all enabled regions.
+    """
 
     name, cloud, gives_prices = SPOT, "aws", True
 
@@ -82,7 +85,7 @@ class AwsSpot:
             client = self._client("ec2", region)
             pages = client.get_paginator("describe_spot_price_history").paginate(
                 ProductDescriptions=["Linux/UNIX"],
-                # A filter, not InstanceTypes: a type that the region does not have is then no error.
+                # Use a filter instead of InstanceTypes: a type missing from the region is then no error.
                 Filters=[{"Name": "instance-type", "Values": list(self._types)}],
                 StartTime=datetime.fromtimestamp(self._since_ms / 1000, UTC),
                 PaginationConfig={"PageSize": PAGE},
@@ -109,7 +112,7 @@ class AwsSpot:
 
 
 class AwsOnDemand:
-    """On-demand prices of Linux on shared hardware. No `regions`: all that the price list has."""
+    """On-demand prices of Linux on shared hardware. Empty `regions`: all regions of the price list."""
 
     name, cloud, gives_prices = ON_DEMAND, "aws", True
 
@@ -139,7 +142,10 @@ class AwsOnDemand:
 
 
 def on_demand_of(product: str, instance_type: str) -> Iterator[RawPrice]:
-    """The prices of one product of the price list (JSON text). What cannot be read becomes a row that is refused."""
+    """Yield the prices of one product of the price list (JSON text).
+
+    An unreadable product becomes a row that is refused.
+    """
     try:
         whole = json.loads(product)
         attributes = whole["product"]["attributes"]
@@ -183,17 +189,20 @@ def _on_demand(
 
 
 def enabled_regions(client: Any) -> tuple[str, ...]:
-    """Every region that the account may use."""
+    """Return every region that the account may use."""
     return tuple(sorted(region["RegionName"] for region in client.describe_regions()["Regions"]))
 
 
 def zone_ids(client: Any) -> dict[str, str]:
-    """Zone ids by zone name, as this account names the zones of the client's region."""
+    """Return zone ids by zone name, as this account names the zones of the client's region."""
     return {zone["ZoneName"]: zone["ZoneId"] for zone in client.describe_availability_zones()["AvailabilityZones"]}
 
 
 def _clients(patience: Patience) -> Callable[[str, str], Any]:
-    """Clients by service and region, made one at a time: a session is not for two threads, its clients are."""
+    """Return a function that makes clients by service and region, one at a time.
+
+    A boto3 session is not safe for two threads, but the clients of a session are.
+    """
     lock = Lock()
     made: dict[tuple[str, str], Any] = {}
     sessions: list[Any] = []
@@ -226,7 +235,7 @@ def _session() -> Any:
     import botocore.session
 
     core = botocore.session.get_session()
-    # Times stay text: one that cannot be read costs its row, not the page that it came on.
+    # Keep times as text: an unreadable time then costs a single row, not the whole page.
     core.get_component("response_parser_factory").set_parser_defaults(timestamp_parser=str)
     session = boto3.session.Session(botocore_session=core)
     if session.get_credentials() is None:
@@ -243,7 +252,7 @@ def _who(found: str) -> str:
 
 @contextmanager
 def _said(what: str) -> Iterator[None]:
-    """The client's errors in our words."""
+    """Translate the client's errors into the launcher's errors."""
     try:
         from botocore import exceptions as aws
         from botocore.parsers import ResponseParserError

@@ -1,12 +1,12 @@
-"""Google Cloud's prices: instances put together from the billing catalog's parts, and what the capacity advisor says.
+"""Google Cloud's prices: instances added up from the billing catalog's parts, and the capacity advisor's estimates.
 
-billing SKUs -> parts (core, memory, GPU, local SSD) -> one price per machine, region and market
+billing SKUs -> parts (core, memory, GPU, local SSD) -> one price per instance type, region and market
 capacity advisor -> spot price history of a zone, preemption rate, obtainability, expected uptime
 
-`SPOTRL_GCP_BILLING_ENDPOINT` and `SPOTRL_GCP_COMPUTE_ENDPOINT` name another server (a test's, a proxy's); it is not
-told who asks. The catalog prices no instance: a sum of parts that is not whole, or not clear, is said and refused.
-Traps in real catalogs (research notes cost 2): calendar-mode and DWS rates that look like on-demand, spot SKUs of B200
-filed as OnDemand, A3 Ultra hosts with SKUs of their own, A4 sold whole.
+`SPOTRL_GCP_BILLING_ENDPOINT` and `SPOTRL_GCP_COMPUTE_ENDPOINT` name another server (a test's, a proxy's). No
+credentials are sent to another server. The catalog prices no instance. A sum with a missing or unclear part is reported
+and refused. Traps in real catalogs (research notes cost 2): calendar-mode and DWS rates that look like on-demand, spot
+SKUs of B200 filed as OnDemand, A3 Ultra hosts with SKUs of their own, A4 sold whole.
 """
 
 import re
@@ -36,7 +36,7 @@ COMPUTE_ENDPOINT = "SPOTRL_GCP_COMPUTE_ENDPOINT"
 PROJECT = "GOOGLE_CLOUD_PROJECT"
 
 HOURS_IN_MONTH = 730
-"""What Google divides a month's price by (its pages on disk prices)."""
+"""Hours by which Google divides a month's price (Google's pages on disk prices)."""
 
 NEEDS = "prices need the Cloud Billing API enabled and the role Compute Viewer"
 
@@ -46,7 +46,7 @@ NEEDS = "prices need the Cloud Billing API enabled and the role Compute Viewer"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sku:
-    """One line of the billing catalog, as text. `price` is for one `unit`, after any free usage."""
+    """A line of the billing catalog, as text. `price` is for one `unit`, after any free usage."""
 
     sku_id: str
     description: str
@@ -65,7 +65,7 @@ HOSTS = {
     "a3-highgpu": "A3 Instance",
     "a3-ultragpu": "A3Ultra Instance",
 }
-"""What the catalog calls the cores and memory of a series."""
+"""Names of a series' cores and memory in the catalog."""
 
 GPUS = {
     "V100": "Nvidia Tesla V100 GPU",
@@ -78,7 +78,7 @@ GPUS = {
 }
 
 WHOLE = {"B200": "A4 Nvidia B200 (1 gpu slice)"}
-"""A GPU with its share of the machine: cores, memory and disks have no price of their own."""
+"""GPUs priced with their share of the host: cores, memory and disks have no price of their own."""
 
 LOCAL_SSD = "SSD backed Local Storage"
 
@@ -87,7 +87,7 @@ CORE_HOUR, GIB_HOUR, GIB_MONTH = "h", "GiBy.h", "GiBy.mo"
 ANOTHER_PRODUCT = re.compile(
     r"\b(Calendar Mode|DWS|Commitment|Reserved|Sole Tenancy|Custom|Premium|suspended|vGPU)\b", re.IGNORECASE
 )
-"""Rates that are not had by just starting a machine."""
+"""Rates that need more than just starting an instance."""
 
 DESCRIPTION = re.compile(
     r"(?P<spot>Spot Preemptible )?(?P<part>.+?)(?P<attached> attached to (?:Spot )?Preemptible VMs)?"
@@ -98,7 +98,7 @@ DESCRIPTION = re.compile(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """So many units of one SKU go into a machine."""
+    """A number of units of one SKU in an instance type."""
 
     name: str
     unit: str
@@ -106,7 +106,10 @@ class Part:
 
 
 def parts_of(machine: Machine) -> tuple[Part, ...]:
-    """What a machine is made of, the GPU first. Disks are priced by the month: 375 GiB for an hour is 375/730."""
+    """Return the parts of an instance type, the GPU first.
+
+    Disks are priced by the month: 375 GiB for an hour is 375/730.
+    """
     if machine.accelerator in WHOLE:
         return (Part(name=WHOLE[machine.accelerator], unit=CORE_HOUR, count=Decimal(machine.gpus)),)
     series = machine.instance_type.split("-")[0]
@@ -123,9 +126,10 @@ def parts_of(machine: Machine) -> tuple[Part, ...]:
 
 
 def market_of(sku: Sku) -> tuple[str, Market] | None:
-    """The part that a SKU prices, and in which market; None for another product.
+    """Return the part and the market priced by a SKU; None for another product.
 
-    A description that says Spot is right where the usage type says OnDemand: spot B200 is filed so.
+    If the description says Spot and the usage type says OnDemand, the description is right: spot B200 is filed this
+    way.
     """
     found = DESCRIPTION.fullmatch(sku.description)
     if found is None or ANOTHER_PRODUCT.search(sku.description) or sku.usage_type not in ("OnDemand", "Preemptible"):
@@ -135,11 +139,11 @@ def market_of(sku: Sku) -> tuple[str, Market] | None:
 
 
 def assemble(skus: Iterable[Sku], machines: Sequence[Machine], regions: Sequence[str] = ()) -> Fetched:
-    """The price of each machine in each region that sells its GPU, as rows for `believe`. Pure.
+    """Compute the price of each instance type in each region with its GPU, as rows for `believe`. Pure.
 
-    A machine with a part that has no SKU, an unreadable one, or several at different prices gets a row whose price says
-    so, and which is refused for it. Example: 8 GPUs at $9.79655, 208 cores at $0.03, 1,872 GiB at $0.0017 and 6,000 GiB
-    of SSD at $0.08 a month are 78.3724 + 6.24 + 3.1824 + 0.657534 = $88.452334.
+    If a part has no SKU, an unreadable SKU, or several SKUs at different prices, the price of the row is a text with
+    the reason, and `believe` refuses the row. Example: 8 GPUs at $9.79655, 208 cores at $0.03, 1,872 GiB at $0.0017 and
+    6,000 GiB of SSD at $0.08 a month are 78.3724 + 6.24 + 3.1824 + 0.657534 = $88.452334.
     """
     wanted = {part.name for machine in machines for part in parts_of(machine)}
     offered: defaultdict[tuple[str, str, Market], list[Sku]] = defaultdict(list)
@@ -198,7 +202,7 @@ def _assembled(
 
 
 def _gap(part: Part, skus: Sequence[Sku]) -> str:
-    """Why this part has no price; empty if it has one."""
+    """Return the reason that this part has no price; empty if the part has a price."""
     if not skus:
         return f"incomplete: no SKU of {part.name}"
     if len({sku.price for sku in skus}) > 1:
@@ -210,15 +214,15 @@ def _gap(part: Part, skus: Sequence[Sku]) -> str:
         return f"incomplete: SKU {skus[0].sku_id} of {part.name} has no price"
     if skus[0].unit != part.unit:
         return f"unclear: {part.name} is priced by {skus[0].unit or 'no unit'}, not by {part.unit}"
-    # A part for nothing would hide in the sum.
+    # A part with a price of 0 would hide in the sum.
     return "" if price > 0 else f"unclear: {part.name} costs {skus[0].price} (SKU {skus[0].sku_id})"
 
 
-# --- asking ------------------------------------------------------------------------------------------
+# --- queries -----------------------------------------------------------------------------------------
 
 
 class GcpCatalog:
-    """Instance prices per region, put together from the public billing catalog. No `regions`: all."""
+    """Instance prices per region, added up from the public billing catalog. Empty `regions`: all regions."""
 
     name, cloud, gives_prices = CATALOG, "gcp", True
 
@@ -240,7 +244,7 @@ class GcpCatalog:
             client = billing_v1.CloudCatalogClient(transport="rest", **self._access.options())
             request = billing_v1.ListSkusRequest(parent=COMPUTE_ENGINE, page_size=PAGE)
             pages = client.list_skus(request=request, **self._access.limits()).pages
-            # The bare message: through the wrapper, reading all SKUs takes twice as long.
+            # Read the bare message: through the wrapper, reading all SKUs takes twice as long.
             found = [_sku(sku) for page in pages for sku in billing_v1.ListSkusResponse.pb(page).skus]
         if not found:
             return Fetched()
@@ -248,7 +252,10 @@ class GcpCatalog:
 
 
 def _sku(sku: Any) -> Sku:
-    """Raises nothing for a SKU with gaps: they become empty words, and the machine that needs it is refused."""
+    """Convert a SKU of the API.
+
+    Gaps become empty strings and raise no error; instance types with the SKU are refused later.
+    """
     pricing = sku.pricing_info[-1] if sku.pricing_info else None
     tiers = pricing.pricing_expression.tiered_rates if pricing else ()
     price = tiers[-1].unit_price if tiers else None
@@ -269,9 +276,9 @@ def _money(units: int, nanos: int) -> str:
 
 
 class GcpAdvice:
-    """Per zone: spot prices of the last weeks with preemption rates, and how likely `size` machines are had now.
+    """Capacity advice per zone: spot prices of the last weeks, preemption rates, odds of `size` instances now.
 
-    Compute Engine knows no history for N1 machines with GPUs attached, so those are not asked about.
+    Compute Engine has no history of N1 instances with attached GPUs, so N1 types are not queried.
     """
 
     name, cloud, gives_prices = ADVICE_HISTORY, "gcp", False
@@ -306,7 +313,7 @@ class GcpAdvice:
         )
 
     def _pools(self, compute: Any, project: str) -> list[tuple[str, str]]:
-        """Every zone that has one of the machine types, with the type."""
+        """Return every zone with one of the instance types, as pairs of zone and type."""
         client = compute.MachineTypesClient(**self._access.options())
         request = compute.AggregatedListMachineTypesRequest(
             project=project, filter=" OR ".join(f'(name = "{name}")' for name in self._types)
@@ -416,18 +423,18 @@ def _advice(
 
 
 def region_of(zone: str) -> str:
-    """`us-central1` of `us-central1-a`."""
+    """Return the region of a zone: `us-central1` of `us-central1-a`."""
     return zone.rpartition("-")[0]
 
 
 def hours_of(text: str) -> float | None:
-    """Google's durations are seconds, `36000s`; None for anything else."""
+    """Convert one of Google's durations, such as `36000s`, to hours; None for any other text."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)s", text.strip())
     return float(found[1]) * 1000 / HOUR_MS if found else None
 
 
 class _Access:
-    """Where to ask, as whom, and for how long."""
+    """Endpoint, credentials and time limits of the queries."""
 
     def __init__(self, environ: Mapping[str, str], endpoint: str, patience: Patience) -> None:
         self._environ, self._endpoint, self._patience = environ, environ.get(endpoint, ""), patience
@@ -467,7 +474,7 @@ class _Access:
 
 @contextmanager
 def _said(what: str) -> Iterator[None]:
-    """The client's errors in our words."""
+    """Translate the client's errors into the launcher's errors."""
     try:
         from google.api_core import exceptions
         from google.auth import exceptions as auth

@@ -1,4 +1,4 @@
-"""Prices that clouds said, and what they estimate of their capacity."""
+"""Add the tables of reported prices, and of the clouds' capacity estimates."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -1,4 +1,4 @@
-"""What was really bought, price changes of running nodes, and costs beside the machines."""
+"""Add the real purchases, price changes of running nodes, and costs beside the instances."""
 
 import sqlalchemy as sa
 from alembic import op

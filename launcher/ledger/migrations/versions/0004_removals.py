@@ -1,4 +1,4 @@
-"""Runs whose files were deleted."""
+"""Add the table of runs with deleted files."""
 
 import sqlalchemy as sa
 from alembic import op
