@@ -31,8 +31,7 @@ def seconds_until_trained(
     quantile: float = QUANTILE,
     guard_seconds: float = GUARD_SECONDS,
 ) -> float | None:
-    """Return the seconds until the running training phase ends, as a cautious estimate. None: no phase was ever
-    measured.
+    """Return the seconds until the running training phase ends, cautiously. None: no phase was ever measured.
 
     phase_seconds    durations of earlier phases, newest last
     elapsed_seconds  time since the start of the running phase
@@ -54,8 +53,7 @@ def seconds_until_trained(
 def candidates_that_fit(
     seconds_left: float | None, *, gpus: int, gpu_seconds_per_candidate: float | None, pending: int = 0
 ) -> int:
-    """Return the number of candidates to request now. 0: no idle GPU, no idle time, or the pending candidates fill the
-    time.
+    """Return the number of candidates to request now. 0: no idle GPU, no idle time, or enough pending candidates.
 
     seconds_left               of `seconds_until_trained`; None: not known
     gpus                       live spot GPUs, which would be idle

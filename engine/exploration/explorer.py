@@ -158,8 +158,7 @@ class Explorer:
         return self._visits[batch][0]
 
     def _record(self, batch: int) -> None:
-        """Record the value of a batch's exploration for its profile, computed over all of the profile's visits in
-        the window."""
+        """Record the value of a batch's exploration for its profile, over all of the profile's visits in the window."""
         name, gpu_seconds = self._visits.get(batch, ("", 0.0))
         same = {one for one, (other, _) in self._visits.items() if other == name}
         gain = self.monitor.report(only=same).predicted_gain

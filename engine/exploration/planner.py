@@ -43,16 +43,13 @@ Futures = Callable[[Counts, int], Array]
 """(some prompts [N], number) -> the first draws of each simulated future [N, PATHS, number]."""
 
 DISCOUNT = 0.5
-"""Weight of a reward of the prompt's last visit, in rewards of the current visit: the weights have changed since.
-Assumed."""
+"""Weight of a reward of the prompt's last visit, in current rewards: the weights have changed since. Assumed."""
 
 UPPER_Z = 1.2816
-"""Optimism is the 0.9 quantile, in standard deviations. Chosen: .5 to 2 perform about the same, and 0 a little
-worse."""
+"""Optimism is the 0.9 quantile, in standard deviations. Chosen: .5 to 2 do about the same, and 0 a little worse."""
 
 PATHS = 8
-"""Simulated futures per prompt for graded rewards, stratified. With 16, the kept variance was equal within its
-error."""
+"""Simulated futures per prompt for graded rewards, stratified. With 16, the kept variance was equal within error."""
 
 TOGETHER = 96
 """Prompts x chunks ahead computed in a single array. Arrays of 128 KiB and more would be fresh memory each time, and
@@ -238,8 +235,7 @@ class Planner:
         return pulls, unknown
 
     def _worth(self, arms: Sequence[_Arm]) -> Callable[[Sequence[int], int, int], list[list[float]]]:
-        """Return a function for the gains of chunks `begin` to `end` of some prompts [prompts, chunks], after pending
-        draws.
+        """Return a function for the gains of chunks `begin` to `end` [prompts, chunks], after pending draws.
 
         The unit is the largest possible kept variance, a quarter of the squared range of the rewards until now. A
         prompt with non-finite rewards is worth less by their share.
@@ -327,8 +323,7 @@ def _optimistic(high: Array, low: Array, a: Array, b: Array) -> tuple[Array, Arr
 
 
 def _strict_curves(seen: _Seen, high: Array, low: Array, a: Array, b: Array) -> Curves:
-    """Return exact curves: the number of ones among new draws is Beta-binomial, computed draw by draw as Polya's
-    urn."""
+    """Return exact curves: the number of ones among new draws is Beta-binomial, computed as Polya's urn."""
 
     def curves(some: Counts, ahead: Counts) -> Array:
         at = seen.pending[some, None] + ahead
@@ -376,8 +371,7 @@ def _kept_strict(high: Array, low: Array, keep: int) -> Array:
 
 
 def _normal_inverse_gamma(seen: _Seen) -> tuple[Array, Array, Array]:
-    """Return the posterior of each prompt's mean and variance: mean, count, and the variance's upper quantile, each
-    [P].
+    """Return the posterior of each prompt: mean, count, and the variance at its upper quantile, each [P].
 
     The variance prior has the pooled variance as its mean, and degrees of freedom 4 + 2 / d. Here d is the squared
     coefficient of variation of the prompts' variances, less the part expected by chance (moments).
@@ -459,8 +453,7 @@ def _lowest(ends: Array, new: Array) -> Array:
 
 
 def _kept_graded(ends: Array) -> Array:
-    """Return the largest variance of a prefix plus a suffix with `keep` rewards together, from `_ends` [2, ..,
-    keep]."""
+    """Return the largest variance of a prefix plus a suffix of `keep` rewards together, from `_ends` [2, .., keep]."""
     keep = ends.shape[-1]
     first = np.tri(keep + 1, keep, -1)  # row i takes the first i
     taken, signed = (np.concatenate([first, sign * first[::-1]], axis=1) for sign in (1, -1))
@@ -472,8 +465,7 @@ def _kept_graded(ends: Array) -> Array:
 
 
 def _graded_upper_curves(seen: _Seen) -> Curves:
-    """Return the curves of papers 6.4: sigma^2 V(keep / candidates), the variance at an upper quantile of its
-    posterior."""
+    """Return the curves of papers 6.4: sigma^2 V(keep / candidates), the variance at an upper posterior quantile."""
     _, _, variance = _normal_inverse_gamma(seen)
     candidates = np.array([len(rewards) for rewards in seen.rewards]) + seen.pending
 
@@ -497,8 +489,7 @@ def _selected_variance(share: float) -> float:
 
 
 def _draws(seed: int, width: int) -> Array:
-    """Return standard normal draws [PATHS, width]; each column has a draw in each of PATHS equal parts of the
-    normal."""
+    """Return standard normal draws [PATHS, width]; each column has a draw in each of PATHS equal parts."""
     random = np.random.Generator(np.random.Philox(seed))
     part = random.permuted(np.tile(np.arange(PATHS)[:, None], (1, width)), axis=0) + random.random((PATHS, width))
     return np.array([[_NORMAL.inv_cdf(quantile) for quantile in path] for path in (part / PATHS).clip(1e-9, 1 - 1e-9)])

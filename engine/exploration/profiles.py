@@ -37,8 +37,7 @@ class Profile:
     shape: int
     """Images per forward pass."""
     steps: int
-    """Denoising steps. With fewer steps than training, the score is of the image predicted by the network after the
-    last step."""
+    """Denoising steps. With fewer steps than training, the score is of the network's predicted image after the last."""
     scorer: Literal["reward", "student"]
     """The reward itself, or a cheap model that imitates the reward."""
 

@@ -41,8 +41,7 @@ WORTH = 0.1
 MEASURE_BATCHES = 3
 """Batches with control results needed for a verdict. A new trial after a pause lasts as many batches."""
 LEAST_CONTROLS = 3
-"""Fewest controls of a batch to count its unselected triples. Fewer are enough if the batch has no further
-unselected seeds."""
+"""Fewest controls of a batch to count its unselected triples. Fewer are enough if no further unselected seed exists."""
 LEAST_PROMPTS = 6
 """Fewest prompts for an interval: with fewer, a jackknife misjudges its own error, and the interval is [-1, 1]."""
 ALMOST_ONE = 1 - 1e-9
@@ -96,8 +95,7 @@ class RankingReport:
     high: float
     """95 % interval of Spearman."""
     corrected: bool
-    """True if corrected for range restriction. If False, the correlations cover the trained seeds alone, mostly too
-    high."""
+    """True if corrected for range restriction. False: the correlations of the trained seeds alone, mostly too high."""
     batches: int
     prompts: int
     """Different prompts with a difference on both sides."""
@@ -133,11 +131,10 @@ class RankingMonitor:
         self._refused = {"stale": 0, "sampler": 0}
 
     def admit(self, results: Iterable[Scored], *, version: int, sampler: str) -> dict[tuple[str, int], float]:
-        """Return the stale rewards by (prompt, seed) allowed to choose the seeds of a batch. Refuse and count all other
-        results.
+        """Return the stale rewards by (prompt, seed) allowed to choose a batch's seeds. All other results are counted.
 
-        `version`: the weights that train the batch. `sampler`: the sampler requested for the candidates. Non-finite
-        rewards are left out.
+        `version`: the weights that train the batch. `sampler`: the sampler requested for the candidates. Results of
+        another sampler, or with too old weights, are refused and counted. Non-finite rewards are left out.
         """
         admitted = {}
         for result in results:
@@ -190,8 +187,7 @@ class RankingMonitor:
         self._judge()
 
     def report(self, only: Collection[int] | None = None) -> RankingReport:
-        """Return figures over the window, or over the window's batches in `only` (for example the batches of a
-        profile).
+        """Return figures over the window, or over the window's batches in `only` (for example a profile's batches).
 
         The figures are corrected if any of these batches has enough control results; batches without enough are then
         left out.
@@ -406,8 +402,7 @@ class ExploredBatch:
 
 
 def set_weights(unselected: int, control: int) -> Array:
-    """Return [4]: the sets of 0, 1, 2, 3 unselected seeds represented by a drawn set: 1 / the probability to draw
-    the set."""
+    """Return [4]: the number of sets of 0 to 3 unselected seeds per drawn set: 1 / the probability to draw the set."""
     weights = [1.0]
     for drawn in range(3):
         weights.append(weights[-1] * (unselected - drawn) / (control - drawn) if drawn < control else 0.0)

@@ -1,5 +1,4 @@
-"""Expected value of exploration, and the point at which spot GPUs pay (research notes papers 6.2 and 6.3). Closed
-forms.
+"""Expected value of exploration, and when spot GPUs pay (research notes papers 6.2 and 6.3). Closed forms.
 
 Exploration costs no time, because candidates run while the trainer trains; the cost is the spot GPUs. Spot GPUs also
 take part of the rollout work. Rollout work alone rarely pays for the spot GPUs: fewer iterations must pay. The results

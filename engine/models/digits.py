@@ -97,8 +97,7 @@ def velocity(transformer: nn.Module, x: Tensor, sigma: Tensor, text: Tensor) -> 
 
 
 def build_transformer() -> nn.Module:
-    """Build the transformer with random weights: 4 layers, 4 heads of 24 dimensions (rope 8, 8, 8), 1.40 M
-    parameters."""
+    """Build with random weights: 4 layers, 4 heads of 24 dimensions (rope 8, 8, 8), 1.40 M parameters."""
     transformer = QwenImageTransformer2DModel(
         patch_size=PATCH,
         in_channels=PATCH * PATCH,

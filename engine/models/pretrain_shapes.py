@@ -53,8 +53,7 @@ CAPTION_NOISE = 0.12
 """Probability of drawing each number, colour, kind and relation of a caption anew."""
 EMA = 0.995
 SHIFT = 3.0
-"""Shift of the sampled noise levels: the layout is decided in strong noise, because a shape is many pixels that change
-together."""
+"""Shift of the sampled noise levels. Strong noise decides the layout: the many pixels of a shape change together."""
 TRAINED_SHIFT = 5.0
 TRAINED_SPREAD = 1.3
 """Shift and spread of the trained noise levels, a shifted logit-normal. Captions matter in strong noise, and training
@@ -62,8 +61,7 @@ therefore uses more strong noise than sampling. A spread wider than 1 keeps the 
 clean."""
 EASY_TASKS = (Task.SINGLE, Task.COLOURS, Task.COUNTING)
 EASY_STEPS = 400
-"""Number of first steps with easy tasks only. Most easy tasks ask for a single thing: words are learnt before
-bindings."""
+"""Number of first steps with easy tasks only. Most easy tasks ask for a single thing: words come before bindings."""
 MIX = (
     *(Task.SINGLE, Task.COLOURS, Task.COLOURS, Task.TWO, Task.COUNTING, Task.COUNTING),
     *(Task.POSITION, Task.POSITION, Task.POSITION, Task.ATTRIBUTION, Task.ATTRIBUTION, Task.ATTRIBUTION),
@@ -174,8 +172,7 @@ def _trained() -> frozenset[str]:
 
 
 def flow_matching_loss(transformer: nn.Module, text: Tensor, pictures: Tensor) -> Tensor:
-    """Return the squared error of the velocity at a noise level drawn around the middle, then shifted. pictures [B,
-    16, 243]."""
+    """Return the squared error of the velocity at a shifted noise level around the middle. pictures [B, 16, 243]."""
     noise = torch.randn_like(pictures)
     sigma = torch.sigmoid(TRAINED_SPREAD * torch.randn(len(pictures)) + log(TRAINED_SHIFT))
     s = sigma[:, None, None]

@@ -39,8 +39,7 @@ SIDE = PICTURE // PATCH
 TOKENS, CHANNELS = SIDE * SIDE, 3 * PATCH * PATCH
 TEXT_WIDTH = 64
 REACH = 2
-"""Words on either side covered by a single mixing of the text. There are two mixings: a thing knows its colour and
-relation."""
+"""Words on either side covered by a mixing of the text. With two mixings, a thing knows its colour and relation."""
 EMPTY = len(VOCABULARY)
 """The text token of an empty position. Shorter prompts are padded with the token."""
 
@@ -124,8 +123,7 @@ def _places() -> Tensor:
 
 
 def build_transformer() -> nn.Module:
-    """Build the transformer with random weights: 4 layers, 4 heads of 24 dimensions (rope 8, 8, 8), 1.41 M
-    parameters."""
+    """Build with random weights: 4 layers, 4 heads of 24 dimensions (rope 8, 8, 8), 1.41 M parameters."""
     transformer = QwenImageTransformer2DModel(
         patch_size=PATCH,
         in_channels=CHANNELS + 2 * SIDE + TEXT_WIDTH,

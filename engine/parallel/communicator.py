@@ -7,7 +7,7 @@ waited for, and a death breaks only the communicators that contain the dead work
 
 The promises:
 
-- a call raises `TornGroup` at once if a peer died, and within the timeout if a peer froze; on gloo only the timeout
+- a call raises `TornGroup` at once if a peer died, and within the timeout if a peer froze; on gloo nothing else
   wakes a waiting call, so the timeout is short and the node's agent kills frozen workers
 - a communicator survives the end of its group: sharing with the same peers again costs nothing
 - all traffic uses loopback
@@ -135,10 +135,9 @@ class Communicators:
         self._made: dict[int, SPGroup] = {}
 
     def get(self, number: int, rank: int, degree: int) -> SPGroup:
-        """Return the communicator of this number. The first call makes the communicator, with the other members' first
-        calls.
+        """Return the communicator of this number. All members make the communicator together in their first calls.
 
-        Raises TornGroup if the other members do not come in time. The number is then unusable.
+        Raises TornGroup if a member does not come in time. The number is then unusable.
         """
         if number not in self._made:
             store = dist.PrefixStore(f"sp/{number}", self._store)

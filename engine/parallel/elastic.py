@@ -122,10 +122,10 @@ class Elastic:
     # --- working together
 
     def hand_out(self, message: bytes) -> None:
-        """Send work to all followers, in order. Call only after the previous work was started together (`share`,
-        `agree`).
+        """Send work to all followers, in order.
 
-        If the store is gone, the message is lost and the group then tears.
+        Call only after all members started the previous work together (`share`, `agree`). If the store is gone, the
+        message is lost and the group then tears.
         """
         with suppress(dist.DistError):
             self._store.set(self._key(self._handed), message.decode())

@@ -40,8 +40,7 @@ class Requests:
     request_class: str
     """The model and resolution, which set the step time."""
     steps: float
-    """Denoising steps left of each request. For a running request, a fraction stands for the rest of the current
-    step."""
+    """Denoising steps left of each request. A fraction stands for the rest of a running request's current step."""
     count: int = 1
 
     def __post_init__(self) -> None:
@@ -158,8 +157,7 @@ class _Forecast:
         heapify(self.heap)
         orders = {(seat.degree, seat.first): self._order(seat.degree, seat.first) for seat in seats}
         self.orders = [orders[seat.degree, seat.first] for seat in seats]
-        """For each seat the servable (pile, microseconds of a request), the next request last. Shared by equal
-        seats."""
+        """For each seat the servable (pile, microseconds of a request), the next request last. Equal seats share it."""
 
     def _order(self, degree: int, first: str | None) -> list[tuple[int, int]]:
         order = [
@@ -233,8 +231,7 @@ class _Forecast:
         return taken
 
     def _shared_out(self, now: int) -> int | None:
-        """Return the end of the running requests if their current steps end and all GPUs of the node are then shared
-        anew."""
+        """Return the end of the running requests if all GPUs are shared anew after the current steps."""
         jobs, step_end = [], 0
         for free, _, number in self.heap:
             if (request_class := self.running[number]) is not None:

@@ -62,11 +62,10 @@ class WorkerGroup:
 
 
 def allowed_degrees(heads: int, *, most: int = 8) -> Degrees:
-    """Return the degrees up to `most` that divide the number of heads, ascending. Each rank computes heads / degree
-    heads.
+    """Return the degrees up to `most` that divide the number of heads, ascending.
 
-    Sequence lengths need not divide: missing tokens are padded (engine/parallel/ulysses.py). Raises ValueError if
-    `heads` is below 1.
+    Each rank computes heads / degree heads. Sequence lengths need not divide: missing tokens are padded
+    (engine/parallel/ulysses.py). Raises ValueError if `heads` is below 1.
     """
     if heads < 1:
         raise ValueError(f"a model of {heads} attention heads; give its number of heads, 1 or more")
@@ -105,13 +104,12 @@ def plan_groups(
     waiting: Iterable[Requests] = (),
     sp_degree: int | Literal["auto"] = "auto",
 ) -> tuple[WorkerGroup, ...]:
-    """Return the wanted groups of every node, ordered by node and GPU index. `regroups` returns the groups still to
-    form.
+    """Return the wanted groups of every node, by node and GPU index. `regroups` returns the groups still to form.
 
     live             workers to plan with, "NODE/PLACE": "spot-0/3" is the fourth worker of its node
     step_seconds     of each request class, by the degrees allowed for the class and large enough for its memory
     regroup_seconds  from the end of the old group to the first pull in the new group; communicator and weights ready
-    groups           existing groups; a group with a dead member no longer exists, and its other members are free
+    groups           existing groups; a group with a dead member no longer exists, and its live members are free
     in_flight        a group's running request, by its first member; the request of any other worker counts as waiting
     waiting          requests without a worker
     sp_degree        a number: as many groups of this degree as fit on each node, the rest in the next smaller degrees
@@ -284,8 +282,7 @@ def _degrees_for_all(sp_degree: int, step_seconds: StepSeconds) -> Degrees:
 
 @lru_cache(maxsize=1 << 14)
 def _seatings(live: int, now: tuple[int, ...], degrees: Degrees) -> tuple[tuple[int, ...], ...]:
-    """Return the best ways to form groups of these degrees: fewest new unaligned groups first, then fewest moved
-    workers."""
+    """Return the best ways to form groups of these degrees: fewest new unaligned groups, then fewest moved workers."""
     best: list[tuple[int, ...]] = []
     least = (len(degrees) + 1, 0)
     big = [degree for degree in degrees if degree > 1]
@@ -326,8 +323,7 @@ def _seatings(live: int, now: tuple[int, ...], degrees: Degrees) -> tuple[tuple[
 
 
 def _blocks(live: int, now: tuple[int, ...], degree: int) -> list[tuple[int, bool]]:
-    """Return (group, is new) for groups that need no new communicator: first the existing groups, then the aligned
-    groups."""
+    """Return (group, is new) for groups that need no new communicator: existing groups, then aligned groups."""
     there = [mask for mask in now if mask.bit_count() == degree]
     block = (1 << degree) - 1
     aligned = (block << start for start in range(0, live.bit_length(), degree))
@@ -474,8 +470,7 @@ def _best_of_one(node: _Node, share: Sequence[Requests], allowed: Degrees, table
 
 
 def _seatings_worth_a_look(node: _Node, degrees: Degrees) -> list[tuple[int, ...]]:
-    """Return at most two seatings of equal cost: the seating that interrupts the fewest remaining steps, and the
-    most."""
+    """Return at most two seatings of equal cost: one interrupts the fewest remaining steps, one the most."""
     found = _seatings(node.live, node.now, degrees)
     if len(found) == 1:
         return list(found)

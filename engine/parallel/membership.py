@@ -292,8 +292,7 @@ class Membership:
         return any(node_of(other) == node_of(worker) for other in self._missing)
 
     def _has_left(self, worker: str, epoch: int) -> bool:
-        """Return True if a worker reporting no group has left an epoch; False if the order has not reached the
-        worker yet."""
+        """Return True if a worker outside every group has left the epoch. False: the order has not arrived yet."""
         formed = self._formed.get(epoch)
         return formed is None or worker not in formed.members
 

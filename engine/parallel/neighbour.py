@@ -32,10 +32,9 @@ def offer(parameters: Mapping[str, Tensor]) -> Offer:
 
 @torch.no_grad()
 def copy_from(offered: Offer, parameters: Mapping[str, Tensor]) -> None:
-    """Copy the offered weights into live parameters, in place. After the return, the neighbour may change its weights
-    again.
+    """Copy the offered weights into live parameters, in place.
 
-    Raises KeyError if a parameter is missing.
+    After the return, the neighbour may change its weights again. Raises KeyError if a parameter is missing.
     """
     missing = parameters.keys() - offered.keys()
     if missing:

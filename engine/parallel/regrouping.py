@@ -24,8 +24,7 @@ PLAN_SECONDS = 0.5
 """Wall time between two plans without a change of workers. A plan for 1,000 nodes takes a tenth of `PLAN_SECONDS`."""
 
 REGROUP_SECONDS = 0.02
-"""Time from ending the old group to working in the new group: the extra time of a regroup beyond an ordinary step
-(page sp_regroup)."""
+"""Seconds from the end of the old group to work in the new group, beyond an ordinary step (page sp_regroup)."""
 
 
 class Regrouping:
@@ -160,8 +159,7 @@ class Regrouping:
     # --- reports to the launcher ------------------------------------------------------------------------
 
     def _tell(self) -> None:
-        """Report the groups of nodes whose workers are in their wanted groups, if the groups changed since the last
-        report."""
+        """Report a node's new groups to the launcher once all its workers are in their wanted groups."""
         for node, groups in self.members.layouts().items():
             shares = any(len(group) > 1 for group in groups)
             if groups != self._told.get(node) and (shares or node in self._told):

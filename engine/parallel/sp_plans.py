@@ -8,10 +8,10 @@ This file holds all our knowledge of the inside of diffusers. The promise: the f
 the internals used here. There are three: an attention processor hands its `_parallel_config` to the attention backend;
 `_AttentionBackendRegistry._backends` holds the backends; and the modules named in the plans below.
 
-Why not `enable_parallelism` (0.39): the function needs a default process group and an accelerator, so a CPU has to
-pretend. Each switch walks every module. Every length must divide by the degree (SD3's 333 text tokens never do). A text
-mask costs a collective in each layer. The backward pass fails under autocast, where queries and values
-differ in type. The processors, dispatch and backends of diffusers are used unchanged.
+Why not `enable_parallelism` (0.39): the function needs a default process group and an accelerator, so a CPU run must
+fake an accelerator. Each switch walks every module. Every length must divide by the degree (SD3's 333 text tokens
+never do). A text mask costs a collective in each layer. The backward pass fails under autocast, where queries and
+values differ in type. The processors, dispatch and backends of diffusers are used unchanged.
 """
 
 from abc import ABC, abstractmethod
@@ -54,8 +54,10 @@ class Plan:
     """Order of the streams in joint attention."""
 
     def attention_modules(self, model: nn.Module) -> list[Any]:
-        """Return the attention modules, found by name: a walk over all modules of a large model takes too long for a
-        switch."""
+        """Return the attention modules by name.
+
+        A walk over all modules of a large model takes too long for a switch.
+        """
         return [
             module
             for blocks in self.blocks
@@ -214,8 +216,7 @@ class SD3Attention:
         attention_mask: Tensor | None = None,
         **more: Any,
     ) -> Any:
-        """hidden_states [B, image, C], encoder_hidden_states [B, text, C] or None -> the same shapes, after
-        attention."""
+        """Attend: hidden_states [B, image, C], encoder_hidden_states [B, text, C] or None -> equal shapes."""
         if self._parallel_config is None:
             return self._stock(attn, hidden_states, encoder_hidden_states, attention_mask, **more)
         from diffusers.models.attention_dispatch import dispatch_attention_fn

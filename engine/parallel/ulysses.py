@@ -340,8 +340,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 class _AllGather(torch.autograd.Function):
-    """[own, ...] of every rank -> [degree own, ...]. In the backward pass, each rank keeps the gradient of its own
-    rows."""
+    """[own, ...] of every rank -> [degree own, ...]. Backward, each rank keeps the gradient of its own rows."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: SPGroup) -> Tensor:

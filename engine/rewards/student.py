@@ -51,8 +51,7 @@ class DigitReader(nn.Module):
         )
 
     def forward(self, pictures: Tensor) -> Tensor:
-        """Return the logits: [B, 1, 12, 32] in [-1, 1] -> [B, 4, 11]: for each position, the ten digits and
-        `NOTHING`."""
+        """Return the logits: [B, 1, 12, 32] in [-1, 1] -> [B, 4, 11], per position the ten digits and `NOTHING`."""
         logits: Tensor = self.decide(self.look(pictures).flatten(1))
         return logits.view(-1, CHARACTERS, NOTHING + 1)
 
@@ -64,8 +63,7 @@ class DigitsStudent:
         self._reader = reader.eval().requires_grad_(False)
 
     def __call__(self, pictures: Tensor, prompts: Sequence[str]) -> list[Score]:
-        """Score pictures [B, 1, 12, 32] for prompts of four digits. Raises ValueError for any other prompt or image
-        size.
+        """Score pictures [B, 1, 12, 32] for prompts of four digits. Raises ValueError for any other input.
 
         The student was trained on no other input.
         """

@@ -47,6 +47,5 @@ class Pace:
 
 
 def commit_interval(cost_ms: float, preemption_ms: float, step_ms: float) -> int:
-    """Return the cheapest number of steps between commits: sqrt(2 c M) / t (Young 1974; research notes engine 4), at
-    least 1."""
+    """Return the cheapest steps between commits: sqrt(2 c M) / t (Young 1974; research notes engine 4), at least 1."""
     return max(1, round(math.sqrt(2 * cost_ms * preemption_ms) / step_ms))

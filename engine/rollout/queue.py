@@ -123,8 +123,7 @@ class _Item:
     place: _Place | None = None
     deaths: int = 0
     died_at: int = -1
-    """The committed step at the last crash. A crash at a later step resets the count, because the request got
-    further."""
+    """The committed step at the last crash. A crash at a later step resets the count: the request made progress."""
 
 
 @dataclass(slots=True, eq=False)
@@ -151,10 +150,10 @@ class _Lease:
         return max(self.step, min(steps, guess))
 
     def end_ms(self, now_ms: int, silence_ms: int) -> float:
-        """Return the predicted finish time. The step time is the worker's own, but at least the average of this kind of
-        work.
+        """Return the predicted finish time in ms.
 
-        A worker silent for longer than `silence_ms` is expected to stay silent for the same time again.
+        The step time is the worker's own, but at least the average of this kind of work. A worker silent for longer
+        than `silence_ms` is expected to stay silent for the same time again.
         """
         pace, made = self.of.pace.step_ms, self.step - self.first_step
         own = max(pace, (self.heard_ms - self.granted_ms) / made) if made else pace
@@ -269,7 +268,10 @@ class Queue:
                 self._leave(item)
 
     def forget_weights(self, keep: Iterable[WeightsKey]) -> list[WeightsKey]:
-        """Drop the weights not needed by any queued request. Return the dropped keys."""
+        """Drop the weights that are not in `keep`, not live and not needed by a queued request.
+
+        Return the dropped keys.
+        """
         needed = set(keep) | {item.attempt.weights for item in self._items.values()}
         dropped = [key for key in self._digests if key not in needed and key != self.live]
         for key in dropped:
@@ -305,8 +307,9 @@ class Queue:
         """Return the next order for a worker.
 
         `boot` numbers the worker's processes and `seq` a process's pulls. A repeated `seq` gets the same work again,
-        because the first answer may have been lost. `holds`: the worker's loaded weights and their digest. `room`: the
-        most images that fit in a forward pass.
+        because the first answer may have been lost.
+
+        `holds`: the worker's loaded weights and their digest. `room`: the most images that fit in a forward pass.
         """
         member = self._meet(worker, node, boot, now_ms)
         if member is None:
@@ -399,7 +402,7 @@ class Queue:
         return Wait()
 
     def fault(self, worker: str, node: str, number: int, text: str, *, now_ms: int) -> Reply:
-        """Record a worker's failure to make the images of a lease."""
+        """Record a worker's failure to make the images of a lease. Return the requests to the queue."""
         self._see(node, now_ms)
         spoke = self.may_finish(worker, number)
         lease = self._leases[number] if spoke else self._came_late(worker, number, now_ms)
@@ -453,7 +456,10 @@ class Queue:
             self.unreachable(node, reason, now_ms=now_ms)
 
     def unreachable(self, node: str, reason: str, *, now_ms: int) -> None:
-        """Revoke the leases of a node whose connection broke. The node may still be alive and call in again."""
+        """Revoke the leases of a node that the engine itself saw die.
+
+        The engine may be wrong: the node may call in again.
+        """
         numbers = {number for number, lease in self._leases.items() if lease.node == node}
         self._give_away(numbers, node, reason, now_ms)
         for member in self._workers.values():
@@ -536,7 +542,7 @@ class Queue:
     def restore_lease(self, record: LeaseRecord, *, now_ms: int) -> None:
         """Restore a lease whose worker kept sampling while the coordinator was down.
 
-        Requests leased again since are moved.
+        A request leased again by a later record leaves the earlier lease.
         """
         member = self._workers.get(record.worker)
         if member is None:
@@ -589,8 +595,10 @@ class Queue:
         return [(i.attempt.request, i.attempt.step, i.attempt.state) for i in items if i.attempt.state is not None]
 
     def forget_all_weights(self) -> None:
-        """Forget all weights at the start of a new lineage: version numbers of the old lineage mean different
-        weights."""
+        """Forget all weights at the start of a new lineage.
+
+        Version numbers of the old lineage mean different weights.
+        """
         self.live = None
         self._digests.clear()
 
@@ -663,8 +671,7 @@ class Queue:
         return self._load(self.live, holds) or Wait()
 
     def _first_waiting(self, kind: Kind, room: int | None) -> list[_Item] | None:
-        """Return the requests of the next lease: up to `shape` requests of the first place that fits the worker's
-        memory."""
+        """Return the requests of the next lease: up to `shape` requests of the first place that fits the worker."""
         for bucket in self._waiting[kind].values():
             first = next(iter(bucket.values()))
             task = first.of.task
@@ -676,8 +683,10 @@ class Queue:
         return None
 
     def _slowest(self, kind: Kind, worker: str, now_ms: int, room: int | None) -> list[_Item] | None:
-        """Return the leased requests with the latest predicted end, if a speculative copy from the committed step
-        ends sooner."""
+        """Return the leased requests with the latest predicted end, as a speculative copy.
+
+        Return None if a copy from the committed step would not end sooner.
+        """
         found: list[_Item] | None = None
         latest = 0.0
         for lease in self._leases.values():
@@ -779,7 +788,8 @@ class Queue:
     def _came_late(self, worker: str, number: int, now_ms: int) -> _Lease | None:
         """Lengthen future leases (up to twice) after a late call for a lease revoked by missed heartbeats.
 
-        Without the longer lease, work whose single step takes longer than a lease would be revoked forever.
+        Without longer leases, work whose single step takes longer than a lease would be revoked forever. Return the
+        revoked lease, or None if the call is not about the worker's last revoked lease.
         """
         member = self._workers.get(worker)
         if member is None or member.missed is None or member.missed[0] != number:

@@ -89,8 +89,7 @@ def rollout_plan(config: SamplerConfig, run_seed: int, batch: int) -> Plan:
 
 
 def preview_plan(plan: Plan, steps: int) -> Plan:
-    """Return a plan of the first steps of `plan`. The last of these steps goes straight to the network's predicted
-    image.
+    """Return a plan of the first steps of `plan`. The last step goes straight to the network's predicted image.
 
     The noise path is the plan's own. A seed's preview therefore predicts its image, at steps / plan.steps of the cost.
     Return `plan` itself if `plan` has no more steps than `steps`.
@@ -312,8 +311,10 @@ def replay(
 
 
 def denoise(adapter: DiTAdapter, plan: Plan, conditioning: Conditioning, seeds: Sequence[int]) -> Tensor:
-    """Denoise from noise to finished latents [B, *S] without keeping intermediate latents: for evaluation and
-    exploration."""
+    """Denoise from noise to finished latents [B, *S].
+
+    For evaluation and exploration: no intermediate latent is kept.
+    """
     device = next(adapter.transformer.parameters()).device
     x = initial(seeds, adapter.latent_shape()).to(device)
     for step in range(plan.steps):

@@ -112,13 +112,14 @@ class CheckpointStore:
             self.put(f"checkpoints/{name}/{file}.safetensors", data)
             return file, hashlib.sha256(data).hexdigest()
 
-        # In parallel: hashing and writing both release other threads, and the trainer waits for nothing else.
+        # In parallel: hashing and writing both let further threads run, and the trainer only waits for them.
         with ThreadPoolExecutor() as pool:
             return dict(pool.map(put, files.items()))
 
     def save(self, checkpoint: Checkpoint, *, keep: int, digests: Mapping[str, str] | None = None) -> str:
-        """Write a checkpoint, the manifest last. Then delete older checkpoints but the newest `keep`. Return the
-        weights' digest.
+        """Write a checkpoint, the manifest last, and return the digest of its weights.
+
+        After the write, delete all older checkpoints except the newest `keep`.
 
         digests: of the checkpoint's files, if the files are written already
         """
@@ -156,8 +157,7 @@ class CheckpointStore:
         return sorted(path.split("/")[1] for path in paths if path.endswith("/manifest.json"))
 
     def newest(self) -> Checkpoint | None:
-        """Return the newest readable checkpoint, or None. Skip a checkpoint with a truncated manifest, and print a
-        message.
+        """Return the newest checkpoint with a readable manifest, or None. Print the name of each skipped checkpoint.
 
         Raises CheckpointDamaged if a file does not match its digest.
         """

@@ -112,11 +112,10 @@ class Trainer:
         return Transaction(self, manifest, minibatch, plan, std)
 
     def with_own_log_probs(self, prompt: str, trajectory: Trajectory, plan: Plan) -> Trajectory:
-        """Recompute the trajectory's log-probs with the trainer's weights. Call before the first optimiser step of the
-        batch.
+        """Recompute the trajectory's log-probs with the trainer's weights.
 
-        Needed for a trajectory with steps at different SP degrees: its own log-probs were computed with different
-        rounding.
+        Call before the first optimiser step of the batch. Needed for a trajectory with steps at different SP degrees,
+        whose log-probs were computed with different rounding.
         """
         steps = torch.tensor(plan.trained_steps)
         device = next(iter(self.parameters.values())).device
