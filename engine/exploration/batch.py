@@ -112,7 +112,7 @@ class BatchExploration:
     def settled(self, request: RequestId, reward: float) -> None:
         """Record a candidate's reward, or NaN for a candidate without any result.
 
-        Any order; a repeat changes nothing.
+        Calls may come in any order. A repeated call changes nothing.
         """
         if request in self._asked and request not in self._settled:
             self._settled.add(request)

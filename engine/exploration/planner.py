@@ -146,7 +146,7 @@ class Planner:
     def took(self, prompt: str, index: int) -> None:
         """Record a candidate requested by an earlier process.
 
-        Any order, also beyond `most`; a repeated call changes nothing.
+        Calls may come in any order and go beyond `most`. A repeated call changes nothing.
         """
         if index < 0:
             raise ValueError(f"candidate {index} of {prompt!r} cannot be; indices count from 0")
@@ -196,7 +196,7 @@ class Planner:
     def _best(self, count: int) -> list[tuple[str, int]]:
         """Return up to `count` candidates, each chunk for the prompt with the largest gain.
 
-        On ties, fewer candidates win.
+        On ties, the prompt with fewer candidates wins.
         """
         arms = [arm for arm in self._arms.values() if len(arm.asked) < self.most]
         worth = self._worth(arms)

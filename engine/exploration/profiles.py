@@ -37,7 +37,7 @@ class Profile:
     shape: int
     """Images per forward pass."""
     steps: int
-    """Denoising steps. With fewer steps than training, the score is of the network's predicted image after the last."""
+    """Denoising steps. With fewer steps than training, the scored image is the network's prediction after the last."""
     scorer: Literal["reward", "student"]
     """The reward itself, or a cheap model that imitates the reward."""
 

@@ -131,7 +131,7 @@ class RankingMonitor:
         self._refused = {"stale": 0, "sampler": 0}
 
     def admit(self, results: Iterable[Scored], *, version: int, sampler: str) -> dict[tuple[str, int], float]:
-        """Return the stale rewards by (prompt, seed) allowed to choose a batch's seeds. All other results are counted.
+        """Return the stale rewards by (prompt, seed) that may choose the seeds of a batch.
 
         `version`: the weights that train the batch. `sampler`: the sampler requested for the candidates. Results of
         another sampler, or with too old weights, are refused and counted. Non-finite rewards are left out.

@@ -1,8 +1,8 @@
 """Load a `DiTAdapter` from the model's configuration and select the trained parameters.
 
-The promises: untrained modules are frozen and in eval mode (dropout would make the log-probs of rollout
-and training differ); low-rank adapters start equal on every node; and `trainable` always gives the same names
-in the same order, because publishing, optimising and checkpoints rely on the order.
+The promises: parameters that are not trained are frozen, and all modules are in eval mode (dropout would make the
+log-probs of rollout and training differ); low-rank adapters start equal on every node; and `trainable` always gives the
+same names in the same order, because publishing, optimising and checkpoints rely on the order.
 """
 
 from collections.abc import Iterator, Mapping

@@ -35,7 +35,7 @@ def decode_video(vae: nn.Module, latents: Tensor) -> Tensor:
 
 def _decoded(vae: nn.Module, z: Tensor) -> Tensor:
     weight = next(vae.parameters())
-    # Trained latents were recorded on the CPU.
+    # The latents of trained rollouts were recorded on the CPU.
     pictures: Tensor = vae.decode(z.to(weight.device, weight.dtype), return_dict=False)[0]  # type: ignore[operator]
     return pictures.float().clamp(-1.0, 1.0)
 

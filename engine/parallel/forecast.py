@@ -191,7 +191,7 @@ class _Forecast:
                 continue
             heappop(heap)
             if self.running[number] is None:
-                continue  # the group was always idle: only a plan of now, not a later plan, can share its GPUs
+                continue  # the group never had work: its GPUs belong to a new plan now, not to a later plan
             end = now
             if not left and heap and heap[0][0] > now and (shared := self._shared_out(now)) is not None:
                 sooner = shared if sooner is None else min(sooner, shared)
@@ -242,10 +242,11 @@ class _Forecast:
         return None if found is None else now + step_end + self.regroup_us + found[0]
 
     def _one_after_another(self) -> int:
-        """Return the time for the requests these groups cannot serve, run in sequence at the fastest degree of each.
+        """Return the time for the requests that these groups cannot serve, run in sequence at the fastest degree of
+        each.
 
-        Other groups can serve the requests afterwards, often faster. A planner that relies on the forecast must find no
-        worse time later, hence the upper bound.
+        After these groups finish, new groups can serve the requests, often faster. The result is an upper bound,
+        because a planner that relies on the forecast must not find a later end when the time comes.
         """
         return sum(
             count

@@ -48,7 +48,7 @@ Planner = Callable[[Sequence[str], Sequence[WorkerGroup]], Sequence[WorkerGroup]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Formed:
-    """A group after the order to form it."""
+    """A group that was ordered to form."""
 
     epoch: int
     communicator: int

@@ -115,7 +115,8 @@ PLANS = {
 def plan_for(model: nn.Module) -> Plan:
     """Return the plan of a model's family.
 
-    Raises ValueError for a family without a plan, and for variants of a family that treat some tokens by position.
+    Raises ValueError for a family without a plan, and for variants of a family that treat some image tokens
+    differently.
     """
     family = type(model).__name__
     if family not in PLANS:

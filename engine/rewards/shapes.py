@@ -53,7 +53,7 @@ WINDOW = SHAPE + 2 * (REACH + 1)
 class Seen:
     """An object of an image.
 
-    `kind` and `colour` are None if unknown; centre and size of the object's box, in pixels.
+    `kind` or `colour` is None without a match; centre and size of the object's box, in pixels.
     """
 
     kind: str | None

@@ -71,7 +71,10 @@ class RequestId:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightsKey:
-    """The key of a weight version: `live` is the trained weights, `ema` the average used for evaluation."""
+    """The key of a weight version.
+
+    `average` selects the moving average for evaluation (`ema`), not the live weights.
+    """
 
     version: int
     average: bool = False

@@ -4,7 +4,7 @@ A denoising step takes x at noise level s to x at the next level. As a policy, t
 the mean and the plan sets the standard deviation (research notes rl 1.1):
 
     ode        mean = x + v dt,  std = 0
-    flow-sde   Flow-GRPO's stochastic differential equation (arXiv 2505.05470): more noise where there is more
+    flow-sde   Flow-GRPO's stochastic differential equation (arXiv 2505.05470): more noise at higher noise levels
     dance-sde  DanceGRPO's (arXiv 2505.07818): the same amount of noise at every level
     cps        coefficient-preserving sampling (arXiv 2509.05952): no noise is left over in the image
 
