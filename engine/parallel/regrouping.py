@@ -24,7 +24,8 @@ PLAN_SECONDS = 0.5
 """Wall time between two plans without a change of workers. A plan for 1,000 nodes takes a tenth of `PLAN_SECONDS`."""
 
 REGROUP_SECONDS = 0.02
-"""Seconds from the end of the old group to work in the new group, beyond an ordinary step (page sp_regroup)."""
+"""Seconds from the end of the old group to work in the new group, beyond an ordinary step. Measured:
+tests/benchmarks/results/sp_regroup.md."""
 
 
 class Regrouping:
@@ -140,8 +141,7 @@ class Regrouping:
         An unmeasured class is scaled by the median error of the measured classes.
         """
         believed = {
-            # Powers of two only: the planner's aligned groups, with communicators made beforehand, have no other
-            # degrees.
+            # Powers of two only: the planner's aligned groups, whose communicators exist beforehand, have only these.
             name: {degree: seconds * many for degree, seconds in self._believed.items() if degree.bit_count() == 1}
             for name, many in pictures.items()
         }

@@ -157,7 +157,7 @@ class CheckpointStore:
         return sorted(path.split("/")[1] for path in paths if path.endswith("/manifest.json"))
 
     def newest(self) -> Checkpoint | None:
-        """Return the newest checkpoint with a readable manifest, or None. Print the name of each skipped checkpoint.
+        """Return the newest checkpoint with a complete manifest, or None. Print the name of each skipped checkpoint.
 
         Raises CheckpointDamaged if a file does not match its digest.
         """

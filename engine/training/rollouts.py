@@ -91,8 +91,7 @@ class Rollouts:
             self.made_by[result.node] += 1
             prompt, trajectory = result.request.prompt, Trajectory.from_bytes(answer["blobs"][result.trajectory])
             if trajectory.degree is None:
-                # No optimiser step happens before the whole batch is here: the weights still are the weights of the
-                # rollout.
+                # No optimiser step happens before the whole batch is here: the weights still are the rollout's weights.
                 trajectory = self._own_log_probs(prompt, trajectory)
             self._found[prompt, result.request.seed] = (result.score.reward, trajectory)
         return bool(answer["results"])

@@ -310,9 +310,9 @@ class Transaction:
             return list(pool.map(one, torch.arange(len(batch.x)).chunk(parts)))
 
     def _gradient(self, batch: "_Batch") -> tuple[Sequence[Tensor | None], Health] | None:
-        """Return the gradient of every parameter, or None for an unused parameter.
+        """Return a gradient for every parameter, or None in the place of an unused parameter.
 
-        Return None if the loss is not finite.
+        If the loss is not finite, return None instead of the gradients.
         """
         trainer, config = self._trainer, self._trainer.config
         mean, std = policy(trainer.adapter, self._plan, batch.conditioning, batch.x, batch.step)
