@@ -130,10 +130,9 @@ class Planner:
         self._draws = _draws(seed, 1 + 3 * (most + chunk))  # a mean, the pending draws, and twice the possible draws
 
     def ask(self, count: int) -> tuple[tuple[str, int], ...]:
-        """Return the next (prompt, index) pairs to try, each returned once.
+        """Return the next (prompt, index) pairs, each once; fewer than `count` only if every prompt has `most`.
 
-        The result is shorter than `count` only if every prompt has `most` candidates. First every prompt gets `keep`,
-        in turns, because a budget cut short is then spread evenly.
+        First every prompt gets `keep`, in turns, because a budget cut short is then spread evenly.
         """
         given: list[tuple[str, int]] = []
         while len(given) < count and (arm := self._shortest()):
@@ -144,19 +143,13 @@ class Planner:
         return tuple(given)
 
     def took(self, prompt: str, index: int) -> None:
-        """Record a candidate requested by an earlier process.
-
-        Calls may come in any order and go beyond `most`. A repeated call changes nothing.
-        """
+        """Record an earlier process's candidate. Any order and index are allowed; a repeated call changes nothing."""
         if index < 0:
             raise ValueError(f"candidate {index} of {prompt!r} cannot be; indices count from 0")
         self._arm(prompt).asked.add(index)
 
     def tell(self, prompt: str, index: int, reward: float) -> None:
-        """Record the reward of a candidate, in any order.
-
-        The first reward holds. A non-finite reward counts as tried only.
-        """
+        """Record a candidate's reward, in any order. The first reward holds; a non-finite reward counts as tried."""
         arm = self._arm(prompt)
         if index not in arm.asked:
             raise ValueError(f"candidate {index} of {prompt!r} was not asked for; call took() for an earlier process's")
@@ -165,10 +158,7 @@ class Planner:
         arm.told.add(index)
 
     def kept_variance(self) -> dict[str, float]:
-        """Return the kept variance by prompt from the known rewards.
-
-        With fewer than `keep` rewards, use all; without any, 0.
-        """
+        """Return the known kept variance by prompt. Below `keep` rewards, all rewards count; without any, 0."""
         return {
             prompt: kept_variance(arm.rewards, min(self.keep, len(arm.rewards))) if arm.rewards else 0.0
             for prompt, arm in self._arms.items()
@@ -194,10 +184,7 @@ class Planner:
         return arm if arm and len(arm.asked) < self.most else None
 
     def _best(self, count: int) -> list[tuple[str, int]]:
-        """Return up to `count` candidates, each chunk for the prompt with the largest gain.
-
-        On ties, the prompt with fewer candidates wins.
-        """
+        """Return up to `count` candidates, each chunk for the largest gain; on a tie, the prompt with fewer wins."""
         arms = [arm for arm in self._arms.values() if len(arm.asked) < self.most]
         worth = self._worth(arms)
         gains = worth(range(len(arms)), 0, 1 + min(count // len(arms), self.most) // self.chunk)
@@ -344,10 +331,7 @@ def _strict_curves(seen: _Seen, high: Array, low: Array, a: Array, b: Array) -> 
 
 
 def _strict_upper_curves(seen: _Seen, high: Array, low: Array, a: Array, b: Array) -> Curves:
-    """Return the curves of papers 6.4: headroom times the chance of the missing class.
-
-    `a`, `b` are already optimistic.
-    """
+    """Return the curves of papers 6.4: headroom times the missing class's chance. `a`, `b` are already optimistic."""
     never = 1 - np.where(high <= low, a, b) / (a + b)
     enough = np.array(float(seen.keep))
     headroom = _kept_strict(enough, enough, seen.keep) - _kept_strict(high, low, seen.keep)
