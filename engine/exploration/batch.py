@@ -1,11 +1,11 @@
-"""The exploration of one batch: the planner's choices as requests, dealt while the trainer trains.
+"""Exploration of a batch: the planner's choices as requests, handed out while the trainer trains.
 
-The coordinator deals, because it hears rewards first and knows who is idle: whenever a spot worker has nothing else
-to do, the planner says which candidates are worth trying next. A *counted* budget is dealt in rounds, each after all
-of the round before it are in, so that a repeated run tries the same seeds; an *idle-time* budget is dealt a forward
-pass at a time, as long as training is expected to go on.
+The coordinator hands out candidates, because the coordinator sees rewards first and knows the idle workers. Whenever a
+spot worker is idle, the planner chooses the candidates to try next. A *counted* budget is handed out in rounds. Each
+round starts after all results of the round before, and a repeated run therefore tries the same seeds. An *idle-time*
+budget is handed out a forward pass at a time, as long as training is expected to go on.
 
-The promise: a batch restored from its order and from what was submitted and finished deals on alike.
+The promise: a batch restored from its order and from its submitted and finished requests continues with equal choices.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,12 +16,12 @@ from engine.exploration.planner import Belief, Planner, Policy
 from engine.rollout.request import Finished, Kind, RequestId, Stream, seed_of
 
 ROUNDS = 3
-"""Of a counted budget that the planner shares out: the first round is even, the others go where it found most."""
+"""Rounds of a counted budget: the first round is even, later rounds go to the prompts with the most expected gain."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExplorationOrder:
-    """What the trainer asks for: plain JSON values."""
+    """The trainer's exploration order for a batch: plain JSON values."""
 
     run: str
     run_seed: int
@@ -30,13 +30,13 @@ class ExplorationOrder:
     prompts: tuple[str, ...]
     keep: int
     most: int
-    """Candidates that a prompt may get."""
+    """Limit of candidates per prompt."""
     policy: Policy
     chunk: int
     counted: int | None
-    """Candidates in all; None: what idle time allows."""
+    """Total number of candidates. None: as many as the idle time allows."""
     version: int
-    """Of the weights that try them."""
+    """Version of the weights that sample the candidates."""
     sampler: str
     steps: int
     shape: int
@@ -49,7 +49,7 @@ class ExplorationOrder:
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> "ExplorationOrder":
-        """Raises ValueError for an order that this version does not understand."""
+        """Return the order in these JSON values. Raises ValueError for fields unknown to this version."""
         known = {one.name for one in fields(cls)}
         if set(raw) - known or "prompts" not in raw:
             raise ValueError(f"not an order to explore: it has {sorted(raw)}")
@@ -57,7 +57,7 @@ class ExplorationOrder:
 
 
 class BatchExploration:
-    """Candidates of one batch: which were asked for, which are in, which come next. Pure; the caller has the clock."""
+    """The candidates of a batch: requested, finished and next. Pure; the caller has the clock."""
 
     def __init__(self, order: ExplorationOrder) -> None:
         self.order = order
@@ -78,18 +78,21 @@ class BatchExploration:
 
     @property
     def pending(self) -> int:
-        """Asked for and not in yet."""
+        """Return the number of requested candidates without a result."""
         return len(self._asked) - len(self._settled)
 
     @property
     def open(self) -> int | None:
-        """How many of a counted budget are still to come; None when it is not counted."""
+        """Return the number of results missing from a counted budget. None: the budget is not counted."""
         if self.order.counted is None:
             return None
         return min(self.order.counted, len(self._index)) - len(self._settled)
 
     def more(self, fit: int) -> tuple[RequestId, ...]:
-        """The next candidates. `fit`: how many the idle time still allows; a counted budget does not look at it."""
+        """Return the next candidates.
+
+        `fit`: number of candidates for the rest of the idle time; ignored by a counted budget.
+        """
         if self.order.counted is None:
             return self._ask(min(fit, self.order.shape))
         left = self.order.counted - len(self._asked)
@@ -100,14 +103,17 @@ class BatchExploration:
         return () if self.pending else self._ask(min(left, self._passes(later if self._asked else first)))
 
     def took(self, requests: Iterable[RequestId]) -> None:
-        """These were asked for by an earlier process."""
+        """Record candidates requested by an earlier process."""
         for request in requests:
             if request in self._index and request not in self._asked:
                 self._asked.add(request)
                 self._planner.took(*self._index[request])
 
     def settled(self, request: RequestId, reward: float) -> None:
-        """A candidate is in, or will never be (NaN). In any order; twice is once."""
+        """Record a candidate's reward, or NaN for a candidate without any result.
+
+        Calls may come in any order. A repeated call changes nothing.
+        """
         if request in self._asked and request not in self._settled:
             self._settled.add(request)
             self._planner.tell(*self._index[request], reward)
@@ -117,11 +123,11 @@ class BatchExploration:
             self.settled(result.request, result.score.reward)
 
     def beliefs(self) -> dict[str, Belief]:
-        """What is known of the prompts, for a later order's `priors`."""
+        """Return the moments of the prompts' rewards, for a later order's `priors`."""
         return self._planner.beliefs()
 
     def _passes(self, count: int) -> int:
-        """So many, in whole forward passes: a pass that is not full takes as long as one that is."""
+        """Round up to whole forward passes: a partial pass takes as long as a full pass."""
         return -(-count // self.order.shape) * self.order.shape
 
     def _ask(self, count: int) -> tuple[RequestId, ...]:

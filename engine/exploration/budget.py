@@ -1,26 +1,27 @@
-"""How many more candidates fit into the time that training leaves GPUs idle (research notes papers 6.2).
+"""Exploration budget: the number of further candidates for the time that training leaves GPUs idle (notes papers 6.2).
 
-The budget is *predicted idle GPU-seconds*: live spot GPUs times the seconds until the trainer is expected to finish.
-Asked again whenever something changes (a node comes or goes, a candidate is finished), so nothing here is remembered.
-Training that takes longer than predicted gives more; what is dealt too much is cut and costs nothing but itself.
+The budget is *predicted idle GPU-seconds*: live spot GPUs times the seconds until the trainer's expected end. The
+caller asks again after every change (a node comes or goes, a candidate finishes), and the module therefore stores
+nothing. Training longer than predicted allows more candidates. Surplus candidates are cut off and cost only their own
+time.
 """
 
 from collections.abc import Sequence
 
 QUANTILE = 0.25
-"""Of the last training phases: three of four take longer, so that a chunk is rarely cut."""
+"""Quantile of the last training phases: three of four take longer, and a chunk is therefore rarely cut off."""
 
 GUARD_SECONDS = 0.5
-"""Kept free at the end, for results on their way and for choosing seeds. Assumed."""
+"""Time kept free at the end, for results in transit and for choosing seeds. Assumed."""
 
 GUARD_SHARE = 0.1
-"""Of a training phase: no more than this is kept free, however short it is."""
+"""Upper limit of the free time as a share of a training phase, for short phases."""
 
 PHASES = 16
-"""Training phases that count: older ones had another trainer, batch or load."""
+"""Number of training phases that count: older phases had another trainer, batch or load."""
 
 FIRST_CANDIDATES_PER_GPU = 8
-"""Given to each idle GPU at a time while nothing was measured yet; the next ones when these are back."""
+"""Candidates per idle GPU before any measurement. The next candidates follow once these are finished."""
 
 
 def seconds_until_trained(
@@ -30,12 +31,12 @@ def seconds_until_trained(
     quantile: float = QUANTILE,
     guard_seconds: float = GUARD_SECONDS,
 ) -> float | None:
-    """Seconds that the running training phase will still take, for nearly sure; None if none was ever measured.
+    """Return the seconds until the running training phase ends, cautiously. None: no phase was ever measured.
 
     phase_seconds    durations of earlier phases, newest last
-    elapsed_seconds  how long this one has been running
-    returns          the `quantile` of those phases that took longer than this one has so far, less the guard (at most
-                     `GUARD_SHARE` of it); 0 when none did, as then nothing is known to be left
+    elapsed_seconds  time since the start of the running phase
+    returns          the `quantile` of the earlier phases longer than `elapsed_seconds`, minus the elapsed time and the
+                     guard (at most `GUARD_SHARE` of the phase); 0 if no phase was longer: the rest is then unknown
     raises           ValueError: a quantile outside 0 to 1
     """
     if not 0.0 <= quantile <= 1.0:
@@ -52,14 +53,15 @@ def seconds_until_trained(
 def candidates_that_fit(
     seconds_left: float | None, *, gpus: int, gpu_seconds_per_candidate: float | None, pending: int = 0
 ) -> int:
-    """How many more candidates to ask for now; 0 without idle GPUs, known idle time, or room beside the pending ones.
+    """Return the number of candidates to request now. 0: no idle GPU, no idle time, or enough pending candidates.
 
     seconds_left               of `seconds_until_trained`; None: not known
-    gpus                       live spot GPUs: those that would be idle
-    gpu_seconds_per_candidate  measured, its reward's seconds included; None: not known
-    pending                    candidates asked for and not told: they take their share of the time
+    gpus                       live spot GPUs, which would be idle
+    gpu_seconds_per_candidate  measured, scoring included; None: not known
+    pending                    candidates requested and not finished, which use a part of the time
 
-    With one of the two not known, as in a run's first iteration, every GPU gets `FIRST_CANDIDATES_PER_GPU` at a time.
+    If the time or the cost is unknown, as in a run's first iteration, every GPU gets `FIRST_CANDIDATES_PER_GPU` at a
+    time.
     """
     if gpus <= 0 or (seconds_left is not None and seconds_left <= 0.0):
         return 0

@@ -1,10 +1,11 @@
-"""The trainer's side of exploration: how the next batch is explored, which seeds come of it, and what that was worth.
+"""The trainer's side of exploration: order, seed choice and judgement of the result.
 
-    order (for batch t + 1, with weights t) -> ... -> choose (its groups) -> control (what was not chosen, a slice)
-    -> judge (fresh rewards against stale ones): may exploration go on, and with which profile
+    order (for batch t + 1, with weights t) -> ... -> choose (its groups) -> control (a slice of the other candidates)
+    -> judge (fresh against stale rewards): may exploration go on, and with which profile
 
-The coordinator deals candidates by the order while the trainer trains (engine/exploration/batch.py). Pure: its state is
-JSON values and part of every checkpoint, so a trainer that starts again explores as if it had never been away.
+The coordinator hands out candidates by the order while the trainer trains (engine/exploration/batch.py). Pure: the
+state is JSON values and part of every checkpoint. A restarted trainer therefore explores exactly like an uninterrupted
+trainer.
 """
 
 import json
@@ -21,14 +22,14 @@ from engine.exploration.selection import choose_groups, control_slice, first_see
 from engine.rollout.request import Finished, Group, Kind, Manifest, RequestId
 
 MOST_SHARES = 4
-"""A prompt's share of a counted budget, in even shares."""
+"""Limit of a prompt's share of a counted budget, in even shares."""
 
 BELIEFS_KEPT = 4096
-"""Prompts of which the last visit is remembered."""
+"""Number of prompts whose last visit is stored."""
 
 
 class Explorer:
-    """See the module's story. One per trainer."""
+    """The exploration state of a trainer. See the module docstring."""
 
     def __init__(self, config: EngineConfig, run: str) -> None:
         self._config, self._run = config, run
@@ -38,16 +39,16 @@ class Explorer:
         self.bandit = ProfileBandit(self._profiles, run_seed=config.seed)
         self.beliefs: dict[str, Belief] = {}
         self._stale: dict[tuple[str, int], float] = {}
-        """Of the batch that is trained next: every candidate's reward."""
+        """Every candidate's reward, for the next batch to train."""
         self._visits: dict[int, tuple[str, float]] = {}
-        """By batch in the monitor's window: the profile that explored it, and its GPU-seconds."""
+        """By batch in the monitor's window: the profile used for exploration, and the GPU-seconds spent."""
 
     def order(
         self, batch: int, prompts: Sequence[str], *, lineage: int, version: int, sampler_of: Callable[[int], str]
     ) -> ExplorationOrder | None:
-        """How to explore a batch with the weights that are live now; None when it is not to be explored.
+        """Return the exploration order for a batch with the live weights. None: the batch is not explored.
 
-        `sampler_of`: the first so many steps of the batch's sampler plan, as JSON.
+        `sampler_of`: returns the first steps of the batch's sampler plan, as JSON.
         """
         exploration, keep = self._config.exploration, self._config.algorithm.images_per_prompt
         budget = exploration.budget
@@ -63,7 +64,7 @@ class Explorer:
             batch=batch,
             prompts=tuple(prompts),
             keep=keep,
-            # Counted ones are few: the planner may give a prompt several times its even share of them.
+            # A counted budget is small: the planner may give a prompt several times its even share.
             most=each if counted is None or exploration.policy == "uniform" else min(counted, MOST_SHARES * each),
             policy=exploration.policy,
             chunk=exploration.chunk,
@@ -78,7 +79,7 @@ class Explorer:
         )
 
     def choose_in_path(self, pool: Manifest, rewards: Mapping[tuple[str, int], float]) -> Manifest:
-        """What of a batch whose candidates are all rolled out is trained."""
+        """Return the trained part of a batch whose candidates are all rolled out."""
         prompts = [group.prompt for group in pool.groups]
         keep = self._config.algorithm.images_per_prompt
         return replace(
@@ -94,7 +95,7 @@ class Explorer:
         batch: int,
         gpu_seconds: float,
     ) -> tuple[Group, ...]:
-        """The groups that a batch will train, with weights of its own number, from what its exploration found."""
+        """Choose the groups to train in a batch (with weights of the batch's number) from the exploration results."""
         self._stale = {}
         if self._config.exploration.mode == "in-path":
             return first_seeds(prompts, self._each(prompts), run_seed=self._config.seed, batch=batch)
@@ -113,7 +114,7 @@ class Explorer:
         )
 
     def control(self, manifest: Manifest) -> tuple[RequestId, ...]:
-        """What of the open batch is rolled out afresh without being trained."""
+        """Return the control requests: unchosen candidates of the open batch, rolled out afresh and not trained."""
         chosen = {(group.prompt, seed) for group in manifest.groups for seed in group.seeds}
         unselected = [candidate for candidate in self._stale if candidate not in chosen]
         fraction = self._config.exploration.random_fraction
@@ -132,7 +133,10 @@ class Explorer:
     def judge(
         self, manifest: Manifest, rewards: Mapping[tuple[str, int], float], control: Iterable[Finished]
     ) -> RankingReport | None:
-        """Fresh rewards of a batch are in. Returns what is known now; None when the batch was not explored."""
+        """Compare a batch's fresh rewards with its stale rewards.
+
+        Return the ranking report; None: the batch was not explored.
+        """
         if not self._stale:
             return None
         visits = [
@@ -150,11 +154,11 @@ class Explorer:
         return self.monitor.report()
 
     def profile_of(self, batch: int) -> str:
-        """The name of the profile that explored a batch."""
+        """Return the name of the profile used to explore a batch."""
         return self._visits[batch][0]
 
     def _record(self, batch: int) -> None:
-        """What this visit was worth goes to its profile, judged together with the profile's other visits."""
+        """Record the value of a batch's exploration for its profile, over all of the profile's visits in the window."""
         name, gpu_seconds = self._visits.get(batch, ("", 0.0))
         same = {one for one, (other, _) in self._visits.items() if other == name}
         gain = self.monitor.report(only=same).predicted_gain
@@ -164,13 +168,13 @@ class Explorer:
             del self._visits[old]
 
     def _each(self, prompts: Sequence[str]) -> int:
-        """Candidates of a prompt, evenly shared; at least those that are kept."""
+        """Return the candidates per prompt in even shares, but at least the number of kept seeds."""
         budget = self._config.exploration.budget
         total = budget.candidates if isinstance(budget, CandidateBudget) else budget.max_candidates
         return max(self._config.algorithm.images_per_prompt, total // len(prompts))
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything that a trainer which starts again must know, as JSON values."""
+        """Return the state for a restarted trainer, as JSON values."""
         return {
             "monitor": self.monitor.to_dict(),
             "bandit": self.bandit.to_dict(),
@@ -180,7 +184,7 @@ class Explorer:
         }
 
     def restore(self, raw: Mapping[str, Any]) -> None:
-        """Go on from `to_dict`. A bandit over other profiles begins anew: the job was changed."""
+        """Restore the state from `to_dict`. If the profiles differ, start a new bandit, because the job was changed."""
         self.monitor = RankingMonitor.from_dict(raw["monitor"])
         if list(raw["bandit"]["arms"]) == [profile.name for profile in self._profiles]:
             self.bandit = ProfileBandit.from_dict(raw["bandit"], self._profiles, run_seed=self._config.seed)
@@ -189,7 +193,7 @@ class Explorer:
         self._visits = {batch: (name, seconds) for batch, name, seconds in raw["visits"]}
 
     def _remember(self, order: ExplorationOrder, results: Sequence[Finished]) -> None:
-        """What this batch says of its prompts, for their next visit."""
+        """Store the moments of the batch's prompts for their next visit."""
         exploration = BatchExploration(order)
         exploration.took(result.request for result in results)
         exploration.heard(results)

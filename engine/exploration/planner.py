@@ -1,21 +1,22 @@
-"""Which prompt of the next batch gets the next candidate seeds (research notes papers 6.4 and rl 4.5; our reading).
+"""Planner of candidate seeds for the prompts of the next batch (research notes papers 6.4 and rl 4.5; our reading).
 
-Arms are prompts, a pull is a chunk of candidate seeds, and what is to become large is the sum over the prompts of the
-*kept variance*: that of the `keep` rewards which `max_variance_subset` would keep. Every prompt first gets `keep`
-candidates; then the next chunk goes where a policy expects the kept variance to grow most:
+The planner is a bandit. Arms are prompts, and a pull is a chunk of candidate seeds. The goal is the largest sum, over
+the prompts, of the *kept variance*: the variance of the `keep` rewards chosen by `max_variance_subset`. Every prompt
+first gets `keep` candidates. The next chunk then goes to the prompt with the largest expected growth of the kept
+variance, by policy:
 
 - `uniform`  no expectation: in turns
-- `greedy`   new rewards will be like those the prompt has shown; what it never showed is not expected
-- `ucb`      papers 6.4: growth of V times an upper quantile of the variance; of strict rewards, the headroom times an
-             upper quantile of the chance to see the missing class
+- `greedy`   new rewards repeat the prompt's rewards until now; a reward never observed is not expected
+- `ucb`      papers 6.4: growth of V times an upper quantile of the variance; for strict rewards, the headroom times an
+             upper quantile of the chance to observe the missing class
 - `bayes`    the posterior predictive of a Beta-Bernoulli (strict rewards) or of a Gaussian with normal-inverse-gamma
-             prior (graded ones), with the chance of the missing class, or the variance, at an upper quantile: a prompt
-             that never showed a class may still be worth several chunks. Priors are fitted to the batch by moments and
-             hold each prompt's last visit
+             prior (graded rewards), with the chance of the missing class, or the variance, at an upper quantile: a
+             prompt with a class never observed may still be worth several chunks. Priors are fitted to the batch by
+             moments and include each prompt's last visit
 
-Candidates that are asked for and not told count as expected draws. The promises: pure, no clock, the only randomness
-is the caller's seed; what is asked next depends on what was asked and told so far, not on the order of the telling,
-so that `took` and `tell` restore a planner; and it may be cut short at any time.
+Candidates requested but without a reward count as expected draws. The promises: the module is pure, without clock, and
+the only randomness is the caller's seed. The next candidates depend on the requests and rewards until now, not on the
+order of the rewards, and `took` and `tell` therefore restore a planner. The planner may be stopped at any time.
 """
 
 from bisect import insort
@@ -37,40 +38,40 @@ Policy = Literal["uniform", "greedy", "ucb", "bayes"]
 Array = NDArray[np.float64]
 Counts = NDArray[np.int64]
 Curves = Callable[[Counts, Counts], Array]
-"""(some prompts [N], draws ahead [D]) -> kept variance [N, D] after the pending draws and so many more."""
+"""(some prompts [N], draws ahead [D]) -> kept variance [N, D] after the pending draws and D further draws."""
 Futures = Callable[[Counts, int], Array]
-"""(some prompts [N], number) -> the first draws of each future [N, PATHS, number]."""
+"""(some prompts [N], number) -> the first draws of each simulated future [N, PATHS, number]."""
 
 DISCOUNT = 0.5
-"""What a reward of a prompt's last visit counts, in rewards of this one: the weights have moved on since. Assumed."""
+"""Weight of a reward of the prompt's last visit, in current rewards: the weights have changed since. Assumed."""
 
 UPPER_Z = 1.2816
 """Optimism is the 0.9 quantile, in standard deviations. Chosen: .5 to 2 do about the same, and 0 a little worse."""
 
 PATHS = 8
-"""Futures looked at for graded rewards, stratified. With 16 the kept variance was the same within its error."""
+"""Simulated futures per prompt for graded rewards, stratified. With 16, the kept variance was equal within error."""
 
 TOGETHER = 96
-"""Prompts x chunks ahead that are looked at in one go. Arrays of 128 KiB and more would be fresh memory each time, and
-fetching that takes longer than the sums."""
+"""Prompts x chunks ahead computed in a single array. Arrays of 128 KiB and more would be fresh memory each time, and
+the allocation takes longer than the sums."""
 
 DIGITS = 9
-"""Gains are compared to so many decimals of the largest there can be: rounding errors must not rank equal prompts."""
+"""Decimals of the largest possible gain used to compare gains: rounding errors must not rank equal prompts."""
 
 _CERTAIN = 1e9
-"""Weight of what was seen when nothing else counts: Polya's urn then draws with a fixed chance."""
+"""Weight of the observed rewards if nothing else counts: Polya's urn then draws with a fixed chance."""
 
 _RHO = (1 / 33, 2 / 3)
-"""Correlation of a prompt's strict rewards: the prior weighs between 32 rewards and half a reward."""
+"""Bounds on the correlation of a prompt's strict rewards: the prior weighs between 32 rewards and half a reward."""
 
 _LEAST = 1e-3
-"""Below this the prompts' variances do not differ: the prior then weighs 2,000 rewards."""
+"""Below this value, the prompts' variances count as equal: the prior then weighs 2,000 rewards."""
 
 _NORMAL = NormalDist()
 
 
 class Belief(TypedDict):
-    """What is known of a prompt's rewards: the moments of `count` of them. Plain JSON."""
+    """Moments of a prompt's `count` known rewards. Plain JSON."""
 
     count: float
     mean: float
@@ -84,9 +85,9 @@ class _Arm:
     asked: set[int] = field(default_factory=set)
     told: set[int] = field(default_factory=set)
     rewards: list[float] = field(default_factory=list)
-    """Of those told, the finite ones, ascending."""
+    """The finite rewards received, ascending."""
     least: int = 0
-    """All indices below were asked for."""
+    """All indices below `least` were requested."""
 
     def take(self) -> tuple[str, int]:
         while self.least in self.asked:
@@ -96,7 +97,7 @@ class _Arm:
 
 
 class Planner:
-    """Deals the candidate seeds of one batch."""
+    """The planner of a batch's candidate seeds."""
 
     def __init__(
         self,
@@ -110,9 +111,11 @@ class Planner:
         priors: Mapping[str, Belief] | None = None,
         seed: int = 0,
     ) -> None:
-        """`keep`: rewards kept per prompt; `most`: candidates that a prompt may get; `chunk`: candidates to a pull.
+        """Start without candidates. Raises ValueError for impossible settings.
 
-        `strict`: rewards have two values; None learns it. `priors`: `beliefs()` of earlier batches, of any prompts.
+        `keep`: rewards kept per prompt. `most`: limit of candidates per prompt. `chunk`: candidates per pull. `strict`:
+        rewards have two values; None learns the answer from the rewards. `priors`: `beliefs()` of earlier batches, for
+        any prompts.
         """
         if len(set(prompts)) != len(prompts):
             raise ValueError("a prompt is twice in this batch; give each prompt once, its candidates share one group")
@@ -124,12 +127,12 @@ class Planner:
             raise ValueError(f"no planner policy {policy!r}; use one of {', '.join(get_args(Policy))}")
         self.keep, self.most, self.policy, self.chunk, self.strict = keep, most, policy, chunk, strict
         self._arms = {prompt: _Arm(prompt, _discounted((priors or {}).get(prompt))) for prompt in prompts}
-        self._draws = _draws(seed, 1 + 3 * (most + chunk))  # a mean, what is pending, and twice what may come
+        self._draws = _draws(seed, 1 + 3 * (most + chunk))  # a mean, the pending draws, and twice the possible draws
 
     def ask(self, count: int) -> tuple[tuple[str, int], ...]:
-        """The next (prompt, index) to try, each given once; fewer than `count` only when every prompt has `most`.
+        """Return the next (prompt, index) pairs, each once; fewer than `count` only if every prompt has `most`.
 
-        First every prompt gets `keep`, in turns, so that a budget cut short is spread evenly.
+        First every prompt gets `keep`, in turns, because a budget cut short is then spread evenly.
         """
         given: list[tuple[str, int]] = []
         while len(given) < count and (arm := self._shortest()):
@@ -140,13 +143,13 @@ class Planner:
         return tuple(given)
 
     def took(self, prompt: str, index: int) -> None:
-        """An earlier process asked for this candidate. In any order, beyond `most` too; twice is once."""
+        """Record an earlier process's candidate. Any order and index are allowed; a repeated call changes nothing."""
         if index < 0:
             raise ValueError(f"candidate {index} of {prompt!r} cannot be; indices count from 0")
         self._arm(prompt).asked.add(index)
 
     def tell(self, prompt: str, index: int, reward: float) -> None:
-        """The reward of a candidate, in any order. The first one holds; one that is not finite counts as tried only."""
+        """Record a candidate's reward, in any order. The first reward holds; a non-finite reward counts as tried."""
         arm = self._arm(prompt)
         if index not in arm.asked:
             raise ValueError(f"candidate {index} of {prompt!r} was not asked for; call took() for an earlier process's")
@@ -155,14 +158,14 @@ class Planner:
         arm.told.add(index)
 
     def kept_variance(self) -> dict[str, float]:
-        """By prompt, of what is known now; with fewer than `keep` rewards, of all of them, and 0 without any."""
+        """Return the known kept variance by prompt. Below `keep` rewards, all rewards count; without any, 0."""
         return {
             prompt: kept_variance(arm.rewards, min(self.keep, len(arm.rewards))) if arm.rewards else 0.0
             for prompt, arm in self._arms.items()
         }
 
     def beliefs(self) -> dict[str, Belief]:
-        """What a later planner takes as `priors`, by prompt; a prompt of which nothing is known is left out."""
+        """Return the `priors` for a later planner, by prompt. Prompts without any known reward are left out."""
         moments = {prompt: _moments(arm.rewards, **arm.prior) for prompt, arm in self._arms.items()}
         return {
             prompt: Belief(count=count, mean=mean, variance=squares / count)
@@ -176,12 +179,12 @@ class Planner:
         return self._arms[prompt]
 
     def _shortest(self) -> _Arm | None:
-        """Of the prompts that may get more, the one with fewest candidates; None if there is none."""
+        """Return the unfinished prompt with the fewest candidates, or None if every prompt has `most`."""
         arm = min(self._arms.values(), key=lambda arm: len(arm.asked), default=None)
         return arm if arm and len(arm.asked) < self.most else None
 
     def _best(self, count: int) -> list[tuple[str, int]]:
-        """Up to `count` candidates, each chunk where it is worth most; of equals the prompt with fewer, in order."""
+        """Return up to `count` candidates, each chunk for the largest gain; on a tie, the prompt with fewer wins."""
         arms = [arm for arm in self._arms.values() if len(arm.asked) < self.most]
         worth = self._worth(arms)
         gains = worth(range(len(arms)), 0, 1 + min(count // len(arms), self.most) // self.chunk)
@@ -189,7 +192,7 @@ class Planner:
             pulls, unknown = self._pulls(arms, gains, count)
             if not unknown:
                 return [arm.take() for arm, size in pulls for _ in range(size)]
-            for known in {len(gains[number]) for number in unknown}:  # they are looked at twice as far
+            for known in {len(gains[number]) for number in unknown}:  # double the look-ahead of these prompts
                 some = [number for number in unknown if len(gains[number]) == known]
                 for number, more in zip(some, worth(some, known, 2 * known), strict=True):
                     gains[number] += more
@@ -197,7 +200,7 @@ class Planner:
     def _pulls(
         self, arms: Sequence[_Arm], gains: Sequence[Sequence[float]], count: int
     ) -> tuple[list[tuple[_Arm, int]], list[int]]:
-        """Who gets how many candidates, in turns; and the arms whose known gains were not enough to say so."""
+        """Return the number of candidates per arm, in order, and the arms whose known gains were too few to decide."""
         pulls: list[tuple[_Arm, int]] = []
         used = [0] * len(arms)
         unknown = []
@@ -219,10 +222,10 @@ class Planner:
         return pulls, unknown
 
     def _worth(self, arms: Sequence[_Arm]) -> Callable[[Sequence[int], int, int], list[list[float]]]:
-        """What chunks `begin` to `end` of some of these prompts are worth [prompts, chunks], after their pending draws.
+        """Return a function for the gains of chunks `begin` to `end` [prompts, chunks], after pending draws.
 
-        In units of the largest kept variance there can be, a quarter of the squared range of the rewards so far. A
-        prompt with rewards that are not finite is worth less by the share of them.
+        The unit is the largest possible kept variance, a quarter of the squared range of the rewards until now. A
+        prompt with non-finite rewards is worth less by their share.
         """
         everything = set(chain.from_iterable(arm.rewards for arm in self._arms.values()))
         if not everything:
@@ -254,18 +257,18 @@ class Planner:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Seen:
-    """Of P prompts, with all rewards of the batch in [0, 1]."""
+    """The observations of P prompts, with all rewards of the batch scaled to [0, 1]."""
 
     keep: int
     rewards: list[list[float]]  # ascending
-    prior_count: Array  # [P], as the next two
+    prior_count: Array  # [P], like the next two fields
     prior_mean: Array
     prior_variance: Array
     pending: Counts  # [P]
 
 
 def _expectation(seen: _Seen, policy: Policy, strict: bool, draws: Array) -> Curves:
-    """The kept variance that a policy expects."""
+    """Return the kept variance expected by a policy."""
     if strict:
         high = np.array([float(sum(reward > 0.5 for reward in rewards)) for rewards in seen.rewards])
         low = np.array([float(len(rewards)) for rewards in seen.rewards]) - high
@@ -279,14 +282,14 @@ def _expectation(seen: _Seen, policy: Policy, strict: bool, draws: Array) -> Cur
     return _graded_curves(seen, _predicted(seen, draws) if policy == "bayes" else _resampled(seen, draws))
 
 
-# --- strict rewards: two values, told apart as 0 and 1
+# --- strict rewards: two values, coded as 0 and 1
 
 
 def _beta(seen: _Seen, high: Array, low: Array) -> tuple[Array, Array]:
-    """Parameters a, b [P] of each prompt's Beta posterior of the higher value.
+    """Return the parameters a, b [P] of each prompt's Beta posterior of the higher value.
 
-    The prior's mean is that of the batch, its strength a + b fits the spread of the prompts: with rho the correlation
-    of two rewards of a prompt, a + b = 1 / rho - 1 (method of moments for the Beta-binomial).
+    The prior's mean is the batch's mean. The prior's strength a + b fits the spread of the prompts: with rho the
+    correlation of two rewards of a prompt, a + b = 1 / rho - 1 (method of moments for the Beta-binomial).
     """
     ones = high + seen.prior_count * seen.prior_mean
     count = high + low + seen.prior_count
@@ -299,7 +302,7 @@ def _beta(seen: _Seen, high: Array, low: Array) -> tuple[Array, Array]:
 
 
 def _optimistic(high: Array, low: Array, a: Array, b: Array) -> tuple[Array, Array]:
-    """The posterior with the chance of the class that a prompt has fewer of at its upper quantile, of equal weight."""
+    """Return the posterior with the rarer class's chance raised to an upper quantile, at equal total weight."""
     rate = np.where(high <= low, a, b) / (a + b)
     upper = np.minimum(1.0, rate + UPPER_Z * np.sqrt(rate * (1 - rate) / (a + b + 1)))
     mean = np.where(high <= low, upper, 1 - upper)
@@ -307,12 +310,12 @@ def _optimistic(high: Array, low: Array, a: Array, b: Array) -> tuple[Array, Arr
 
 
 def _strict_curves(seen: _Seen, high: Array, low: Array, a: Array, b: Array) -> Curves:
-    """Exact: the number of ones among new draws is Beta-binomial, followed draw by draw as Polya's urn."""
+    """Return exact curves: the number of ones among new draws is Beta-binomial, computed as Polya's urn."""
 
     def curves(some: Counts, ahead: Counts) -> Array:
         at = seen.pending[some, None] + ahead
         ones = np.arange(at.max() + 1)
-        chance = np.zeros((len(ones), len(some), len(ones)))  # [draws, N, ones among them]
+        chance = np.zeros((len(ones), len(some), len(ones)))  # [draws, N, ones among the draws]
         chance[0, :, 0] = 1.0
         weight, total = a[some, None] + ones, (a + b)[some, None]
         for drawn in ones[:-1]:
@@ -328,7 +331,7 @@ def _strict_curves(seen: _Seen, high: Array, low: Array, a: Array, b: Array) -> 
 
 
 def _strict_upper_curves(seen: _Seen, high: Array, low: Array, a: Array, b: Array) -> Curves:
-    """Papers 6.4: headroom times the chance of the missing class among the draws; `a`, `b` are optimistic already."""
+    """Return the curves of papers 6.4: headroom times the missing class's chance. `a`, `b` are already optimistic."""
     never = 1 - np.where(high <= low, a, b) / (a + b)
     enough = np.array(float(seen.keep))
     headroom = _kept_strict(enough, enough, seen.keep) - _kept_strict(high, low, seen.keep)
@@ -341,7 +344,7 @@ def _strict_upper_curves(seen: _Seen, high: Array, low: Array, a: Array, b: Arra
 
 
 def _kept_strict(high: Array, low: Array, keep: int) -> Array:
-    """Kept variance of so many ones and zeros; with fewer than `keep` the missing ones count as the mean."""
+    """Return the kept variance of these counts of ones and zeros. Below `keep`, missing rewards count as the mean."""
     kept = np.minimum(high + low, keep)
     ones = np.clip(kept // 2, kept - low, high)
     variance: Array = ones * (kept - ones) / (np.maximum(kept, 1) * keep)
@@ -352,10 +355,10 @@ def _kept_strict(high: Array, low: Array, keep: int) -> Array:
 
 
 def _normal_inverse_gamma(seen: _Seen) -> tuple[Array, Array, Array]:
-    """Posterior of each prompt's mean and variance: mean, count, and the variance at its upper quantile, each [P].
+    """Return the posterior of each prompt: mean, count, and the variance at its upper quantile, each [P].
 
-    The variance prior has the pooled variance as its mean, and degrees of freedom 4 + 2 / d, where d, the squared
-    coefficient of variation of the prompts' variances, is what remains of the observed one beyond chance (moments).
+    The variance prior has the pooled variance as its mean, and degrees of freedom 4 + 2 / d. Here d is the squared
+    coefficient of variation of the prompts' variances, less the part expected by chance (moments).
     """
     visits = zip(seen.prior_count, seen.prior_mean, seen.prior_variance, strict=True)
     moments = [_moments(rewards, *visit) for rewards, visit in zip(seen.rewards, visits, strict=True)]
@@ -372,7 +375,7 @@ def _normal_inverse_gamma(seen: _Seen) -> tuple[Array, Array, Array]:
 
 
 def _predicted(seen: _Seen, draws: Array) -> Futures:
-    """Posterior predictive futures: one mean to a path, no reward outside the range of the batch."""
+    """Return posterior predictive futures: a mean per path, and no reward outside the range of the batch."""
     mean, count, variance = _normal_inverse_gamma(seen)
     deviation = np.sqrt(variance)[:, None]
     centre = mean[:, None] + deviation / np.sqrt(count[:, None]) * draws[:, 0]
@@ -385,7 +388,7 @@ def _predicted(seen: _Seen, draws: Array) -> Futures:
 
 
 def _resampled(seen: _Seen, draws: Array) -> Futures:
-    """Futures made of the rewards that each prompt has shown."""
+    """Return futures drawn from each prompt's own rewards."""
     shown = [np.array(rewards or [0.5]) for rewards in seen.rewards]
 
     def futures(some: Counts, number: int) -> Array:
@@ -397,7 +400,7 @@ def _resampled(seen: _Seen, draws: Array) -> Futures:
 
 
 def _graded_curves(seen: _Seen, futures: Futures) -> Curves:
-    """Mean over the futures. Of a prompt only the `keep` lowest and the `keep` highest rewards matter."""
+    """Return the mean over the futures. Only the `keep` lowest and the `keep` highest rewards of a prompt matter."""
     full = np.array([_ends(rewards, seen.keep) for rewards in seen.rewards]).swapaxes(0, 1)  # [2, P, keep]
     known = np.repeat(full[:, :, None], PATHS, axis=2)
     first = int(seen.pending.max())
@@ -419,9 +422,9 @@ def _graded_curves(seen: _Seen, futures: Futures) -> Curves:
 
 
 def _ends(rewards: list[float], keep: int) -> tuple[list[float], list[float]]:
-    """The `keep` lowest rewards, and the `keep` highest negated, both ascending.
+    """Return the `keep` lowest rewards, and the `keep` highest negated, both ascending.
 
-    If there are fewer, those that are missing are at the mean, where they add no variance.
+    Missing rewards are set to the mean, where they add no variance.
     """
     mean = sum(rewards) / len(rewards) if rewards else 0.5
     full = rewards if len(rewards) >= keep else sorted([*rewards, *[mean] * (keep - len(rewards))])
@@ -429,24 +432,24 @@ def _ends(rewards: list[float], keep: int) -> tuple[list[float], list[float]]:
 
 
 def _lowest(ends: Array, new: Array) -> Array:
-    """As many as there were, with new ones [.., draws] among them."""
+    """Return the lowest values after merging the new values [.., draws], as many as before."""
     return np.sort(np.concatenate([ends, new], axis=-1), axis=-1)[..., : ends.shape[-1]]
 
 
 def _kept_graded(ends: Array) -> Array:
-    """Largest variance of a prefix and a suffix that are `keep` together, from `_ends` [2, .., keep]."""
+    """Return the largest variance of a prefix plus a suffix of `keep` rewards together, from `_ends` [2, .., keep]."""
     keep = ends.shape[-1]
     first = np.tri(keep + 1, keep, -1)  # row i takes the first i
     taken, signed = (np.concatenate([first, sign * first[::-1]], axis=1) for sign in (1, -1))
     rewards = np.concatenate(tuple(ends), axis=-1)
-    columns = rewards.reshape(-1, 2 * keep).T  # one large product instead of many small ones
+    columns = rewards.reshape(-1, 2 * keep).T  # a single large product instead of many small products
     variance = taken @ columns**2 / keep - (signed @ columns / keep) ** 2
     best: Array = variance.max(axis=0).reshape(rewards.shape[:-1])
     return best
 
 
 def _graded_upper_curves(seen: _Seen) -> Curves:
-    """Papers 6.4: sigma^2 V(keep / candidates), the variance at an upper quantile of its posterior."""
+    """Return the curves of papers 6.4: sigma^2 V(keep / candidates), the variance at an upper posterior quantile."""
     _, _, variance = _normal_inverse_gamma(seen)
     candidates = np.array([len(rewards) for rewards in seen.rewards]) + seen.pending
 
@@ -461,7 +464,7 @@ def _graded_upper_curves(seen: _Seen) -> Curves:
 
 
 def _selected_variance(share: float) -> float:
-    """V: variance of the kept share of a standard normal, its two tails (papers 6.3)."""
+    """Return V: the variance of the kept share of a standard normal, its two tails (papers 6.3)."""
     z = _NORMAL.inv_cdf(1 - share / 2)
     return 1 + 2 * z * _NORMAL.pdf(z) / share
 
@@ -470,7 +473,7 @@ def _selected_variance(share: float) -> float:
 
 
 def _draws(seed: int, width: int) -> Array:
-    """Standard normal draws [PATHS, width]; each column has one draw in each of PATHS equal parts of the normal."""
+    """Return standard normal draws [PATHS, width]; each column has a draw in each of PATHS equal parts."""
     random = np.random.Generator(np.random.Philox(seed))
     part = random.permuted(np.tile(np.arange(PATHS)[:, None], (1, width)), axis=0) + random.random((PATHS, width))
     return np.array([[_NORMAL.inv_cdf(quantile) for quantile in path] for path in (part / PATHS).clip(1e-9, 1 - 1e-9)])
@@ -483,7 +486,7 @@ def _discounted(belief: Belief | None) -> Belief:
 
 
 def _moments(rewards: Sequence[float], count: float, mean: float, variance: float) -> tuple[float, float, float]:
-    """Count, mean and sum of squares about it, of these rewards together with a last visit."""
+    """Return count, mean and sum of squares about the mean, of these rewards together with the last visit's."""
     if not rewards:
         return count, mean, count * variance
     both = count + len(rewards)

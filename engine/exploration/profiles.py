@@ -1,11 +1,11 @@
-"""Which way of exploring pays most: a bandit over a few profiles (research notes papers 6.4, the outer bandit).
+"""Choice of the exploration profile: a bandit over a few profiles (research notes papers 6.4, the outer bandit).
 
-A cheap profile (bfloat16, fewer steps, a student scorer) tries more seeds but ranks them worse. A visit's value is what
-the monitor measured, rho^2 (V - 1), per GPU-second that exploring took. Values drift as the policy learns, so old
-visits count less and less: discounted Thompson sampling with a normal posterior (arXiv 2305.10718).
+A cheap profile (bfloat16, fewer steps, a student scorer) tries more seeds but ranks seeds worse. A visit's value is the
+monitor's measured rho^2 (V - 1), per GPU-second of exploration. Values drift as the policy learns, and old visits
+therefore lose weight: discounted Thompson sampling with a normal posterior (arXiv 2305.10718).
 
-Resolution is not part of a profile: at another one a seed draws other noise, and what survives of a ranking depends on
-the model, so it is left to the model family.
+Resolution is not part of a profile. At another resolution a seed draws other noise, and the remaining quality of the
+ranking depends on the model. The choice is therefore left to the model family.
 
 The promise: equal measurements give equal choices, after a restart too.
 """
@@ -19,31 +19,31 @@ from random import Random
 from typing import Any, Literal
 
 MOST_PROFILES = 6
-"""With more, the tenth of the visits that each gets would be forgotten before it says anything."""
+"""Limit of profiles. With more, each profile's tenth of the visits would be forgotten before giving any information."""
 DISCOUNT = 0.9
-"""Weight that a visit keeps with every later one: about ten visits count."""
+"""Weight kept by a visit at every later visit: about ten visits count."""
 PRIOR_NOISE = 0.3
-"""Assumed standard deviation of one visit's value, in units of the best mean, before values have shown theirs."""
+"""Assumed standard deviation of a visit's value, in units of the best mean, until values are measured."""
 PRIOR_VISITS = 2.0
-"""Visits that this assumption is worth."""
+"""Weight of the assumption, in visits."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Profile:
-    """A way to explore. Whatever it is, the chosen seeds are rolled out and scored in full before they are trained."""
+    """A way to explore. With every profile, the chosen seeds are rolled out and scored in full before training."""
 
     name: str
     dtype: Literal["float32", "bfloat16"]
     shape: int
-    """Pictures per forward pass."""
+    """Images per forward pass."""
     steps: int
-    """Denoising steps; with fewer than training takes, what the network foresees after them is judged."""
+    """Denoising steps. With fewer steps than training, the scored image is the network's prediction after the last."""
     scorer: Literal["reward", "student"]
-    """The reward itself, or a cheap model that imitates it."""
+    """The reward itself, or a cheap model that imitates the reward."""
 
 
 def visit_value(predicted_gain: float, gpu_seconds: float) -> float:
-    """rho^2 (V - 1) per GPU-second. `predicted_gain`: the ranking monitor's 1 + rho^2 (V - 1) of this visit alone."""
+    """Return rho^2 (V - 1) per GPU-second. `predicted_gain`: the monitor's 1 + rho^2 (V - 1) of this visit alone."""
     if not gpu_seconds > 0:
         raise ValueError(f"a visit took {gpu_seconds} GPU-seconds; record only visits that explored something")
     return (predicted_gain - 1) / gpu_seconds
@@ -51,7 +51,7 @@ def visit_value(predicted_gain: float, gpu_seconds: float) -> float:
 
 @dataclass(kw_only=True, slots=True)
 class _Arm:
-    """Discounted count, sum and sum of squares of the values; and how often it was chosen, which does not fade."""
+    """Discounted count, sum and sum of squares of the values, and the undiscounted number of choices."""
 
     weight: float = 0.0
     total: float = 0.0
@@ -64,12 +64,12 @@ class _Arm:
 
     @property
     def scatter(self) -> float:
-        """Sum of the squared deviations from the mean; a rounding error below 0 is 0."""
+        """Return the sum of the squared deviations from the mean. A rounding error below 0 becomes 0."""
         return max(0.0, self.squares - self.total * self.mean)
 
 
 class ProfileBandit:
-    """Chooses the profile of each explored batch. Its state goes into the checkpoint."""
+    """Chooses the profile of each explored batch. The state is part of the checkpoint."""
 
     def __init__(self, profiles: Sequence[Profile], *, run_seed: int, discount: float = DISCOUNT) -> None:
         names = [profile.name for profile in profiles]
@@ -90,9 +90,9 @@ class ProfileBandit:
         self._last: tuple[int, str] | None = None
 
     def choose(self, batch: int) -> Profile:
-        """The profile of this batch; asked again for the newest batch, the same.
+        """Return the profile of this batch. A repeated call for the newest batch returns the same profile.
 
-        A profile without a value yet comes first: the one chosen least often, in the order given. Then one draw per
+        A profile without a value comes first: the least chosen profile, in the given order. Otherwise, a draw per
         profile from a normal distribution around its mean decides.
         """
         if self._last is None or self._last[0] != batch:
@@ -103,10 +103,10 @@ class ProfileBandit:
         return self.profiles[self._last[1]]
 
     def record(self, name: str, value: float) -> None:
-        """What a visit with this profile was worth (`visit_value`), in the order that visits are measured.
+        """Record the value of a visit with this profile (`visit_value`), in the order of measurement.
 
-        A visit that could not be measured is not recorded; one that gave nothing is recorded as 0, or a profile that
-        always fails would be tried for ever. Raises ValueError for a value that is not finite or an unknown name.
+        Do not record an unmeasured visit. Record a visit without any gain as 0, because a profile that always fails
+        would otherwise be tried forever. Raises ValueError for a value that is not finite or an unknown name.
         """
         if name not in self._arms:
             raise ValueError(f"no exploration profile {name!r}; there are {', '.join(self._arms)}")
@@ -122,7 +122,7 @@ class ProfileBandit:
         arm.squares += value**2
 
     def to_dict(self) -> dict[str, Any]:
-        """What was learnt, as JSON values."""
+        """Return the learnt values as JSON values."""
         arms = {name: [arm.weight, arm.total, arm.squares, arm.chosen] for name, arm in self._arms.items()}
         return {"arms": arms, "last": None if self._last is None else list(self._last)}
 
@@ -130,7 +130,7 @@ class ProfileBandit:
     def from_dict(
         cls, raw: Mapping[str, Any], profiles: Sequence[Profile], *, run_seed: int, discount: float = DISCOUNT
     ) -> "ProfileBandit":
-        """Go on from `to_dict`. Raises ValueError if that is of other profiles."""
+        """Return the bandit stored by `to_dict`. Raises ValueError if the stored profiles differ."""
         bandit = cls(profiles, run_seed=run_seed, discount=discount)
         if list(raw["arms"]) != list(bandit._arms):
             raise ValueError(
@@ -147,11 +147,11 @@ class ProfileBandit:
         gauss = Random(int.from_bytes(digest, "little")).gauss
         noise = self._noise()
         drawn = {name: gauss(arm.mean, noise / math.sqrt(arm.weight)) for name, arm in self._arms.items()}
-        # While nothing has given anything, all draws are equal: in turns then.
+        # If no visit has any value, all draws are equal: take the profiles in turns.
         return max(drawn, key=lambda name: (drawn[name], -self._arms[name].chosen))
 
     def _noise(self) -> float:
-        """Standard deviation of one visit's value, pooled over the profiles."""
+        """Return the standard deviation of a visit's value, pooled over the profiles."""
         assumed = PRIOR_NOISE * max(abs(arm.mean) for arm in self._arms.values())
         scatter = sum(arm.scatter for arm in self._arms.values())
         weight = sum(arm.weight for arm in self._arms.values())

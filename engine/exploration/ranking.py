@@ -1,24 +1,25 @@
-"""The ranking monitor: do stale rewards still tell which seeds will differ under the new weights?
+"""The ranking monitor: measure how well stale rewards predict the seeds that differ under the new weights.
 
-Exploration keeps the seeds whose *stale* rewards (weights v) differ most, and trains them with *fresh* ones (v + 1).
-Among the trained seeds alone their correlation is biased, because extremes were selected (range restriction): too high,
-unless it is nearly 1. So a random control slice of the unselected seeds is rolled out afresh too, and stands for them:
+Exploration keeps the seeds whose *stale* rewards (weights v) differ most, and trains the kept seeds with *fresh*
+rewards (v + 1). The correlation among the trained seeds alone is biased, because extremes were selected (range
+restriction): the value is too high, unless the correlation is nearly 1. A random control slice of the unselected seeds
+is therefore rolled out afresh too, and represents the unselected seeds:
 
-- A trained seed has weight 1. The m controls are a simple random sample of the batch's U unselected seeds, so one, two
-  or three of them stand for U/m, U(U-1)/(m(m-1)), U(U-1)(U-2)/(m(m-1)(m-2)) such sets: the inverse of the probability
-  that all are drawn (Horvitz and Thompson 1952, JASA 47:663). Every sum below runs over seeds, pairs or triples of one
-  prompt, so its expectation is exactly the sum over all candidates.
-- Spearman: with a_i the centred mid-rank of a stale reward (known for every candidate) and b_i of a fresh one,
-  b_i = sum_j sgn(y_i - y_j) / 2. Hence sum_i a_i b_i = sum_{i<j} (a_i - a_j) sgn(y_i - y_j) / 2, a sum over pairs, of
-  which the same with x for y gives sum_i a_i^2. And sum_i b_i^2 = (n^3 - sum_ties t^3) / 12
-  = (pairs + triples that are not all equal) / 2. Mid-ranks follow from weighted pairs; no rank is guessed from few
-  controls, whose error would not average out over prompts.
+- A trained seed has weight 1. The m controls are a simple random sample of the batch's U unselected seeds. A set of
+  one, two or three controls represents U/m, U(U-1)/(m(m-1)), U(U-1)(U-2)/(m(m-1)(m-2)) sets: the inverse of the
+  probability to draw the set (Horvitz and Thompson 1952, JASA 47:663). Every sum below runs over seeds, pairs or
+  triples of a prompt, and the expectation of the sum is exactly the sum over all candidates.
+- Spearman: with a_i the centred mid-rank of a stale reward (known for every candidate) and b_i of a fresh reward,
+  b_i = sum_j sgn(y_i - y_j) / 2. Hence sum_i a_i b_i = sum_{i<j} (a_i - a_j) sgn(y_i - y_j) / 2, a sum over pairs. The
+  same formula with x for y gives sum_i a_i^2. And sum_i b_i^2 = (n^3 - sum_ties t^3) / 12
+  = (pairs + triples that are not all equal) / 2. Mid-ranks follow from weighted pairs. No rank is guessed from few
+  controls, because the error of a guess would not average out over prompts.
 - Kendall's tau-b: concordant minus discordant pairs over the root of the pairs not tied on either side.
 
-Sums are added over the prompts (every candidate weighs the same), then divided: a within-prompt correlation. Prompts
-that are all equal on either side, as far as known, tell nothing and are left out; where high rewards are rare this
-leaves out a few too many, which errs towards exploring. The interval is a jackknife over prompts on Fisher's scale,
-because pairs of one prompt are not independent.
+Sums are added over the prompts (every candidate has equal weight), then divided: a within-prompt correlation. Prompts
+with equal known rewards on either side carry no information and are left out. If high rewards are rare, a few
+prompts too many are left out, and the error favours exploring. The interval is a jackknife over prompts on Fisher's
+scale, because pairs of a prompt are not independent.
 
 The promise: equal results give equal verdicts, and without controls exploration is never switched off.
 """
@@ -36,22 +37,22 @@ from numpy.typing import NDArray
 from engine.exploration.value import variance_gain
 
 WORTH = 0.1
-"""Exploration stops where rho^2 (V - 1) is surely below this (research notes papers 6.3)."""
+"""Exploration stops if rho^2 (V - 1) is surely below this value (research notes papers 6.3)."""
 MEASURE_BATCHES = 3
-"""Batches with control results that a verdict needs: so long is exploration tried again after it was switched off."""
+"""Batches with control results needed for a verdict. A new trial after a pause lasts as many batches."""
 LEAST_CONTROLS = 3
-"""Controls of a batch from which its unselected triples can be counted; fewer do if they are all there are."""
+"""Fewest controls of a batch to count its unselected triples. Fewer are enough if no further unselected seed exists."""
 LEAST_PROMPTS = 6
-"""With fewer prompts a jackknife says too little about its own error: the interval is then [-1, 1]."""
+"""Fewest prompts for an interval: with fewer, a jackknife misjudges its own error, and the interval is [-1, 1]."""
 ALMOST_ONE = 1 - 1e-9
-"""Fisher's scale has no 1."""
+"""Upper limit of a correlation, because Fisher's scale is infinite at 1."""
 
 Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scored:
-    """One picture's reward, and what it was made with."""
+    """The reward of an image, with the weight version and the sampler."""
 
     prompt: str
     seed: int
@@ -63,30 +64,30 @@ class Scored:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Visit:
-    """One prompt of a batch: rewards by seed. Rewards that are not finite take their seed out."""
+    """A prompt of a batch: rewards by seed. A non-finite reward excludes its seed."""
 
     prompt: str
     stale: Mapping[int, float]
-    """Of every explored candidate."""
+    """Rewards of every explored candidate."""
     fresh: Mapping[int, float]
-    """Of the selected seeds. Those that were not explored count for nothing here."""
+    """Rewards of the selected seeds. Unexplored seeds are ignored here."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankingRules:
-    """How far back the monitor looks, when it tries again and what it refuses."""
+    """The monitor's window, retry interval and staleness limit."""
 
     window: int = 8
-    """Explored batches that are looked at together."""
+    """Explored batches evaluated together."""
     retry_after: int = 8
-    """Batches without exploration, before it is tried again."""
+    """Batches without exploration before the next trial."""
     max_staleness: int = 1
-    """Candidates may be this many weight versions older than what the batch is trained with."""
+    """Weight versions by which a candidate may be older than the weights that train the batch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankingReport:
-    """How well stale rewards rank the seeds of a prompt, and what selecting by them gained. None: nothing known yet."""
+    """Quality of the stale ranking within prompts, and the gain of selecting by stale rewards. None: not known yet."""
 
     spearman: float | None
     kendall: float | None
@@ -94,34 +95,34 @@ class RankingReport:
     high: float
     """95 % interval of Spearman."""
     corrected: bool
-    """For range restriction. If not, the correlations are those of the trained seeds alone, mostly too high."""
+    """True if corrected for range restriction. False: the correlations of the trained seeds alone, mostly too high."""
     batches: int
     prompts: int
     """Different prompts with a difference on both sides."""
     left_out: int
-    """Visits of prompts whose rewards are all equal on a side, as far as known."""
+    """Visits of prompts with equal known rewards on a side."""
     pairs: int
     """Seeds with a stale and a fresh reward."""
     selection_gain: float | None
-    """V: variance of the stale rewards of the selected seeds over that of all candidates."""
+    """V: variance of the stale rewards of the selected seeds over the variance of all candidates."""
     predicted_gain: float | None
     """1 + rho^2 (V - 1), rho being `spearman`."""
     realised_gain: float | None
-    """Variance of the fresh rewards of the selected over that of all candidates, estimated; None without controls."""
+    """Estimated variance of the fresh rewards of the selected seeds over the variance of all; None without controls."""
     refused_stale: int
     refused_sampler: int
-    """Results refused since the run began: made with weights too old, or with another sampler."""
+    """Results refused since the start of the run: weights too old, or another sampler."""
 
     @property
     def most_that_selection_adds(self) -> float:
-        """rho^2 (V - 1) at the end of the interval that is farther from 0; infinite while nothing is known."""
+        """Return rho^2 (V - 1) at the end of the interval farther from 0, or infinity if nothing is known."""
         if self.selection_gain is None:
             return math.inf
         return max(self.low**2, self.high**2) * (self.selection_gain - 1)
 
 
 class RankingMonitor:
-    """Says how good the stale ranking is and whether a batch should explore. Its state goes into the checkpoint."""
+    """Measures the stale ranking and decides which batches explore. The state is part of the checkpoint."""
 
     def __init__(self, rules: RankingRules = RankingRules()) -> None:
         self.rules = rules
@@ -130,10 +131,10 @@ class RankingMonitor:
         self._refused = {"stale": 0, "sampler": 0}
 
     def admit(self, results: Iterable[Scored], *, version: int, sampler: str) -> dict[tuple[str, int], float]:
-        """Stale rewards by (prompt, seed) that may choose the seeds of a batch; the others are refused and counted.
+        """Return the stale rewards by (prompt, seed) that may choose the seeds of a batch.
 
-        `version`: what the batch is trained with; `sampler`: what its candidates were asked for with. A reward that is
-        not finite is left out.
+        `version`: the weights that train the batch. `sampler`: the sampler requested for the candidates. Results of
+        another sampler, or with too old weights, are refused and counted. Non-finite rewards are left out.
         """
         admitted = {}
         for result in results:
@@ -146,13 +147,13 @@ class RankingMonitor:
         return admitted
 
     def add(self, batch: int, visits: Sequence[Visit], *, version: int, sampler: str) -> None:
-        """What an explored batch was chosen from and trained with. The same batch again replaces what was said of it.
+        """Record the candidates of an explored batch and the fresh rewards of its trained seeds.
 
-        A batch that left no candidate unselected chose nothing, and says nothing about choosing.
-        `version`, `sampler`: of the fresh rollouts; its control results must have the same.
+        A repeated batch replaces its earlier record. A batch without unselected candidates made no choice and is not
+        recorded. `version`, `sampler`: of the fresh rollouts; the batch's control results must have the same.
         """
         if self._off is not None and batch >= self._off.stop:
-            # What was measured before the pause is old by now: the new trial decides alone.
+            # Measurements from before the pause are outdated: the new trial decides alone.
             self._batches, self._off = {}, None
         self._batches.pop(batch, None)
         known = tuple(KnownVisit.of(visit) for visit in visits)
@@ -163,9 +164,9 @@ class RankingMonitor:
         self._judge()
 
     def add_control(self, batch: int, results: Iterable[Scored]) -> None:
-        """Fresh rewards of a batch's control slice: all at once or in parts, and again if in doubt.
+        """Record fresh rewards of a batch's control slice: all at once or in parts. Repeats are allowed.
 
-        A batch that the window has left is ignored. Results of another version or sampler are refused and counted.
+        A batch outside the window is ignored. Results of another version or sampler are refused and counted.
         Raises ValueError for a seed that is not an unselected candidate of the batch.
         """
         if batch not in self._batches:
@@ -186,9 +187,10 @@ class RankingMonitor:
         self._judge()
 
     def report(self, only: Collection[int] | None = None) -> RankingReport:
-        """Figures over the window, or over those of its batches that are in `only` (say, of one profile).
+        """Return figures over the window, or over the window's batches in `only` (for example a profile's batches).
 
-        Corrected if any of these batches has enough control results; then the others are left out.
+        The figures are corrected if any of these batches has enough control results; batches without enough are then
+        left out.
         """
         chosen = [self._batches[batch] for batch in sorted(self._batches) if only is None or batch in only]
         corrected = any(batch.is_represented for batch in chosen)
@@ -226,11 +228,11 @@ class RankingMonitor:
         )
 
     def explores(self, batch: int) -> bool:
-        """Whether candidates of this batch are worth trying."""
+        """Return True if candidates of this batch are worth trying."""
         return self._off is None or batch not in self._off
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything but the rules, as JSON values."""
+        """Return the state as JSON values, without the rules."""
         batches = [
             {
                 "batch": batch,
@@ -256,7 +258,7 @@ class RankingMonitor:
         return monitor
 
     def _judge(self) -> None:
-        """Switch exploration off where even the better end of the interval is not worth its GPU time."""
+        """Switch exploration off if even the better end of the interval is not worth its GPU time."""
         if self._off is not None or sum(known.is_represented for known in self._batches.values()) < MEASURE_BATCHES:
             return
         if self.report().most_that_selection_adds < WORTH:
@@ -264,13 +266,13 @@ class RankingMonitor:
             self._off = range(first, first + self.rules.retry_after)
 
 
-# --- what is known of a batch -----------------------------------------------------------------------
+# --- observations of a batch ------------------------------------------------------------------------
 
 
 class Sums(NamedTuple):
-    """What the figures are made of: sums over seeds, pairs and triples, of one prompt or of many; each an [...] array.
+    """The sums behind the figures: over seeds, pairs and triples, of a prompt or of many; each an [...] array.
 
-    Of ranks and pairs divided so that every candidate weighs the same; of variances one for each visit.
+    Sums of ranks and pairs are divided to give every candidate equal weight. Variances have a term per visit.
     """
 
     agreement: Array
@@ -328,10 +330,10 @@ class KnownVisit:
         return replace(self, control=dict(sorted({**self.control, **finite}.items())))
 
     def sums(self, weights: Array | None) -> Array | None:
-        """[12] as in `Sums`, or None if the known rewards are all equal on a side.
+        """Return [12] as in `Sums`, or None if the known rewards are all equal on a side.
 
-        `weights` [4]: how many sets of 0 to 3 unselected seeds a set of controls stands for (`set_weights`). None: of
-        the selected alone, as if they were all candidates.
+        `weights` [4]: the number of sets of 0 to 3 unselected seeds represented by a set of controls (`set_weights`).
+        None: use the selected seeds alone, as if no other candidate existed.
         """
         control = self.control if weights is not None else {}
         among = self.stale if weights is not None else {seed: self.stale[seed] for seed in self.selected}
@@ -366,7 +368,7 @@ class KnownVisit:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Rewards as [seed, reward], because a key of a JSON object is text."""
+        """Return JSON values. Rewards are [seed, reward] pairs, because a key of a JSON object is text."""
         parts = {"stale": self.stale, "selected": self.selected, "control": self.control}
         return {"prompt": self.prompt, **{name: [list(item) for item in part.items()] for name, part in parts.items()}}
 
@@ -384,7 +386,7 @@ class ExploredBatch:
 
     @property
     def is_represented(self) -> bool:
-        """Whether its controls can stand for all of its unselected candidates."""
+        """Return True if the batch has enough controls to represent all of its unselected candidates."""
         unselected, control = self._counts()
         return control >= min(LEAST_CONTROLS, unselected)
 
@@ -396,11 +398,11 @@ class ExploredBatch:
         return sum(visit.unselected for visit in self.visits), sum(len(visit.control) for visit in self.visits)
 
 
-# --- the figures -----------------------------------------------------------------------------------
+# --- figures ---------------------------------------------------------------------------------------
 
 
 def set_weights(unselected: int, control: int) -> Array:
-    """[4]: how many sets of 0, 1, 2, 3 unselected seeds a drawn set stands for: 1 / the probability to draw it."""
+    """Return [4]: the number of sets of 0 to 3 unselected seeds per drawn set: 1 / the probability to draw the set."""
     weights = [1.0]
     for drawn in range(3):
         weights.append(weights[-1] * (unselected - drawn) / (control - drawn) if drawn < control else 0.0)
@@ -408,13 +410,13 @@ def set_weights(unselected: int, control: int) -> Array:
 
 
 def squared_ranks(values: Array, is_control: NDArray[np.int_], weights: Array) -> float:
-    """Estimated sum of the squared centred mid-ranks: half of the pairs and triples that are not all equal.
+    """Return the estimated sum of the squared centred mid-ranks: half of the pairs and triples that are not all equal.
 
     values [known]; is_control [known], 0 or 1; weights [4] (`set_weights`).
     """
 
     def sets(size: int, selected: int, control: int) -> float:
-        """Estimated sets of so many candidates."""
+        """Return the estimated number of sets with `size` candidates."""
         return sum(
             math.comb(selected, size - drawn) * math.comb(control, drawn) * float(weights[drawn])
             for drawn in range(size + 1)
@@ -431,25 +433,25 @@ def squared_ranks(values: Array, is_control: NDArray[np.int_], weights: Array) -
 
 
 def spearman(sums: Sums) -> Array:
-    """Rank correlation within prompts, [...] as the sums.
+    """Return the rank correlation within prompts, [...] as the sums.
 
-    `spread` and `stale_ranks` are known exactly, but are estimated from the same seeds as what they are compared with:
-    how many controls a prompt happened to get cancels out, and a perfect ranking gives exactly 1.
+    `spread` and `stale_ranks` are known exactly. The function estimates both from the same seeds as the compared sums:
+    a prompt's random number of controls then cancels out, and a perfect ranking gives exactly 1.
     """
     ratio = sums.agreement / sums.spread * np.sqrt(sums.stale_ranks / sums.fresh_ranks)
     return np.asarray(np.clip(ratio, -1, 1))
 
 
 def kendall(sums: Sums) -> Array:
-    """Kendall's tau-b within prompts, [...] as the sums."""
+    """Return Kendall's tau-b within prompts, [...] as the sums."""
     return np.asarray(np.clip(sums.concordance / np.sqrt(sums.stale_untied * sums.fresh_untied), -1, 1))
 
 
 def interval(of_prompts: Array) -> tuple[float, float]:
-    """95 % interval of Spearman: a jackknife over prompts on Fisher's scale, with Student's quantile.
+    """Return the 95 % interval of Spearman: a jackknife over prompts on Fisher's scale, with Student's quantile.
 
-    Simulated with normal rewards and an eighth as controls: it holds the truth in 92 to 95 of 100 cases from three
-    batches of 12 prompts on, in 85 to 91 for a single batch, whose dozen controls are too few.
+    Simulated with normal rewards and an eighth as controls: from three batches of 12 prompts on, the interval contains
+    the truth in 92 to 95 of 100 cases; for a single batch, whose dozen controls are too few, in 85 to 91.
 
     of_prompts  [prompts, 12]  `Sums` of each
     """
@@ -468,7 +470,7 @@ def interval(of_prompts: Array) -> tuple[float, float]:
 
 
 def student_quantile(probability: float, freedom: int) -> float:
-    """Quantile of Student's t: Abramowitz and Stegun 26.7.5, within 0.3 % of it from 5 degrees of freedom on."""
+    """Return a quantile of Student's t: Abramowitz and Stegun 26.7.5, within 0.3 % from 5 degrees of freedom on."""
     z = NormalDist().inv_cdf(probability)
     first = (z**3 + z) / 4
     second = (5 * z**5 + 16 * z**3 + 3 * z) / 96

@@ -1,10 +1,10 @@
-"""Which of the explored seeds are trained: the subset whose rewards differ most; and which others are checked.
+"""Selection of explored seeds: the subset to train, with the largest reward variance, and the control seeds.
 
-A group's gradient vanishes where its rewards agree, so the kept seeds are those of largest reward variance. The best
-subset of a given size is always a prefix plus a suffix of the sorted rewards (research notes rl 1.2), which leaves
-keep + 1 candidates to compare. So the gradient is that of a selected sample, and no weight makes it one of all seeds:
-extremes count for more than they would in a random group. Pure: equal rewards in equal order give equal choices on
-every machine.
+A group's gradient vanishes if its rewards agree, and the kept seeds are therefore the seeds with the largest reward
+variance. The best subset of a given size is always a prefix plus a suffix of the sorted rewards (research notes rl
+1.2), which leaves keep + 1 candidates to compare. The gradient is the gradient of a selected sample, and no weight
+turns a selected sample into a sample of all seeds: extremes count for more than in a random group. Pure: equal rewards
+in equal order give equal choices on every machine.
 """
 
 import json
@@ -16,11 +16,14 @@ from math import floor, isfinite
 from engine.rollout.request import Group, Stream, seed_of
 
 _TIE = 1e-12
-"""Relative difference of variances below which two candidates are equal; the one with more high rewards is kept."""
+"""Relative difference below which two variances count as equal; the subset with more high rewards is then kept."""
 
 
 def max_variance_subset(rewards: Sequence[float], keep: int) -> tuple[int, ...]:
-    """Indices, ascending, of the `keep` rewards whose variance is largest. Equal rewards: the lower index first."""
+    """Return the ascending indices of the `keep` rewards with the largest variance.
+
+    For equal rewards, the lower index wins.
+    """
     if not 1 <= keep <= len(rewards):
         raise ValueError(f"asked to keep {keep} of {len(rewards)} rewards; explore at least as many seeds as are kept")
     if not all(isfinite(reward) for reward in rewards):
@@ -33,7 +36,7 @@ def max_variance_subset(rewards: Sequence[float], keep: int) -> tuple[int, ...]:
 
 
 def variance(values: Sequence[float]) -> float:
-    """Population variance; 0 for fewer than two values."""
+    """Return the population variance. 0 for fewer than two values."""
     if not values:
         return 0.0
     mean = sum(values) / len(values)
@@ -41,18 +44,19 @@ def variance(values: Sequence[float]) -> float:
 
 
 def kept_variance(rewards: Sequence[float], keep: int) -> float:
-    """Variance of the rewards that would be kept: what one more explored seed may increase."""
+    """Return the variance of the rewards to keep. An additional explored seed may increase the value."""
     return variance([rewards[index] for index in max_variance_subset(rewards, keep)])
 
 
 def control_slice(
     unselected: Sequence[tuple[str, int]], fraction: float, *, run_seed: int, batch: int
 ) -> tuple[tuple[str, int], ...]:
-    """The unselected (prompt, seed) of a batch that are rolled out afresh as well, and never trained.
+    """Return the control slice: unselected (prompt, seed) of a batch to roll out afresh and never train.
 
-    A simple random sample without replacement of the share `fraction`, rounded to nearest, at least one: those whose
-    blake2b of (run seed, batch, prompt, seed) is smallest, so the order of `unselected` does not matter. Ascending by
-    that number, so that what is finished when spot goes is a random sample too. ValueError for a share outside 0 to 1.
+    The slice is a simple random sample without replacement of the share `fraction`, rounded to nearest, at least one.
+    The slice has the smallest blake2b of (run seed, batch, prompt, seed), and the order of `unselected` therefore does
+    not matter. The result is ascending by the hash: the part finished before a loss of spot capacity is then a random
+    sample too. Raises ValueError for a share outside 0 to 1.
     """
     if not 0 <= fraction <= 1:
         raise ValueError(f"a control slice of {fraction} of the unselected seeds; use a share from 0 to 1, e.g. 0.125")
@@ -67,7 +71,7 @@ def control_slice(
 
 
 def first_seeds(prompts: Sequence[str], count: int, *, run_seed: int, batch: int) -> tuple[Group, ...]:
-    """Every prompt with its first so many candidates: a batch that chooses nothing, or chooses later."""
+    """Return every prompt with its first `count` candidates: for a batch without choice, or with a later choice."""
     return tuple(
         Group(
             prompt=prompt,
@@ -80,9 +84,9 @@ def first_seeds(prompts: Sequence[str], count: int, *, run_seed: int, batch: int
 def choose_groups(
     prompts: Sequence[str], explored: Mapping[tuple[str, int], float], *, run_seed: int, batch: int, keep: int
 ) -> tuple[Group, ...]:
-    """The groups that a batch will train: per prompt the explored seeds of largest reward variance.
+    """Return the groups to train in a batch: per prompt, the explored seeds with the largest reward variance.
 
-    `explored` maps (prompt, seed) to a reward; one that is not finite does not count. A prompt with fewer than `keep`
+    `explored` maps (prompt, seed) to a reward; a non-finite reward does not count. A prompt with fewer than `keep`
     results is filled up with its first seeds, in order.
     """
     by_prompt: dict[str, dict[int, float]] = {prompt: {} for prompt in prompts}
@@ -104,8 +108,8 @@ def _choose(prompt: str, found: Mapping[int, float], run_seed: int, batch: int, 
 
 
 def _best_prefix(ascending: Sequence[float], keep: int) -> int:
-    """How many of the `keep` are taken from the low end, by prefix sums over the centred rewards."""
-    # Centred first, or the difference of two large sums would drown a small variance.
+    """Return the number of rewards to keep from the low end, by prefix sums over the centred rewards."""
+    # Centre first: the difference of two large sums would drown a small variance.
     centre = sum(ascending) / len(ascending)
     centred = [value - centre for value in ascending]
     sums = [0.0, *accumulate(centred)]

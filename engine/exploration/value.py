@@ -1,8 +1,8 @@
-"""What exploration is expected to add, and when spot GPUs pay (research notes papers 6.2 and 6.3). Closed forms.
+"""Expected value of exploration, and when spot GPUs pay (research notes papers 6.2 and 6.3). Closed forms.
 
-Exploration costs no time, because it runs while the trainer trains; it costs the spot GPUs. They also take part of the
-rollout work, which alone rarely pays for them: what must pay is that fewer iterations are needed. These are
-expectations from assumed figures; what a run really gains is measured by `engine.exploration.ranking`.
+Exploration costs no time, because candidates run while the trainer trains; the cost is the spot GPUs. Spot GPUs also
+take part of the rollout work. Rollout work alone rarely pays for the spot GPUs: fewer iterations must pay. The results
+are expectations from assumed figures; `engine.exploration.ranking` measures the real gain of a run.
 """
 
 from dataclasses import dataclass
@@ -11,15 +11,15 @@ from statistics import NormalDist
 from typing import Literal
 
 ASSUMED_RHO = 0.7
-"""Correlation of stale with fresh rewards while none is measured: below the 0.87 to 0.97 that was measured one version
-stale on `digits-ocr`, above the 0.52 of six versions (research notes rl 4.3)."""
+"""Correlation of stale with fresh rewards before any measurement: below the 0.87 to 0.97 measured one version stale on
+`digits-ocr`, above the 0.52 of six versions (research notes rl 4.3)."""
 
 
 def selection_gain(kept_share: float) -> float:
-    """V(f): variance of the kept rewards over that of all, when the share f is kept, half from each end.
+    """Return V(f): variance of the kept rewards over the variance of all, if the share f is kept, half from each end.
 
     V(f) = 1 + 2 z phi(z) / f with z = Phi^-1(1 - f / 2): a normal distribution cut at both ends (papers 6.3).
-    1 when all are kept; rises without limit as f falls. Raises ValueError for a share of 0 or less.
+    V is 1 if all are kept, and rises without limit as f falls. Raises ValueError for a share of 0 or less.
     """
     if not kept_share > 0:
         raise ValueError(f"a share of {kept_share} of the candidates is kept; keep more than none")
@@ -31,51 +31,52 @@ def selection_gain(kept_share: float) -> float:
 
 
 def variance_gain(rho: float, selection: float) -> float:
-    """Expected variance of the *fresh* rewards of the kept seeds, relative to a random choice: 1 + rho^2 (V - 1).
+    """Return the expected variance of the kept seeds' *fresh* rewards, relative to a random choice: 1 + rho^2 (V - 1).
 
     `rho`: correlation of stale with fresh rewards among all candidates; `selection`: V of the stale rewards. If fresh
-    follows stale in a line, the share rho^2 of its variance grows with V and the rest stays (papers 6.3).
+    rewards depend linearly on stale rewards, the share rho^2 of their variance grows with V and the rest stays (papers
+    6.3).
     """
     return 1 + rho**2 * (selection - 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IterationCost:
-    """One iteration of a run without spot, and what a candidate costs. Measured in a run, or assumed by a plan."""
+    """The cost of an iteration without spot, and of a candidate. Measured in a run, or assumed by a plan."""
 
     prompts: int
     images_per_prompt: int
-    """Pictures of a prompt that are trained."""
+    """Trained images per prompt."""
     reserved_gpus: int
-    """On-demand GPUs; they train, and take part in rollouts."""
+    """On-demand GPUs. On-demand GPUs train and take part in rollouts."""
     rollout_gpu_seconds: float
-    """GPU-seconds of one trained picture, scoring included."""
+    """GPU-seconds of a trained image, scoring included."""
     candidate_gpu_seconds: float
-    """GPU-seconds of one explored candidate, scoring included; less than a rollout's with fewer steps or bfloat16."""
+    """GPU-seconds of an explored candidate, scoring included; less than a rollout's with fewer steps or bfloat16."""
     train_seconds: float
     sync_seconds: float = 0.0
-    """Until spot workers hold the new weights."""
+    """Seconds until spot workers have the new weights."""
     guard_seconds: float = 0.0
-    """Exploration ends this long before the trainer is expected to be done."""
+    """Exploration ends this many seconds before the trainer's expected end."""
     max_candidates: int | None = None
-    """Most candidates of a batch, whatever time there is."""
+    """Limit of candidates per batch, whatever the time."""
 
 
 def candidates_that_fit(cost: IterationCost, spot_gpus: int) -> int:
-    """Candidates that spot GPUs finish while the trainer trains: E of papers 6.2."""
+    """Return the candidates finished by spot GPUs while the trainer trains: E of papers 6.2."""
     seconds = max(0.0, cost.train_seconds - cost.guard_seconds - cost.sync_seconds)
     fit = floor(spot_gpus * seconds / cost.candidate_gpu_seconds)
     return fit if cost.max_candidates is None else min(fit, cost.max_candidates)
 
 
 def iteration_seconds(cost: IterationCost, spot_gpus: int) -> float:
-    """T of papers 6.2: rollouts on all GPUs, then training, then the new weights go out to spot, if there is any."""
+    """Return T of papers 6.2: rollouts on all GPUs, then training, then the weight transfer to spot GPUs, if any."""
     rollout = cost.prompts * cost.images_per_prompt * cost.rollout_gpu_seconds / (cost.reserved_gpus + spot_gpus)
     return rollout + cost.train_seconds + (cost.sync_seconds if spot_gpus else 0.0)
 
 
 def relative_cost(cost: IterationCost, spot_gpus: int, spot_discount: float) -> float:
-    """c of papers 6.2: dollars of one iteration, relative to the reserved GPUs alone. Above 1, spot costs extra.
+    """Return c of papers 6.2: dollars per iteration, relative to the reserved GPUs alone. Above 1, spot costs extra.
 
     `spot_discount`: 1 - spot price / on-demand price of a GPU.
     """
@@ -84,26 +85,26 @@ def relative_cost(cost: IterationCost, spot_gpus: int, spot_discount: float) -> 
 
 
 def spot_pays(iterations_ratio: float, cost_ratio: float) -> bool:
-    """Whether the run as a whole gets cheaper: iterations_ratio < 1 / c.
+    """Return True if the run as a whole gets cheaper: iterations_ratio < 1 / c.
 
-    `iterations_ratio`: iterations to the target with exploration over those without.
+    `iterations_ratio`: iterations to the target with exploration over the iterations without.
     """
     return iterations_ratio < 1 / cost_ratio
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpectedExploration:
-    """What exploration is expected to add to each iteration. An expectation: `basis` says where rho comes from."""
+    """The expected gain of exploration per iteration. `basis` names the source of rho."""
 
     candidates_per_prompt: int
-    """0 if no more fit than are trained: then nothing is explored and every gain is 1."""
+    """0 if no more candidates fit than are trained: then no seed is explored and every gain is 1."""
     selection_gain: float
     rho: float
     basis: Literal["assumed", "measured"]
     variance_gain: float
     """Variance of the trained rewards relative to a random choice of seeds."""
     spot_idle_share: float | None
-    """Share of an iteration that spot GPUs would idle without exploration; None without spot."""
+    """Share of an iteration in which spot GPUs would be idle without exploration; None without spot."""
     relative_cost: float
     pays_below: float
     """1 / relative_cost: spot pays if exploration cuts the iterations to less than this share."""
@@ -117,7 +118,7 @@ def expected_exploration(
     rho: float = ASSUMED_RHO,
     basis: Literal["assumed", "measured"] = "assumed",
 ) -> ExpectedExploration:
-    """What `spot_gpus` would explore, and what that is worth if stale and fresh rewards correlate by `rho`."""
+    """Return the exploration by `spot_gpus` and its value, if stale and fresh rewards correlate by `rho`."""
     each = candidates_that_fit(cost, spot_gpus) // cost.prompts
     fits = each > cost.images_per_prompt
     selection = selection_gain(cost.images_per_prompt / each) if fits else 1.0

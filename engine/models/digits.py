@@ -1,10 +1,11 @@
 """digits-ocr: a 1.4 M-parameter Qwen-Image that writes the four digits of its prompt.
 
-The embedded default model. It is a `QwenImageTransformer2DModel` like the big one, in pixel space instead of behind a
-VAE: 12 x 32 grey pictures are cut into 4 x 4 patches, 3 x 8 = 24 tokens beside 4 text tokens. Heads, picture tokens
-and text tokens are all divisible by 4, so sequence parallelism of degree 1, 2 and 4 runs on it as on its big sister.
+The embedded default model. The model is a `QwenImageTransformer2DModel` like the large Qwen-Image, in pixel space
+instead of behind a VAE: 12 x 32 grey images are cut into 4 x 4 patches, 3 x 8 = 24 tokens beside 4 text tokens. Heads,
+image tokens and text tokens are all divisible by 4. Sequence parallelism of degrees 1, 2 and 4 therefore runs like on
+the large model.
 
-The promise: text is encoded byte by byte with frozen embeddings, so a prompt alone decides its conditioning.
+The promise: text is encoded byte by byte with frozen embeddings, and the conditioning depends on the prompt alone.
 """
 
 import random
@@ -29,17 +30,17 @@ ROWS, COLUMNS = HEIGHT // PATCH, WIDTH // PATCH
 CHARACTERS = 4
 TEXT_WIDTH = 64
 EMPTY = 256
-"""The text token of a place without a byte: shorter prompts are padded with it."""
+"""The text token of an empty position. Shorter prompts are padded with the token."""
 
 BASE = Path(__file__).with_name("digits_base.safetensors")
-"""The shipped base, in fp16. `python -m engine.models.pretrain_digits` makes it again."""
+"""The shipped base, in fp16. `python -m engine.models.pretrain_digits` makes the base again."""
 
 FONT_SIZE = 13
-"""Of Pillow's built-in font: the recogniser reads every clean rendering, and no font package is needed."""
+"""Size of Pillow's built-in font: the recogniser reads every clean rendering, and no font package is needed."""
 
 
 class ByteText(nn.Module):
-    """Byte embedding plus learned position, one token a character."""
+    """Byte embedding plus learned position, a token per character."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,14 +48,17 @@ class ByteText(nn.Module):
         self.place = nn.Parameter(0.5 * torch.randn(CHARACTERS, TEXT_WIDTH))
 
     def forward(self, prompts: Sequence[str]) -> Tensor:
-        """[B, CHARACTERS, TEXT_WIDTH]"""
+        """Return the text tokens [B, CHARACTERS, TEXT_WIDTH]."""
         ids = torch.tensor([_byte_ids(prompt) for prompt in prompts], device=self.place.device)
         embedded: Tensor = self.byte(ids) + self.place
         return embedded
 
 
 class DigitsAdapter:
-    """`DiTAdapter` of the embedded default. Its base learned no unconditional branch, so it has no guidance."""
+    """`DiTAdapter` of the embedded default.
+
+    The base learned no unconditional branch, and guidance is therefore impossible.
+    """
 
     def __init__(self, transformer: nn.Module, text: ByteText) -> None:
         self.transformer = transformer
@@ -62,11 +66,11 @@ class DigitsAdapter:
 
     @torch.no_grad()
     def encode(self, prompts: Sequence[str]) -> Conditioning:
-        """text [B, 4, 64]"""
+        """Return text [B, 4, 64]."""
         return {"text": self.text(prompts)}
 
     def latent_shape(self) -> tuple[int, ...]:
-        """[24, 16]: tokens, and the 4 x 4 grey values of each."""
+        """Return [24, 16]: tokens, and the 4 x 4 grey values of each token."""
         return (ROWS * COLUMNS, PATCH * PATCH)
 
     def velocity(self, x: Tensor, sigma: Tensor, conditioning: Conditioning, guidance: float) -> Tensor:
@@ -76,7 +80,7 @@ class DigitsAdapter:
 
     @torch.no_grad()
     def decode(self, x: Tensor) -> Tensor:
-        """[B, 24, 16] -> [B, 1, 12, 32]"""
+        """Return the images: [B, 24, 16] -> [B, 1, 12, 32]."""
         return unpatchify(x.float()).clamp(-1.0, 1.0)
 
     def lora_targets(self) -> Sequence[str]:
@@ -84,7 +88,7 @@ class DigitsAdapter:
 
 
 def velocity(transformer: nn.Module, x: Tensor, sigma: Tensor, text: Tensor) -> Tensor:
-    """The transformer's forward pass: x [B, 24, 16] at sigma [B] -> dx/dsigma [B, 24, 16] fp32."""
+    """Run the transformer's forward pass: x [B, 24, 16] at sigma [B] -> dx/dsigma [B, 24, 16] fp32."""
     grids = [[(1, ROWS, COLUMNS)]] * len(x)
     output = transformer(
         hidden_states=x, encoder_hidden_states=text, timestep=sigma, img_shapes=grids, return_dict=False
@@ -93,7 +97,7 @@ def velocity(transformer: nn.Module, x: Tensor, sigma: Tensor, text: Tensor) -> 
 
 
 def build_transformer() -> nn.Module:
-    """With random weights: 4 layers, 4 heads of 24 dimensions (rope 8, 8, 8), 1.40 M parameters."""
+    """Build with random weights: 4 layers, 4 heads of 24 dimensions (rope 8, 8, 8), 1.40 M parameters."""
     transformer = QwenImageTransformer2DModel(
         patch_size=PATCH,
         in_channels=PATCH * PATCH,
@@ -108,7 +112,7 @@ def build_transformer() -> nn.Module:
 
 
 def load_digits(path: Path = BASE, device: str = "cpu") -> DigitsAdapter:
-    """The pre-trained base, in fp32."""
+    """Load the pre-trained base, in fp32."""
     tensors = {name: tensor.float() for name, tensor in load_file(path).items()}
     transformer, text = build_transformer(), ByteText()
     transformer.load_state_dict(_under("transformer.", tensors))
@@ -127,23 +131,23 @@ def _byte_ids(prompt: str) -> list[int]:
     return raw + [EMPTY] * (CHARACTERS - len(raw))
 
 
-# --- pictures ------------------------------------------------------------------------------------------------
+# --- images --------------------------------------------------------------------------------------------------
 
 
 def patchify(pictures: Tensor) -> Tensor:
-    """[B, 1, 12, 32] -> [B, 24, 16]"""
+    """Cut images into tokens: [B, 1, 12, 32] -> [B, 24, 16]."""
     cut = pictures.reshape(-1, ROWS, PATCH, COLUMNS, PATCH)
     return cut.permute(0, 1, 3, 2, 4).reshape(-1, ROWS * COLUMNS, PATCH * PATCH)
 
 
 def unpatchify(tokens: Tensor) -> Tensor:
-    """[B, 24, 16] -> [B, 1, 12, 32]"""
+    """Put tokens together to images: [B, 24, 16] -> [B, 1, 12, 32]."""
     cut = tokens.reshape(-1, ROWS, COLUMNS, PATCH, PATCH)
     return cut.permute(0, 1, 3, 2, 4).reshape(-1, 1, HEIGHT, WIDTH)
 
 
 def render(text: str, rng: random.Random) -> NDArray[np.float32]:
-    """Digits as they should look, [12, 32] in [-1, 1]: dark ink, each in its own column, moved by a pixel at most."""
+    """Render clean digits, [12, 32] in [-1, 1]: dark ink, each digit in its own column, moved by at most a pixel."""
     picture = Image.new("L", (WIDTH, HEIGHT), 255)
     draw = ImageDraw.Draw(picture)
     ink, right, down = rng.randint(0, 60), rng.randint(-1, 1), rng.randint(-1, 1)

@@ -1,7 +1,7 @@
-"""Full trained weights as a folder that diffusers loads: `python -m engine.models.export MODEL_JSON WEIGHTS FOLDER`.
+"""Export full trained weights as a diffusers folder: `python -m engine.models.export MODEL_JSON WEIGHTS FOLDER`.
 
-Reads the base model as a run does, puts the trained weights into its transformer, and saves that with its own
-`save_pretrained`.
+The command loads the base model like a run does, puts the trained weights into the transformer, and saves the
+transformer with its own `save_pretrained`.
 """
 
 import sys
@@ -13,7 +13,7 @@ from engine.runtime.worker import set_weights
 
 
 def export(config: ModelConfig, weights: Path, folder: Path) -> None:
-    """Raises KeyError when the weights are those of another model."""
+    """Write the diffusers folder. Raises KeyError if the weights belong to another model."""
     adapter = load_adapter(config)
     set_weights(trainable(adapter), weights.read_bytes())
     adapter.transformer.save_pretrained(folder)  # type: ignore[operator]

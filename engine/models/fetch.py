@@ -1,9 +1,9 @@
-"""A model's weights, from the run's bucket to this node's disk, before anything is loaded.
+"""Fetch a model's weights from the run's bucket to the node's disk, before any process loads the model.
 
-    URL (launcher/cluster/weights.py put it there): .manifest.json, files -> BELOW/DIGEST.part -> BELOW/DIGEST
+    URL (written by launcher/cluster/weights.py): .manifest.json, files -> BELOW/DIGEST.part -> BELOW/DIGEST
 
-Several processes of a node want the same folder at once: one brings it, the others wait. A folder that has its name is
-whole; one that was cut short is gone on with, file by file.
+Several processes of a node need the same folder at once: the first process fetches the files, and all later processes
+wait. A folder under its final name is complete. An interrupted fetch is resumed, file by file.
 """
 
 import fcntl
@@ -20,10 +20,10 @@ from engine.runtime.bucket import open_store
 from engine.runtime.disk import when_there_is_room
 
 MANIFEST = ".manifest.json"
-"""{"files": {NAME: BYTES}}: what belongs to the model, written after all of it."""
+"""{"files": {NAME: BYTES}}: the files of the model. The manifest is written last."""
 
 AT_ONCE = 8
-"""Files: one connection to a bucket gives about 100 MB/s, a node's network ten times that."""
+"""Files fetched in parallel: a connection to a bucket gives about 100 MB/s, and a node's network ten times as much."""
 
 SAY_SECONDS = 10.0
 
@@ -31,9 +31,9 @@ PIECE_BYTES = 16 << 20
 
 
 def fetched(url: str, below: Path, say: Callable[[str], None] = print) -> Path:
-    """The model's folder on this disk, brought here if nobody did. Raises OSError when the bucket has no such model.
+    """Return the model's folder on this disk, and fetch the files first if needed.
 
-    `url`: an obstore URL that ends in the model's digest.
+    Raises OSError if the bucket has no such model. `url`: an obstore URL that ends in the model's digest.
     """
     folder = below / url.rstrip("/").rpartition("/")[2]
     below.mkdir(parents=True, exist_ok=True)

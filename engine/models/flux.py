@@ -1,8 +1,8 @@
 """FLUX.1: packed latent tokens with positions, T5 text, a pooled CLIP vector, and often distilled guidance.
 
-Conventions of its transformer (diffusers 0.39): tokens [B, N, 4 C], timestep = sigma in [0, 1], `img_ids` and `txt_ids`
-for the rotary embedding, no text mask. FLUX.1-dev was distilled to take the guidance as an input: there it is passed
-in, and no unconditional branch exists. FLUX.1-schnell has no such input: there guidance is classifier-free.
+Conventions of the transformer (diffusers 0.39): tokens [B, N, 4 C], timestep = sigma in [0, 1], `img_ids` and `txt_ids`
+for the rotary embedding, no text mask. FLUX.1-dev was distilled with guidance as an input: the adapter passes the
+guidance in, and no unconditional branch exists. FLUX.1-schnell has no guidance input and uses classifier-free guidance.
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,10 @@ class FluxAdapter:
     """`DiTAdapter` over diffusers' `FluxTransformer2DModel`."""
 
     def __init__(self, transformer: nn.Module, vae: nn.Module, text: TextEncoder, latent_size: tuple[int, int]) -> None:
-        """`latent_size`: height and width of the latent, both even; a picture is larger by the VAE's factor."""
+        """Create the adapter.
+
+        `latent_size`: even height and width of the latent; an image is larger by the VAE's factor.
+        """
         self.transformer = transformer
         self._vae = freeze(vae)
         self._text = text
@@ -82,7 +85,7 @@ class FluxAdapter:
 
 
 def grid_positions(rows: int, columns: int) -> Tensor:
-    """Row and column of every token: [rows columns, 3], the first number unused."""
+    """Return row and column of every token: [rows columns, 3], the first number unused."""
     row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
     return torch.stack([torch.zeros_like(row), row, column], dim=-1).reshape(-1, 3).float()
 
@@ -94,7 +97,7 @@ def load_flux(
     text_length: int = TEXT_LENGTH,
     dtype: torch.dtype = torch.bfloat16,
 ) -> FluxAdapter:
-    """From a diffusers folder on this machine; nothing is downloaded."""
+    """Load from a local diffusers folder. Nothing is downloaded."""
     from diffusers import FluxPipeline
 
     pipeline = FluxPipeline.from_pretrained(path, local_files_only=True, torch_dtype=dtype).to(device)

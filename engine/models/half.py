@@ -1,4 +1,4 @@
-"""Half precision for candidates, which are only ranked. What is trained is rolled out in the precision of training."""
+"""Half precision for candidates, which are only ranked. Trained seeds are rolled out in the precision of training."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,12 +9,12 @@ from torch import nn
 
 @contextmanager
 def half_precision(transformer: nn.Module) -> Iterator[None]:
-    """Compute in bfloat16 inside; weights stay as they are, and are converted once.
+    """Compute in bfloat16 inside the context. The weights stay unchanged and are converted once.
 
-    On a CPU the exact GELU stands in for its tanh approximation, which takes torch four times as long in bfloat16.
-    They differ by 5e-4 at most; bfloat16 resolves .004 at 1.
+    On a CPU, the exact GELU replaces the tanh approximation, which takes torch four times as long in bfloat16.
+    The two differ by 5e-4 at most; bfloat16 resolves .004 at 1.
     """
-    from diffusers.models.activations import GELU  # here, because what forks workers must not load diffusers
+    from diffusers.models.activations import GELU  # here, because the forking process must not load diffusers
 
     device = next(transformer.parameters()).device
     approximated = [one for one in transformer.modules() if isinstance(one, GELU) and one.approximate == "tanh"]

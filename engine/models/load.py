@@ -1,8 +1,8 @@
-"""From the model's configuration to a loaded `DiTAdapter`, and what of it is trained.
+"""Load a `DiTAdapter` from the model's configuration and select the trained parameters.
 
-The promises: everything that is not trained is frozen and in eval mode (no dropout anywhere, or log-probs of rollout
-and training would differ); low-rank adapters start equal on every node; and `trainable` always gives the same names
-in the same order, because publishing, optimising and checkpoints go by it.
+The promises: parameters that are not trained are frozen, and all modules are in eval mode (dropout would make the
+log-probs of rollout and training differ); low-rank adapters start equal on every node; and `trainable` always gives the
+same names in the same order, because publishing, optimising and checkpoints rely on the order.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,13 +21,13 @@ from engine.config import ModelConfig
 from engine.models.adapter import DiTAdapter
 
 LORA_SEED = 0
-"""Low-rank adapters start from random values; every node draws the same ones."""
+"""Seed of the random start values of low-rank adapters. Every node draws the same values."""
 
 
 def load_adapter(config: ModelConfig, device: str = "cpu") -> DiTAdapter:
-    """The model with its weights, ready for rollouts and for training what `config.weights` says.
+    """Load the model with its weights, ready for rollouts and for training as set in `config.weights`.
 
-    All of it is on the device: transformer, autoencoder and text encoder.
+    Transformer, autoencoder and text encoder are all on the device.
     """
     adapter = _load_family(config, device)
     freeze_but_trained(adapter, config)
@@ -76,7 +76,7 @@ def _folder(path: Path | None, config: ModelConfig) -> Path:
 
 
 def freeze_but_trained(adapter: DiTAdapter, config: ModelConfig) -> None:
-    """Choose what is trained: the whole transformer, or low-rank adapters that are put on it here."""
+    """Select the trained parameters: the whole transformer, or low-rank adapters added here."""
     transformer = adapter.transformer.eval()
     match config.weights:
         case "full":
@@ -89,27 +89,27 @@ def freeze_but_trained(adapter: DiTAdapter, config: ModelConfig) -> None:
                 init_lora_weights="gaussian",
                 target_modules=list(adapter.lora_targets()),
             )
-            # The caller's random numbers are left as they were. Adapters are drawn on the CPU, wherever the model is.
+            # The caller's random state stays unchanged. Adapters are drawn on the CPU, whatever the model's device.
             with torch.random.fork_rng(devices=[]):
                 torch.default_generator.manual_seed(LORA_SEED)
                 transformer.add_adapter(lora)  # type: ignore[operator]
             transformer.eval()
         case _:
             assert_never(config.weights)
-    # In half precision an update of 1e-4 would be lost in rounding; frozen weights stay as they were loaded.
+    # In half precision, an update of 1e-4 would be lost in rounding. Frozen weights keep their dtype.
     for parameter in trainable(adapter).values():
         parameter.data = parameter.data.float()
 
 
 def trainable(adapter: DiTAdapter) -> dict[str, nn.Parameter]:
-    """What is optimised, published and checkpointed, by name, in the order of the module tree."""
+    """Return the optimised, published and checkpointed parameters by name, in the order of the module tree."""
     return {name: parameter for name, parameter in adapter.transformer.named_parameters() if parameter.requires_grad}
 
 
 def load_start(parameters: Mapping[str, nn.Parameter], data: bytes) -> None:
-    """Put the start weights of a run in place. Raises ValueError when they are those of another model.
+    """Load the start weights of a run into the parameters. Raises ValueError if the weights belong to another model.
 
-    `data`: safetensors, as checkpoints have them
+    `data`: safetensors, in the format of checkpoints
     """
     try:
         tensors = load(data)
@@ -133,14 +133,14 @@ def _shape(shape: tuple[int, ...] | None) -> str:
 
 
 class ReferencePolicy:
-    """The model as it was before training, for the KL divergence from it: the base, or the start weights of the run.
+    """The model before training, for the KL divergence: the base, or the start weights of the run.
 
-    Low-rank adapters of a run without start weights are switched off, which costs nothing: the base is still there.
-    Otherwise a copy of what is trained is kept, and changes places with the trained weights while `active`.
+    Without start weights, low-rank adapters are only switched off, which costs nothing, because the base is still
+    present. Otherwise a copy of the trained parameters is kept, and swapped with the trained weights while `active`.
     """
 
     def __init__(self, adapter: DiTAdapter, base: Mapping[str, Tensor] | None) -> None:
-        """`base`: the weights of the reference by name; None switches low-rank adapters off instead."""
+        """Create the reference. `base`: the reference weights by name; None switches low-rank adapters off instead."""
         self._adapter = adapter
         self._base = base
         self._lora = [module for module in adapter.transformer.modules() if isinstance(module, BaseTunerLayer)]
@@ -149,9 +149,9 @@ class ReferencePolicy:
 
     @classmethod
     def of(cls, adapter: DiTAdapter, *, is_started: bool = False) -> "ReferencePolicy":
-        """The model as it is now: make it right after `load_adapter`, before a checkpoint is read.
+        """Return the current model as reference. Call right after `load_adapter`, before a checkpoint is read.
 
-        `is_started`: after `load_start` too, so that the base without adapters is not what training began with.
+        `is_started`: True if `load_start` was called. The base without adapters is then not the start of training.
         """
         if not is_started and any(isinstance(module, BaseTunerLayer) for module in adapter.transformer.modules()):
             return cls(adapter, None)
@@ -159,7 +159,10 @@ class ReferencePolicy:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Inside, `adapter.velocity` is the reference's, without gradient; the trained weights are back afterwards."""
+        """Switch `adapter.velocity` to the reference inside the context, without gradient.
+
+        Restore the trained weights after.
+        """
         with torch.no_grad(), self._switched_off() if self._base is None else self._exchanged(self._base):
             yield
 
@@ -173,7 +176,7 @@ class ReferencePolicy:
         finally:
             for layer in self._lora:
                 layer.enable_adapters(True)
-            # Switching off also froze them.
+            # Switching the adapters off also froze the parameters.
             for parameter in trained.values():
                 parameter.requires_grad_(True)
 

@@ -1,8 +1,9 @@
-"""Makes the base of digits-ocr again: `python -m engine.models.pretrain_digits`, three to four minutes on one core.
+"""Make the base of digits-ocr again: `python -m engine.models.pretrain_digits`, three to four minutes on one core.
 
-Flow matching on rendered digits. The captions are noisy on purpose, as web captions are: every character is another
-digit with probability 0.153. So the base draws sharp digits but often the wrong ones, and reinforcement learning has
-something real to put right. The reward plays no part in this loss, and held-out prompts are never shown.
+Flow matching on rendered digits. The captions are noisy on purpose, like web captions: every character is another
+digit with probability 0.153. The base therefore draws sharp digits but often the wrong digits, which gives
+reinforcement learning a real error to correct. The reward plays no part in this loss, and held-out prompts are never
+shown.
 
 Steps are counted, not timed: the same seed on the same machine gives the same base.
 """
@@ -41,9 +42,9 @@ BATCH = 64
 LEARNING_RATE = 2e-3
 WARM_UP = 100
 DECAY_FROM = 0.6
-"""Share of the steps after which the learning rate falls, to 5 % at the end."""
+"""Share of the steps before the learning rate starts to fall, to 5 % at the end."""
 CAPTION_NOISE = 0.17
-"""Each character of a caption is drawn anew with this probability, so it is wrong with 0.9 times it."""
+"""Probability of drawing each caption character anew. A character is wrong with 0.9 times the probability."""
 EMA = 0.995
 
 
@@ -62,7 +63,7 @@ def main(out: Path, steps: int, seed: int) -> None:
     seconds = time.monotonic() - started
     facts = {"steps": str(steps), "seed": str(seed), "seconds": f"{seconds:.0f}", "torch": torch.__version__}
     save(adapter, out, facts)
-    # Measured as it will be loaded, in fp16, and only then written down.
+    # Measure the saved fp16 file first, then store the figures in the file.
     scores = evaluate(load_digits(out), held_out_digits())
     for metric in ("exact_match", "similarity"):
         facts[metric] = f"{np.mean([score.metrics[metric] for score in scores]):.4f}"
@@ -71,7 +72,7 @@ def main(out: Path, steps: int, seed: int) -> None:
 
 
 def pretrain(steps: int, seed: int) -> DigitsAdapter:
-    """A model with the moving average of `steps` steps of flow matching."""
+    """Return a model with the moving average of the weights over `steps` steps of flow matching."""
     torch.manual_seed(seed)
     rng = random.Random(seed)
     transformer, text = build_transformer(), ByteText()
@@ -87,7 +88,7 @@ def pretrain(steps: int, seed: int) -> DigitsAdapter:
         loss.backward()
         nn.utils.clip_grad_norm_(parameters, 1.0)
         optimiser.step()
-        # The early average follows quickly, or it would remember the random start.
+        # The early average follows quickly, because a slow average would remember the random start.
         decay = min(EMA, (1 + step) / (10 + step))
         torch._foreach_lerp_(average, [parameter.detach() for parameter in parameters], 1.0 - decay)
         losses.append(loss.item())
@@ -99,7 +100,7 @@ def pretrain(steps: int, seed: int) -> DigitsAdapter:
 
 
 def training_pairs(rng: random.Random) -> Iterator[tuple[Tensor, list[str]]]:
-    """Batches of clean pictures as tokens [BATCH, 24, 16], with their noisy captions."""
+    """Yield batches of clean images as tokens [BATCH, 24, 16], with their noisy captions."""
     while True:
         words = training_words(rng, BATCH)
         pictures = torch.from_numpy(np.stack([render(word, rng) for word in words]))
@@ -107,7 +108,7 @@ def training_pairs(rng: random.Random) -> Iterator[tuple[Tensor, list[str]]]:
 
 
 def training_words(rng: random.Random, count: int) -> list[str]:
-    """Strings of four digits, none of them held out."""
+    """Return strings of four digits, none held out."""
     held_out = set(held_out_digits())
     words: list[str] = []
     while len(words) < count:
@@ -122,7 +123,7 @@ def noisy_caption(word: str, rng: random.Random) -> str:
 
 
 def flow_matching_loss(transformer: nn.Module, text: Tensor, pictures: Tensor) -> Tensor:
-    """Squared error of the velocity at a noise level drawn near the middle. pictures [B, 24, 16]."""
+    """Return the squared error of the velocity at a noise level drawn near the middle. pictures [B, 24, 16]."""
     noise = torch.randn_like(pictures)
     sigma = torch.sigmoid(torch.randn(len(pictures)))
     s = sigma[:, None, None]
@@ -137,7 +138,7 @@ def learning_rate(step: int, steps: int) -> float:
 
 
 def evaluate(adapter: DigitsAdapter, prompts: list[str]) -> list[Score]:
-    """Scores of an ODE sampler of 8 steps, one picture a prompt, as the engine evaluates."""
+    """Return the scores of an 8-step ODE sampler, with an image per prompt, like the engine's evaluation."""
     plan = evaluation_plan(SamplerConfig(), steps=8)
     reward = OcrReward("ocr")
     scores: list[Score] = []
@@ -150,7 +151,7 @@ def evaluate(adapter: DigitsAdapter, prompts: list[str]) -> list[Score]:
 
 
 def save(adapter: DigitsAdapter, path: Path, facts: Mapping[str, str]) -> None:
-    """Transformer and text embedding in fp16, with the facts of their making as metadata."""
+    """Save transformer and text embedding in fp16, with the facts of the training as metadata."""
     tensors = {
         f"{part}.{name}": tensor.half().contiguous()
         for part, module in (("transformer", adapter.transformer), ("text", adapter.text))

@@ -1,9 +1,9 @@
-"""Makes the base of shapes again: `python -m engine.models.pretrain_shapes`, five to eight minutes on one core.
+"""Make the base of shapes again: `python -m engine.models.pretrain_shapes`, five to eight minutes on one core.
 
-Flow matching on rendered requests. The captions are noisy on purpose, as web captions are: each number, colour, kind
-and relation is drawn anew with probability `CAPTION_NOISE`. So the base draws clean shapes but often the wrong ones,
-and reinforcement learning has something real to put right. The reward plays no part in this loss, and held-out prompts
-are never shown.
+Flow matching on rendered requests. The captions are noisy on purpose, like web captions: each number, colour, kind
+and relation is drawn anew with probability `CAPTION_NOISE`. The base therefore draws clean shapes but often the wrong
+shapes, which gives reinforcement learning a real error to correct. The reward plays no part in this loss, and held-out
+prompts are never shown.
 
 Steps are counted, not timed: the same seed on the same machine gives the same base.
 """
@@ -48,27 +48,27 @@ BATCH = 32
 LEARNING_RATE = 1.5e-3
 WARM_UP = 100
 DECAY_FROM = 0.6
-"""Share of the steps after which the learning rate falls, to 5 % at the end."""
+"""Share of the steps before the learning rate starts to fall, to 5 % at the end."""
 CAPTION_NOISE = 0.12
-"""Each number, colour, kind and relation of a caption is drawn anew with this probability."""
+"""Probability of drawing each number, colour, kind and relation of a caption anew."""
 EMA = 0.995
 SHIFT = 3.0
-"""Of the noise levels that are sampled: what is where is decided in strong noise, because a shape is many pixels that
-change together."""
+"""Shift of the sampled noise levels. Strong noise decides the layout: the many pixels of a shape change together."""
 TRAINED_SHIFT = 5.0
 TRAINED_SPREAD = 1.3
-"""Of the noise levels that are trained, a shifted logit-normal: strong noise is where a caption matters, so it is shown
-more of it than is sampled, and a spread wider than 1 keeps the weak noise in which edges become clean."""
+"""Shift and spread of the trained noise levels, a shifted logit-normal. Captions matter in strong noise, and training
+therefore uses more strong noise than sampling. A spread wider than 1 keeps the weak noise levels, in which edges become
+clean."""
 EASY_TASKS = (Task.SINGLE, Task.COLOURS, Task.COUNTING)
 EASY_STEPS = 400
-"""So many steps show only tasks that mostly ask for one thing, so that words are learnt before their bindings."""
+"""Number of first steps with easy tasks only. Most easy tasks ask for a single thing: words come before bindings."""
 MIX = (
     *(Task.SINGLE, Task.COLOURS, Task.COLOURS, Task.TWO, Task.COUNTING, Task.COUNTING),
     *(Task.POSITION, Task.POSITION, Task.POSITION, Task.ATTRIBUTION, Task.ATTRIBUTION, Task.ATTRIBUTION),
 )
-"""Tasks of the steps after that: more of what takes longest to learn than a run's batches hold."""
+"""Tasks of all later steps. The slowest tasks to learn are more frequent than in a run's batches."""
 EVALUATED = 512
-"""The first of the held-out prompts, as many as the engine evaluates by default."""
+"""Number of held-out prompts to evaluate, the first of the list; equal to the engine's default."""
 
 
 @click.command()
@@ -86,7 +86,7 @@ def main(out: Path, steps: int, seed: int) -> None:
     seconds = time.monotonic() - started
     facts = {"steps": str(steps), "seed": str(seed), "seconds": f"{seconds:.0f}", "torch": torch.__version__}
     save(adapter, out, facts)
-    # Measured as it will be loaded, in fp16, and only then written down.
+    # Measure the saved fp16 file first, then store the figures in the file.
     prompts = held_out_shapes()[:EVALUATED]
     scores = evaluate(load_shapes(out), prompts)
     for metric in ("exact_match", "similarity"):
@@ -100,7 +100,7 @@ def main(out: Path, steps: int, seed: int) -> None:
 
 
 def pretrain(steps: int, seed: int) -> ShapesAdapter:
-    """A model with the moving average of `steps` steps of flow matching."""
+    """Return a model with the moving average of the weights over `steps` steps of flow matching."""
     torch.manual_seed(seed)
     rng = random.Random(seed)
     transformer, text = build_transformer(), WordText()
@@ -116,7 +116,7 @@ def pretrain(steps: int, seed: int) -> ShapesAdapter:
         loss.backward()
         nn.utils.clip_grad_norm_(parameters, 1.0)
         optimiser.step()
-        # The early average follows quickly, or it would remember the random start.
+        # The early average follows quickly, because a slow average would remember the random start.
         decay = min(EMA, (1 + step) / (10 + step))
         torch._foreach_lerp_(average, [parameter.detach() for parameter in parameters], 1.0 - decay)
         losses.append(loss.item())
@@ -128,7 +128,7 @@ def pretrain(steps: int, seed: int) -> ShapesAdapter:
 
 
 def training_pairs(rng: random.Random) -> Iterator[tuple[Tensor, list[str]]]:
-    """Batches of clean pictures as tokens [BATCH, 16, 243], with their noisy captions."""
+    """Yield batches of clean images as tokens [BATCH, 16, 243], with their noisy captions."""
     for step in count():
         wanted = training_requests(rng, BATCH, EASY_TASKS if step < EASY_STEPS else MIX)
         pictures = torch.from_numpy(np.stack([render(request, rng) for request in wanted]))
@@ -136,15 +136,15 @@ def training_pairs(rng: random.Random) -> Iterator[tuple[Tensor, list[str]]]:
 
 
 def training_requests(rng: random.Random, number: int, tasks: Sequence[Task]) -> list[Request]:
-    """Requests of tasks drawn from `tasks`, none of them held out."""
+    """Return requests of tasks drawn from `tasks`, none held out."""
     trained = trained_shapes()
     return [parse(rng.choice(trained[rng.choice(tasks)])) for _ in range(number)]
 
 
 def noisy_caption(request: Request, rng: random.Random) -> str:
-    """A prompt of the same task, every part of it drawn anew with probability `CAPTION_NOISE`.
+    """Return a prompt of the same task, with every part drawn anew with probability `CAPTION_NOISE`.
 
-    What is no prompt (two things of one colour) or is held out is drawn again.
+    An invalid prompt (two things of equal colour) or a held-out prompt is drawn again.
     """
     while True:
         things = tuple(_noisy(thing, rng) for thing in request.things)
@@ -172,7 +172,7 @@ def _trained() -> frozenset[str]:
 
 
 def flow_matching_loss(transformer: nn.Module, text: Tensor, pictures: Tensor) -> Tensor:
-    """Squared error of the velocity at a noise level drawn around the middle, then shifted. pictures [B, 16, 243]."""
+    """Return the squared error of the velocity at a shifted noise level around the middle. pictures [B, 16, 243]."""
     noise = torch.randn_like(pictures)
     sigma = torch.sigmoid(TRAINED_SPREAD * torch.randn(len(pictures)) + log(TRAINED_SHIFT))
     s = sigma[:, None, None]
@@ -187,7 +187,7 @@ def learning_rate(step: int, steps: int) -> float:
 
 
 def evaluate(adapter: ShapesAdapter, prompts: Sequence[str], shift: float = SHIFT) -> list[Score]:
-    """Scores of an ODE sampler of 8 steps, one picture a prompt, as the engine evaluates."""
+    """Return the scores of an 8-step ODE sampler, with an image per prompt, like the engine's evaluation."""
     plan = evaluation_plan(SamplerConfig(shift=shift), steps=8)
     reward = ShapesReward("shapes")
     scores: list[Score] = []
@@ -200,7 +200,7 @@ def evaluate(adapter: ShapesAdapter, prompts: Sequence[str], shift: float = SHIF
 
 
 def save(adapter: ShapesAdapter, path: Path, facts: Mapping[str, str]) -> None:
-    """Transformer and text embedding in fp16, with the facts of their making as metadata."""
+    """Save transformer and text embedding in fp16, with the facts of the training as metadata."""
     tensors = {
         f"{part}.{name}": tensor.half().contiguous()
         for part, module in (("transformer", adapter.transformer), ("text", adapter.text))

@@ -1,8 +1,9 @@
-"""Qwen-Image: packed latent tokens, one text stream with a mask, true classifier-free guidance.
+"""Qwen-Image: packed latent tokens, a text stream with a mask, true classifier-free guidance.
 
-Conventions of its transformer (diffusers 0.39): tokens [B, N, 4 C] of 2 x 2 latent patches, timestep = sigma in [0, 1],
+Conventions of the transformer (diffusers 0.39): tokens [B, N, 4 C] of 2 x 2 latent patches, timestep = sigma in [0, 1],
 `img_shapes` for the rotary embedding, no pooled text. The diffusers pipeline also rescales the guided velocity to the
-norm of the conditional one; here guidance is the plain formula of the contract, in rollout, training and evaluation.
+norm of the conditional velocity; here guidance is the plain formula of the contract, in rollout, training and
+evaluation.
 """
 
 from collections.abc import Sequence
@@ -33,17 +34,20 @@ QWEN_LORA_TARGETS = (
 )
 
 PICTURE_SIZE = 512
-"""Height and width when a folder of weights is loaded, as in the published OCR recipes."""
+"""Height and width of images for a folder of weights, equal to the published OCR recipes."""
 
 TEXT_LENGTH = 256
-"""Text tokens, after the template's own are dropped."""
+"""Text tokens, after the template's own tokens are dropped."""
 
 
 class QwenImageAdapter:
     """`DiTAdapter` over diffusers' `QwenImageTransformer2DModel`."""
 
     def __init__(self, transformer: nn.Module, vae: nn.Module, text: TextEncoder, latent_size: tuple[int, int]) -> None:
-        """`latent_size`: height and width of the latent, both even; a picture is larger by the VAE's factor."""
+        """Create the adapter.
+
+        `latent_size`: even height and width of the latent; an image is larger by the VAE's factor.
+        """
         self.transformer = transformer
         self._vae = freeze(vae)
         self._text = text
@@ -80,7 +84,10 @@ class QwenImageAdapter:
 
 
 def unpack(x: Tensor, rows: int, columns: int) -> Tensor:
-    """Tokens of 2 x 2 patches to a latent: [B, rows columns, 4 C] -> [B, C, 2 rows, 2 columns]. Also FLUX's packing."""
+    """Turn tokens of 2 x 2 patches into a latent: [B, rows columns, 4 C] -> [B, C, 2 rows, 2 columns].
+
+    Also FLUX's packing.
+    """
     channels = x.shape[2] // (PATCH * PATCH)
     cut = x.reshape(-1, rows, columns, channels, PATCH, PATCH)
     return cut.permute(0, 3, 1, 4, 2, 5).reshape(-1, channels, PATCH * rows, PATCH * columns)
@@ -93,14 +100,14 @@ def load_qwen_image(
     text_length: int = TEXT_LENGTH,
     dtype: torch.dtype = torch.bfloat16,
 ) -> QwenImageAdapter:
-    """From a diffusers folder on this machine; nothing is downloaded."""
+    """Load from a local diffusers folder. Nothing is downloaded."""
     from diffusers import QwenImagePipeline
 
     pipeline = QwenImagePipeline.from_pretrained(path, local_files_only=True, torch_dtype=dtype).to(device)
     freeze(pipeline.text_encoder)
 
     def encode(prompts: Sequence[str]) -> EncodedText:
-        # An empty prompt has no token of its own behind the template; upstream uses a blank too.
+        # An empty prompt has no token behind the template; the upstream code uses a blank too.
         hidden, mask = pipeline.encode_prompt(prompt=[prompt or " " for prompt in prompts])
         return EncodedText(*padded(hidden, mask, text_length))
 

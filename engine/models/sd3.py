@@ -1,7 +1,7 @@
 """Stable Diffusion 3 and 3.5: unpacked latents, CLIP and T5 text side by side, a pooled CLIP vector.
 
-Conventions of its transformer (diffusers 0.39): latent [B, C, H, W], timestep = 1000 sigma, no text mask (padding is
-attended to, as in the pipeline that made the weights).
+Conventions of the transformer (diffusers 0.39): latent [B, C, H, W], timestep = 1000 sigma, no text mask (padding is
+attended to, like in the pipeline used to train the weights).
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ SD3_LORA_TARGETS = (
 )
 
 PICTURE_SIZE = 512
-"""Height and width when a folder of weights is loaded, as in Flow-GRPO's recipes."""
+"""Height and width of images for a folder of weights, equal to Flow-GRPO's recipes."""
 
 T5_LENGTH = 256
 
@@ -35,7 +35,7 @@ class SD3Adapter:
     """`DiTAdapter` over diffusers' `SD3Transformer2DModel`."""
 
     def __init__(self, transformer: nn.Module, vae: nn.Module, text: TextEncoder, latent_size: tuple[int, int]) -> None:
-        """`latent_size`: height and width of the latent; a picture is larger by the VAE's factor."""
+        """Create the adapter. `latent_size`: height and width of the latent; an image is larger by the VAE's factor."""
         self.transformer = transformer
         self._vae = freeze(vae)
         self._text = text
@@ -77,7 +77,7 @@ def load_sd3(
     t5_length: int = T5_LENGTH,
     dtype: torch.dtype = torch.bfloat16,
 ) -> SD3Adapter:
-    """From a diffusers folder on this machine; nothing is downloaded."""
+    """Load from a local diffusers folder. Nothing is downloaded."""
     from diffusers import StableDiffusion3Pipeline
 
     pipeline = StableDiffusion3Pipeline.from_pretrained(path, local_files_only=True, torch_dtype=dtype).to(device)

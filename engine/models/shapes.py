@@ -1,19 +1,19 @@
 """shapes: a 1.5 M-parameter Qwen-Image that draws the coloured shapes of its prompt.
 
-The second embedded model (`engine/shapes.py` says what can be asked for). It is a `QwenImageTransformer2DModel` like
-the big one, in pixel space instead of behind a VAE: 36 x 36 RGB pictures are cut into 9 x 9 patches, 16 tokens of 243
-values beside 8 text tokens. 6 x 6 patches would be 36 tokens, nearly twice the cost, and a patch must see enough of a
-shape to know it in strong noise. Heads, picture tokens and text tokens are all divisible by 4, so degrees 1, 2 and 4
-of sequence parallelism run.
+The second embedded model (`engine/shapes.py` defines the allowed prompts). The model is a
+`QwenImageTransformer2DModel` like the large Qwen-Image, in pixel space instead of behind a VAE: 36 x 36 RGB images are
+cut into 9 x 9 patches, 16 tokens of 243 values beside 8 text tokens. 6 x 6 patches would be 36 tokens at nearly twice
+the cost, and a patch must show enough of a shape to be recognised in strong noise. Heads, image tokens and text tokens
+are all divisible by 4, which allows sequence parallelism of degrees 1, 2 and 4.
 
-So small a network learns slowly which colour belongs to which kind, and where a token is. Both are therefore told: the
-text is mixed over neighbouring words before it is frozen, and a token carries its row, its column and the sum of the
-text (as SD3's pooled vector does) beside its pixels.
+Such a small network learns two facts slowly: the colour of each kind, and the position of a token. The input therefore
+contains both: the text is mixed over neighbouring words before freezing, and a token carries its row, its column and
+the sum of the text (like SD3's pooled vector) beside its pixels.
 
-A token is wider than the network, which therefore cannot carry the noise that a velocity contains. It predicts the
-picture instead, and the velocity follows from it (arXiv 2511.13720).
+A token is wider than the network, and the network therefore cannot carry the noise in a velocity. The network predicts
+the image instead, and the velocity follows from the image (arXiv 2511.13720).
 
-The promise: a prompt is encoded word by word with frozen embeddings, so a prompt alone decides its conditioning.
+The promise: a prompt is encoded word by word with frozen embeddings, and the conditioning depends on the prompt alone.
 """
 
 import random
@@ -39,19 +39,19 @@ SIDE = PICTURE // PATCH
 TOKENS, CHANNELS = SIDE * SIDE, 3 * PATCH * PATCH
 TEXT_WIDTH = 64
 REACH = 2
-"""Words to either side that one mixing of the text takes in. There are two: a thing knows its colour and relation."""
+"""Words on either side covered by a mixing of the text. With two mixings, a thing knows its colour and relation."""
 EMPTY = len(VOCABULARY)
-"""The text token of a place without a word: shorter prompts are padded with it."""
+"""The text token of an empty position. Shorter prompts are padded with the token."""
 
 SIGMA_FLOOR = 0.05
-"""Below this noise level the velocity is not divided by it any more; no sampler here goes there but to end."""
+"""Lower limit of the divisor sigma in the velocity. No sampler here uses smaller noise levels except at the end."""
 
 BASE = Path(__file__).with_name("shapes_base.safetensors")
-"""The shipped base, in fp16. `python -m engine.models.pretrain_shapes` makes it again."""
+"""The shipped base, in fp16. `python -m engine.models.pretrain_shapes` makes the base again."""
 
 
 class WordText(nn.Module):
-    """Word embedding plus learned position, and what the words around it say; one token a word."""
+    """Word embedding plus learned position plus the content of neighbouring words; a token per word."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class WordText(nn.Module):
         self.far = nn.Conv1d(2 * TEXT_WIDTH, TEXT_WIDTH, 2 * REACH + 1, padding=REACH)
 
     def forward(self, prompts: Sequence[str]) -> Tensor:
-        """[B, WORDS, TEXT_WIDTH]"""
+        """Return the text tokens [B, WORDS, TEXT_WIDTH]."""
         ids = torch.tensor([_word_ids(prompt) for prompt in prompts], device=self.place.device)
         embedded: Tensor = self.word(ids) + self.place
         around: Tensor = self.far(nn.functional.gelu(self.near(embedded.mT))).mT
@@ -69,7 +69,10 @@ class WordText(nn.Module):
 
 
 class ShapesAdapter:
-    """`DiTAdapter` of the shapes task. Its base learned no unconditional branch, so it has no guidance."""
+    """`DiTAdapter` of the shapes task.
+
+    The base learned no unconditional branch, and guidance is therefore impossible.
+    """
 
     def __init__(self, transformer: nn.Module, text: WordText) -> None:
         self.transformer = transformer
@@ -77,11 +80,11 @@ class ShapesAdapter:
 
     @torch.no_grad()
     def encode(self, prompts: Sequence[str]) -> Conditioning:
-        """text [B, 8, 64]"""
+        """Return text [B, 8, 64]."""
         return {"text": self.text(prompts)}
 
     def latent_shape(self) -> tuple[int, ...]:
-        """[16, 243]: tokens, and the 3 x 9 x 9 colour values of each."""
+        """Return [16, 243]: tokens, and the 3 x 9 x 9 colour values of each token."""
         return (TOKENS, CHANNELS)
 
     def velocity(self, x: Tensor, sigma: Tensor, conditioning: Conditioning, guidance: float) -> Tensor:
@@ -91,7 +94,7 @@ class ShapesAdapter:
 
     @torch.no_grad()
     def decode(self, x: Tensor) -> Tensor:
-        """[B, 16, 243] -> [B, 3, 36, 36]"""
+        """Return the images: [B, 16, 243] -> [B, 3, 36, 36]."""
         return unpatchify(x.float()).clamp(-1.0, 1.0)
 
     def lora_targets(self) -> Sequence[str]:
@@ -99,7 +102,7 @@ class ShapesAdapter:
 
 
 def velocity(transformer: nn.Module, x: Tensor, sigma: Tensor, text: Tensor) -> Tensor:
-    """dx/dsigma from the picture that the transformer predicts: (x - picture) / sigma.
+    """Return dx/dsigma from the image predicted by the transformer: (x - image) / sigma.
 
     x [B, 16, 243] at sigma [B] -> [B, 16, 243] fp32
     """
@@ -114,13 +117,13 @@ def velocity(transformer: nn.Module, x: Tensor, sigma: Tensor, text: Tensor) -> 
 
 @cache
 def _places() -> Tensor:
-    """[16, 8]: row and column of each token, one-hot, with a mean square of 1 like the noise beside them."""
+    """Return [16, 8]: row and column of each token, one-hot, with a mean square of 1 like the noise beside them."""
     one = sqrt(SIDE) * torch.eye(SIDE)
     return torch.cat([one.repeat_interleave(SIDE, dim=0), one.repeat(SIDE, 1)], dim=1)
 
 
 def build_transformer() -> nn.Module:
-    """With random weights: 4 layers, 4 heads of 24 dimensions (rope 8, 8, 8), 1.41 M parameters."""
+    """Build with random weights: 4 layers, 4 heads of 24 dimensions (rope 8, 8, 8), 1.41 M parameters."""
     transformer = QwenImageTransformer2DModel(
         patch_size=PATCH,
         in_channels=CHANNELS + 2 * SIDE + TEXT_WIDTH,
@@ -135,7 +138,7 @@ def build_transformer() -> nn.Module:
 
 
 def load_shapes(path: Path = BASE, device: str = "cpu") -> ShapesAdapter:
-    """The pre-trained base, in fp32."""
+    """Load the pre-trained base, in fp32."""
     tensors = {name: tensor.float() for name, tensor in load_file(path).items()}
     transformer, text = build_transformer(), WordText()
     transformer.load_state_dict(_under("transformer.", tensors))
@@ -160,26 +163,26 @@ def _word_ids(prompt: str) -> list[int]:
     return [VOCABULARY.index(word) for word in words] + [EMPTY] * (WORDS - len(words))
 
 
-# --- pictures ------------------------------------------------------------------------------------------------
+# --- images --------------------------------------------------------------------------------------------------
 
 
 def patchify(pictures: Tensor) -> Tensor:
-    """[B, 3, 36, 36] -> [B, 16, 243]"""
+    """Cut images into tokens: [B, 3, 36, 36] -> [B, 16, 243]."""
     cut = pictures.reshape(-1, 3, SIDE, PATCH, SIDE, PATCH)
     return cut.permute(0, 2, 4, 1, 3, 5).reshape(-1, TOKENS, CHANNELS)
 
 
 def unpatchify(tokens: Tensor) -> Tensor:
-    """[B, 16, 243] -> [B, 3, 36, 36]"""
+    """Put tokens together to images: [B, 16, 243] -> [B, 3, 36, 36]."""
     cut = tokens.reshape(-1, SIDE, SIDE, 3, PATCH, PATCH)
     return cut.permute(0, 3, 1, 4, 2, 5).reshape(-1, 3, PICTURE, PICTURE)
 
 
 def render(request: Request, rng: random.Random) -> NDArray[np.float32]:
-    """A picture that shows the request and nothing else, [3, 36, 36] in [-1, 1].
+    """Return an image of exactly the requested shapes, [3, 36, 36] in [-1, 1].
 
-    Every shape lies in the middle of a quarter of its own. What the request leaves open is drawn: quarters that have
-    its relation, and a colour for each shape of a thing without one.
+    Every shape lies in the middle of its own quarter. Choices left open by the request are random: quarters that
+    satisfy the relation, and a colour for each shape of a thing without colour.
     """
     quarter = PICTURE // 2
     margin = (quarter - SHAPE) // 2
@@ -190,13 +193,13 @@ def render(request: Request, rng: random.Random) -> NDArray[np.float32]:
             row, column = next(quarters)
             top, left = row * quarter + margin, column * quarter + margin
             colour = np.array(COLOURS[thing.colour or rng.choice(list(COLOURS))], dtype=np.float32) / 127.5 - 1.0
-            # White, and the colour over it where the shape covers a pixel.
+            # White background, with the colour over the pixels covered by the shape.
             picture[:, top : top + SHAPE, left : left + SHAPE] += coverage(thing.kind) * (colour[:, None, None] - 1.0)
     return picture
 
 
 def _quarters(request: Request, rng: random.Random) -> list[tuple[int, int]]:
-    """(row, column) of every shape, all different; a relation may hold on a diagonal, too."""
+    """Return (row, column) of every shape, all different. A relation may hold on a diagonal too."""
     while True:
         places = [(0, 0), (0, 1), (1, 0), (1, 1)]
         rng.shuffle(places)

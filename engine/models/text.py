@@ -1,7 +1,7 @@
-"""Text for the model families: encoded once, padded to one fixed length, with an unconditional branch beside it.
+"""Text for the model families: encoded once, padded to a fixed length, with an unconditional branch beside the text.
 
-Text encoders are large, and every family has others. So adapters take any callable that keeps the promise of
-`TextEncoder`; folders of real weights use what their diffusers pipeline does (`encode_prompt`), tests a small one.
+Text encoders are large and differ by family. Adapters therefore take any callable with the promise of `TextEncoder`.
+Folders of real weights use the encoder of their diffusers pipeline (`encode_prompt`); tests use a small encoder.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,35 +15,35 @@ from torch.nn import functional
 from engine.models.adapter import Conditioning
 
 Branch = Callable[[Tensor, Tensor, Conditioning], Tensor]
-"""One forward pass: (x [B, *S], sigma [B], conditioning) -> velocity [B, *S] fp32."""
+"""A forward pass: (x [B, *S], sigma [B], conditioning) -> velocity [B, *S] fp32."""
 
 
 @dataclass(frozen=True)
 class EncodedText:
-    """Prompts as the transformer reads them."""
+    """Prompts in the transformer's input format."""
 
     hidden: Tensor
-    """[B, L, D], the same L for every prompt."""
+    """[B, L, D], with equal L for every prompt."""
     mask: Tensor
-    """[B, L] bool: True where there is text. Families whose transformer takes no mask attend to the padding too."""
+    """[B, L] bool: True for text. Families whose transformer takes no mask attend to the padding too."""
     pooled: Tensor | None = None
-    """[B, P], where the family has a summary of the whole prompt."""
+    """[B, P], for families with a summary vector of the whole prompt; otherwise None."""
 
 
 class TextEncoder(Protocol):
-    """Encodes prompts, frozen. A row depends on its own prompt alone, and the length never changes."""
+    """Encodes prompts with frozen weights. A row depends on its own prompt alone, and the length never changes."""
 
     def __call__(self, prompts: Sequence[str]) -> EncodedText: ...
 
 
 def as_conditioning(text: EncodedText) -> dict[str, Tensor]:
-    """Named tensors, batch first; no gradient."""
+    """Return named tensors, batch first, without gradient."""
     named = {"hidden": text.hidden.detach(), "mask": text.mask}
     return named if text.pooled is None else {**named, "pooled": text.pooled.detach()}
 
 
 def padded(hidden: Tensor, mask: Tensor | None, length: int) -> tuple[Tensor, Tensor]:
-    """Cut or fill up with zeros to one length.
+    """Cut or zero-pad to a fixed length.
 
     hidden [B, L, D], mask [B, L] or None for all text -> hidden [B, length, D], mask [B, length] bool
     """
@@ -56,9 +56,9 @@ def padded(hidden: Tensor, mask: Tensor | None, length: int) -> tuple[Tensor, Te
 def guided(
     branch: Branch, x: Tensor, sigma: Tensor, conditioning: Conditioning, empty: Conditioning, guidance: float
 ) -> Tensor:
-    """Classifier-free guidance: v_uncond + guidance (v_cond - v_uncond); at 1 the unconditional branch is not computed.
+    """Apply classifier-free guidance: v_uncond + guidance (v_cond - v_uncond). At 1, skip the unconditional branch.
 
-    empty  conditioning of the empty prompt, one row
+    empty  conditioning of the empty prompt, a single row
     """
     conditional = branch(x, sigma, conditioning)
     if guidance == 1.0:

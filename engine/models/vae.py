@@ -1,6 +1,6 @@
-"""Latents to pictures: the two conventions of diffusers' autoencoders.
+"""Decode latents to images: the two conventions of diffusers' autoencoders.
 
-`AutoencoderKL` (SD3, FLUX) scales and shifts all channels alike; the video autoencoders of Wan and Qwen-Image have a
+`AutoencoderKL` (SD3, FLUX) scales and shifts all channels alike. The video autoencoders of Wan and Qwen-Image have a
 mean and a std per channel and work on [B, C, F, H, W].
 """
 
@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 
 def freeze(module: nn.Module) -> nn.Module:
-    """Eval mode, no gradient."""
+    """Set eval mode and disable gradients."""
     return module.eval().requires_grad_(False)
 
 
 @torch.no_grad()
 def decode_pictures(vae: nn.Module, latents: Tensor) -> Tensor:
-    """[B, C, h, w] -> [B, 3, H, W] in [-1, 1]. A video autoencoder decodes a single frame."""
+    """Decode [B, C, h, w] -> [B, 3, H, W] in [-1, 1]. A video autoencoder decodes a single frame."""
     if _is_video(vae):
         return decode_video(vae, latents[:, :, None])[:, :, 0]
     config = vae.config
@@ -27,7 +27,7 @@ def decode_pictures(vae: nn.Module, latents: Tensor) -> Tensor:
 
 @torch.no_grad()
 def decode_video(vae: nn.Module, latents: Tensor) -> Tensor:
-    """[B, C, f, h, w] -> [B, 3, F, H, W] in [-1, 1]."""
+    """Decode [B, C, f, h, w] -> [B, 3, F, H, W] in [-1, 1]."""
     mean = _per_channel(vae.config.latents_mean, latents)  # type: ignore[union-attr, arg-type]
     std = _per_channel(vae.config.latents_std, latents)  # type: ignore[union-attr, arg-type]
     return _decoded(vae, latents * std + mean)
@@ -35,13 +35,13 @@ def decode_video(vae: nn.Module, latents: Tensor) -> Tensor:
 
 def _decoded(vae: nn.Module, z: Tensor) -> Tensor:
     weight = next(vae.parameters())
-    # What is trained was recorded on the CPU.
+    # The latents of trained rollouts were recorded on the CPU.
     pictures: Tensor = vae.decode(z.to(weight.device, weight.dtype), return_dict=False)[0]  # type: ignore[operator]
     return pictures.float().clamp(-1.0, 1.0)
 
 
 def _is_video(vae: nn.Module) -> bool:
-    # AutoencoderKL has the key too, and leaves it empty.
+    # AutoencoderKL has the key too, with the value None.
     return getattr(vae.config, "latents_mean", None) is not None
 
 

@@ -1,7 +1,7 @@
-"""Wan: video. Latents have a time axis, [C, F, H, W], and pictures become frames.
+"""Wan: video. Latents have a time axis, [C, F, H, W], and images become frames.
 
-Conventions of its transformer (diffusers 0.39): latent [B, C, F, H, W], timestep = 1000 sigma, UMT5 text filled up with
-zeros and without a mask. Wan 2.2's pair of transformers (one per range of noise levels) is refused: only one of the
+Conventions of the transformer (diffusers 0.39): latent [B, C, F, H, W], timestep = 1000 sigma, UMT5 text padded with
+zeros and without a mask. Wan 2.2's pair of transformers (each for a range of noise levels) is refused: only one of the
 two would be trained.
 """
 
@@ -29,7 +29,7 @@ WAN_LORA_TARGETS = (
 )
 
 FRAMES, PICTURE_HEIGHT, PICTURE_WIDTH = 33, 240, 416
-"""Of one video when a folder of weights is loaded: Flow-GRPO's small setting for Wan."""
+"""Size of a video for a folder of weights: Flow-GRPO's small setting for Wan."""
 
 TEXT_LENGTH = 226
 
@@ -40,7 +40,7 @@ class WanAdapter:
     def __init__(
         self, transformer: nn.Module, vae: nn.Module, text: TextEncoder, latent_size: tuple[int, int, int]
     ) -> None:
-        """`latent_size`: frames, height and width of the latent."""
+        """Create the adapter. `latent_size`: frames, height and width of the latent."""
         self.transformer = transformer
         self._vae = freeze(vae)
         self._text = text
@@ -58,7 +58,7 @@ class WanAdapter:
         return guided(self._branch, x, sigma, conditioning, self._empty, guidance)
 
     def _branch(self, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
-        # Not the first parameter's: diffusers keeps some of Wan's in fp32, whatever the rest is loaded in.
+        # Not the first parameter's dtype: diffusers keeps some of Wan's parameters in fp32, whatever the loading dtype.
         dtype: torch.dtype = self.transformer.patch_embedding.weight.dtype  # type: ignore[union-attr, assignment]
         output: Tensor = self.transformer(
             hidden_states=x.to(dtype),
@@ -82,7 +82,7 @@ def load_wan(
     text_length: int = TEXT_LENGTH,
     dtype: torch.dtype = torch.bfloat16,
 ) -> WanAdapter:
-    """From a diffusers folder on this machine; nothing is downloaded."""
+    """Load from a local diffusers folder. Nothing is downloaded."""
     from diffusers import WanPipeline
 
     pipeline = WanPipeline.from_pretrained(path, local_files_only=True, torch_dtype=dtype)

@@ -1,18 +1,18 @@
-"""Communicators: the process groups through which workers of a node share a forward pass, made and broken at will.
+"""Communicators: process groups for the workers of a node to share a forward pass, made and broken at any time.
 
-Workers meet at their node's store, which outlives every one of them. A communicator is a process group of its own, made
-once by its members under a number that the coordinator gives out once: what is left of a broken one can never meet a
-new one. There is no default group and no rendezvous of the whole node: who is busy elsewhere is not waited for, and a
-death breaks those communicators that contain it and no other (research notes engine 3.4).
+Workers meet at their node's store, which outlives every worker. A communicator is a separate process group, made once
+by its members under a number issued once by the coordinator. The remains of a broken communicator can therefore never
+meet a new communicator. There is no default group and no rendezvous of the whole node. Workers busy elsewhere are not
+waited for, and a death breaks only the communicators that contain the dead worker (research notes engine 3.4).
 
 The promises:
 
-- a peer that died makes every call raise `TornGroup` at once, and one that froze, within the timeout; on gloo nothing
-  else wakes a call that waits, so the timeout is short and the node's agent kills who is frozen
-- a communicator stays when its group dissolves: to share with the same peers again costs nothing
-- everything is on loopback
+- a call raises `TornGroup` at once if a peer died, and within the timeout if a peer froze; on gloo nothing else
+  wakes a waiting call, so the timeout is short and the node's agent kills frozen workers
+- a communicator survives the end of its group: sharing with the same peers again costs nothing
+- all traffic uses loopback
 
-Workers use gloo, on GPUs too, where it copies through the CPU. NCCL is here for `tests/gpu`: no run uses it yet.
+Workers use gloo, on GPUs too, where gloo copies through the CPU. NCCL is here for `tests/gpu`: no run uses NCCL yet.
 """
 
 import os
@@ -33,33 +33,33 @@ Backend = Literal["gloo", "nccl"]
 
 
 class TornGroup(RuntimeError):
-    """A peer died, froze, or never came: nothing that the group was doing is done, and the group is of no more use."""
+    """A peer died, froze or never came. The group's current operation is lost, and the group cannot be used again."""
 
 
 def serve_store() -> dist.TCPStore:
-    """A node's store, on loopback; its `port` is where to join it. It lives as long as what is returned."""
+    """Start a node's store on loopback. Workers join at its `port`. The store lives as long as the returned object."""
     listener = socket.create_server((LOOPBACK, 0))
     port = listener.getsockname()[1]
-    # Given a host alone, it would listen on every interface.
+    # With only a host, the store would listen on every interface.
     return dist.TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def join_store(port: int, *, timeout_seconds: float) -> dist.TCPStore:
-    """The node's store as a worker sees it. What waits at it gives up after the timeout."""
+    """Return the worker's client of the node's store. Calls that wait at the store give up after the timeout."""
     return dist.TCPStore(LOOPBACK, port, is_master=False, timeout=timedelta(seconds=timeout_seconds))
 
 
 @dataclass(frozen=True)
 class SPGroup:
-    """Ranks that compute one forward pass together, as one of them sees it. Every call is everyone's: alike, in order.
+    """The ranks of a shared forward pass, in the view of one rank. Every rank makes the same calls in the same order.
 
     Calls raise `TornGroup`.
     """
 
     group: Any
-    """A `ProcessGroup` or a backend of its own: gloo, NCCL."""
+    """A `ProcessGroup` or a backend object: gloo or NCCL."""
     patience: timedelta | None = None
-    """How long `broadcast` waits for peers. None: gloo, whose every call waits, as long as the group was made with."""
+    """Time limit of `broadcast`. None: gloo, whose calls all wait for the timeout given at creation."""
 
     @property
     def degree(self) -> int:
@@ -67,11 +67,11 @@ class SPGroup:
 
     @property
     def rank(self) -> int:
-        """Place of this process in the group, which decides its tokens and heads."""
+        """Return the process's index in the group. The rank decides the process's tokens and heads."""
         return int(self.group.rank())
 
     def all_to_all(self, x: Tensor) -> Tensor:
-        """Row i of every rank goes to rank i: [degree, ...] -> [degree, ...]."""
+        """Send row i of every rank to rank i: [degree, ...] -> [degree, ...]."""
         x = x.contiguous()
         received = torch.empty_like(x)
         with _torn():
@@ -79,7 +79,7 @@ class SPGroup:
         return received
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Everyone's rows: [own, ...] -> [degree own, ...]."""
+        """Gather the rows of all ranks: [own, ...] -> [degree own, ...]."""
         x = x.contiguous()
         gathered = x.new_empty(self.degree * x.shape[0], *x.shape[1:])
         with _torn():
@@ -87,15 +87,15 @@ class SPGroup:
         return gathered
 
     def all_reduce(self, x: Tensor) -> None:
-        """Everyone's sum, in place."""
+        """Sum over all ranks, in place."""
         with _torn():
             self.group.allreduce([x]).wait()
 
     def broadcast(self, x: Tensor) -> None:
-        """What rank 0 has, in place, and there when this returns.
+        """Copy rank 0's tensor to all ranks, in place. The data is complete on return.
 
-        With NCCL the other calls only queue work for the device, so a step that a dead peer left undone is noticed
-        here, where the group agrees on the next one.
+        With NCCL, all other calls only queue work on the device. A step left undone by a dead peer is noticed here,
+        where the group agrees on the next step.
         """
         with _torn():
             work = self.group.broadcast([x])
@@ -109,12 +109,12 @@ class SPGroup:
 def _torn() -> Iterator[None]:
     try:
         yield
-    except RuntimeError as error:  # gloo knows no other; NCCL's DistBackendError is one
+    except RuntimeError as error:  # gloo raises only RuntimeError; NCCL's DistBackendError is a RuntimeError
         raise TornGroup(str(error).split("\n")[0][:300]) from error
 
 
 class Communicators:
-    """One worker's communicators, by number."""
+    """A worker's communicators, by number."""
 
     def __init__(
         self,
@@ -124,17 +124,20 @@ class Communicators:
         patience_seconds: float | None = None,
         backend: Backend = "gloo",
     ) -> None:
-        """`timeout_seconds`: of a call in a group. `patience_seconds`: how long the others are waited for when a
-        communicator is made; None: as long."""
+        """Start without communicators.
+
+        `timeout_seconds`: limit of a call in a group. `patience_seconds`: limit of the wait for the other members when
+        a communicator is made; None: equal to `timeout_seconds`.
+        """
         self._store, self._backend = store, backend
         self._timeout = timedelta(seconds=timeout_seconds)
         self._patience = timedelta(seconds=patience_seconds or timeout_seconds)
         self._made: dict[int, SPGroup] = {}
 
     def get(self, number: int, rank: int, degree: int) -> SPGroup:
-        """The communicator of this number; at first it is made, together with the other members' first calls.
+        """Return the communicator of this number. All members make the communicator together in their first calls.
 
-        Raises TornGroup when they do not come in time; the number is of no more use then.
+        Raises TornGroup if a member does not come in time. The number is then unusable.
         """
         if number not in self._made:
             store = dist.PrefixStore(f"sp/{number}", self._store)
@@ -146,14 +149,14 @@ class Communicators:
         return self._made[number]
 
     def drop(self, number: int) -> None:
-        """Never again: a member is dead, or another process by now."""
+        """Abort a communicator for good: a member is dead or has been replaced by another process."""
         group = self._made.pop(number, None)
         if group is not None:
             with suppress(RuntimeError):
                 group.group.abort()
 
     def keep(self, numbers: Collection[int]) -> None:
-        """Drop all but these: with NCCL everything that a dead rank was part of must be aborted, on every rank."""
+        """Drop all communicators but these. With NCCL, every rank must abort every communicator of a dead rank."""
         for number in [known for known in self._made if known not in numbers]:
             self.drop(number)
 

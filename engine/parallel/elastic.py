@@ -1,13 +1,14 @@
-"""One worker's part in the sequence-parallel groups of its node, on a live model.
+"""A worker's side of the node's sequence-parallel groups, on a live model.
 
-    ordered into a group -> the first member hands out what to do -> all compute each step together -> ordered elsewhere
+    join by order -> the first member hands out work -> all members compute each step together -> leave by order
 
-The first member pulls and decides. The others are handed its work through the node's store, and hear between steps
-whether to go on: a forward pass needs everyone, so nobody may decide for himself. The promises:
+The first member pulls and decides. The other members get the work through the node's store. Between steps, the first
+member tells the other members whether to go on: a forward pass needs all members, so no member may decide alone. The
+promises:
 
-- no weight is touched and no process restarted, whatever joins, leaves or dies
-- a peer that died or froze raises `TornGroup` in everyone; after `tore` the model computes alone again, what was in
-  flight stands at its last finished step, and that communicator is never used again
+- no weight is changed and no process restarted when a worker joins, leaves or dies
+- a dead or frozen peer raises `TornGroup` in every member; after `tore` the model computes alone again, in-flight work
+  is at its last finished step, and the communicator is never used again
 """
 
 from collections.abc import Callable, Mapping
@@ -28,7 +29,7 @@ LEAVE = b"leave"
 
 
 class Elastic:
-    """See the module's story."""
+    """A worker's SP state: current group, communicator and torn communicators. See the module docstring."""
 
     def __init__(
         self,
@@ -39,8 +40,11 @@ class Elastic:
         is_current: Callable[[], bool] = lambda: True,
         believed: Mapping[int, float] | None = None,
     ) -> None:
-        """`is_current`: whether the node's store is still the one that was joined. `believed`: seconds of a picture's
-        step by allowed degree, before any was measured; None: no faster together."""
+        """Start outside every group.
+
+        `is_current`: returns True if the node's store is still the joined store. `believed`: seconds of an image's step
+        by allowed degree, before any measurement; None: no speedup from sharing.
+        """
         self._backend, self._communicators, self._store = backend, communicators, store
         self._is_current = is_current
         self._believed = dict(believed or {1: 1.0})
@@ -48,7 +52,7 @@ class Elastic:
         self._communicator = ALONE
         self._handed = 0
         self.epoch = ALONE
-        """Of the group that it is in."""
+        """The epoch of the current group."""
         self.torn: list[int] = []
         """Communicators that broke since `report`."""
 
@@ -62,20 +66,21 @@ class Elastic:
 
     @property
     def follows(self) -> bool:
-        """Whether it does what another hands out."""
+        """Return True if another member hands out the work."""
         return self.rank > 0
 
     def report(self) -> dict[str, Any]:
-        """What the coordinator wants to know whenever this worker asks for work (engine/parallel/regrouping.py)."""
+        """Return the SP part of a worker's pull for the coordinator (engine/parallel/regrouping.py)."""
         torn, self.torn = self.torn, []
         return {"epoch": self.epoch, "torn": torn, "believed": self._believed}
 
-    # --- coming and going
+    # --- joining and leaving
 
     def follow(self, order: Regroup) -> None:
-        """Be in this group from now on; in none if its other members do not come.
+        """Join the ordered group. Stay outside every group if the other members do not come.
 
-        Raises ConnectionError when the node's store was started anew: this process cannot meet anybody any more.
+        Raises ConnectionError if the node's store was restarted: the process can then meet no peer and must restart
+        too.
         """
         self.leave()
         if not self._is_current():
@@ -98,13 +103,13 @@ class Elastic:
         self._group, self._communicator, self.epoch, self._handed = group, order.communicator, order.epoch, 0
 
     def leave(self) -> None:
-        """Compute alone; who is first takes the others along."""
+        """Leave the group and compute alone. The first member makes all other members leave too."""
         if self._group is not None and self.rank == 0:
             self.hand_out(LEAVE)
         self._alone()
 
     def tore(self) -> None:
-        """This group is broken, or its work cannot be done by all: break it for everyone."""
+        """Break the group for every member, because a peer is lost or a member cannot do the work."""
         if self._group is not None:
             self._communicators.drop(self._communicator)
             self.torn.append(self._communicator)
@@ -117,18 +122,19 @@ class Elastic:
     # --- working together
 
     def hand_out(self, message: bytes) -> None:
-        """To everyone who follows, in order, and only after the last one was begun together (`share`, `agree`).
+        """Send work to all followers, in order.
 
-        A store that is gone takes nothing: the group then tears.
+        Call only after all members started the previous work together (`share`, `agree`). If the store is gone, the
+        message is lost and the group then tears.
         """
         with suppress(dist.DistError):
             self._store.set(self._key(self._handed), message.decode())
             if self._handed:
-                self._store.delete_key(self._key(self._handed - 1))  # begun together, so it was read
+                self._store.delete_key(self._key(self._handed - 1))  # started by all members, and therefore read by all
         self._handed += 1
 
     def handed(self, wait_seconds: float) -> bytes | None:
-        """What the first member hands out next; None: nothing yet, or it is time to leave."""
+        """Return the next work from the first member. None: no work yet, or the order to leave."""
         try:
             self._store.wait([self._key(self._handed)], timedelta(seconds=wait_seconds))
             message = bytes(self._store.get(self._key(self._handed)))
@@ -141,12 +147,12 @@ class Elastic:
         return message
 
     def share(self, x: Tensor) -> None:
-        """Everyone has what the first member has, in place. Raises TornGroup."""
+        """Copy the first member's tensor to all members, in place. Raises TornGroup."""
         if self._group is not None:
             self._group.broadcast(x)
 
     def agree(self, go_on: bool, device: torch.device) -> bool:
-        """What the first member decides. Raises TornGroup."""
+        """Return the first member's decision. Raises TornGroup."""
         if self._group is None:
             return go_on
         decision = torch.tensor([go_on], dtype=torch.uint8, device=device)

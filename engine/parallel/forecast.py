@@ -1,16 +1,18 @@
-"""When would a node be done with its requests, if it worked in these groups from now on?
+"""Forecast of the time at which a node finishes its requests with given groups.
 
-A small simulation of pulling: a group that is free takes the next request that it may serve, one at a time. It takes of
-the request class that it serves first; when none of that is left, or it serves any, the request that would take it
-longest. Groups that are free at the same time pull in order of size, the largest first.
+The forecast is a small simulation of pulling. A free group takes the next allowed request, one at a time. The group
+prefers the request class the group serves first. If no request of the class is left, or the group serves any class, the
+group takes the request with the longest time. Groups that are free at the same time pull in order of size, the largest
+first.
 
-As soon as a group finds nothing to do, the forecast also asks what the node would gain by sharing its GPUs out anew
-among the requests still running (`spread`), and believes the better of the two. So a forecast is never later than
-keeping the groups to the end, and a planner that always takes the earliest forecast ends no later than it said, and
-than the best groups that never change (rollout of a base policy; Bertsekas, Tsitsiklis and Wu 1997).
+As soon as a group is idle, the forecast also computes the end after sharing the node's GPUs anew among the running
+requests (`spread`), and takes the earlier end. A forecast is therefore never later than keeping the groups to the end.
+A planner that always takes the earliest forecast ends no later than forecast, and no later than with the best fixed
+groups (rollout of a base policy; Bertsekas, Tsitsiklis and Wu 1997).
 
-The promises: pure; times are whole microseconds, so that equal plans forecast equal times; 10,000 requests cost about
-as much as 100, because the time in which every group goes on taking from the same pile is passed in one stride.
+The promises: the module is pure; times are whole microseconds, and equal plans therefore forecast equal times; 10,000
+requests cost about as much as 100, because a single stride passes the time in which every group takes from the same
+pile.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,26 +21,26 @@ from heapq import heapify, heappop, heapreplace
 from typing import NamedTuple
 
 StepSeconds = Mapping[str, Mapping[int, float]]
-"""Seconds of a denoising step by request class and degree. A degree that is missing does not go, for whatever reason:
-its heads do not divide (`allowed_degrees`), or the activations do not fit into so few GPUs."""
+"""Seconds of a denoising step by request class and degree. A missing degree is impossible for the class: the heads
+do not divide (`allowed_degrees`), or the activations do not fit on the GPUs."""
 
 MICROSECONDS = 1_000_000
 
 NEVER = 1 << 62
-"""Microseconds: what groups forecast that can do nothing at all of what waits."""
+"""Microseconds: the forecast for groups unable to serve any waiting request."""
 
 STRIDE_FROM = 4
-"""Requests to a group from which the stride is tried; below, going one by one is as fast."""
+"""Requests per group above which the stride is tried. With fewer requests, a step per request is as fast."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Requests:
-    """Some requests that take equally long."""
+    """A number of requests with equal duration."""
 
     request_class: str
-    """What decides the time of a step: model and resolution."""
+    """The model and resolution, which set the step time."""
     steps: float
-    """Denoising steps left of each. Of a running request a fraction may say what is left of the step it is in."""
+    """Denoising steps left of each request. A fraction stands for the rest of a running request's current step."""
     count: int = 1
 
     def __post_init__(self) -> None:
@@ -51,13 +53,13 @@ class Requests:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Demand:
-    """What there is to do. A lease's pictures count as one request: they go through the network together."""
+    """The waiting and running work. A lease counts as a single request, because its images share each forward pass."""
 
     waiting: Sequence[Requests]
     in_flight: Mapping[str, Requests]
-    """By worker that makes it."""
+    """By the worker that runs the request."""
     pictures: Mapping[str, int]
-    """Of a lease, by request class."""
+    """Images per lease, by request class."""
 
 
 class Seat(NamedTuple):
@@ -65,11 +67,11 @@ class Seat(NamedTuple):
 
     degree: int
     free_us: int
-    """When it pulls next: at the end of the request that it runs, or of the regrouping."""
+    """Time of the next pull in microseconds: the end of the running request or of the regroup."""
     running: str | None
-    """Class of the request that it runs."""
+    """Class of the running request, or None."""
     first: str | None
-    """The class that it serves first; None: any."""
+    """The class served first; None: any class."""
 
 
 class Table:
@@ -81,15 +83,18 @@ class Table:
             for request_class, times in step_seconds.items()
         }
         self.ladders = {request_class: _ladder(times) for request_class, times in self.us.items()}
-        """(degree, us of a step) by class, ascending, without degrees that are no faster than a smaller one."""
+        """(degree, microseconds of a step) by class, ascending, without degrees no faster than a smaller degree."""
 
     def step(self, request_class: str, degree: int) -> int:
-        """Microseconds; of a degree that does not go, but somebody runs it, those of the nearest that does."""
+        """Return the microseconds of a step.
+
+        For an impossible degree that a group runs anyway, take the nearest possible degree.
+        """
         times = self.us[request_class]
         return times.get(degree) or times[min(times, key=lambda other: abs(other - degree))]
 
     def rate(self, request_class: str, gpus: int) -> float:
-        """The most steps of a class that so many GPUs can make a microsecond; 0: the class needs more of them."""
+        """Return the most steps of a class per microsecond on this many GPUs. 0: the class needs more GPUs."""
         times = self.us[request_class].items()
         return max((gpus // degree / us for degree, us in times if degree <= gpus), default=0.0)
 
@@ -103,13 +108,13 @@ def _ladder(times: Mapping[int, int]) -> tuple[tuple[int, int], ...]:
 
 
 def spread(jobs: Sequence[tuple[int, str]], gpus: int, table: Table) -> tuple[int, tuple[int, ...]] | None:
-    """The degrees at which these requests, all at once, end soonest.
+    """Return the degrees at which these requests, all run at once, end soonest.
 
     jobs     (steps left, request class)
-    returns  when the last one ends, in microseconds, and each job's degree; None: there are not GPUs enough for all
+    returns  the end of the last request in microseconds, and each job's degree; None: too few GPUs for all jobs
 
-    Exact: whatever the end, each job needs at least its smallest degree that keeps it, and the job that ends last is
-    the only one whose degree is worth raising.
+    Exact: for any given end, each job needs at least the smallest degree that meets the end, and only a higher degree
+    of the job with the latest end can bring the end forward.
     """
     ladders = [table.ladders[request_class] for _, request_class in jobs]
     rungs = [0] * len(jobs)
@@ -130,12 +135,12 @@ def spread(jobs: Sequence[tuple[int, str]], gpus: int, table: Table) -> tuple[in
 
 
 def finish_us(seats: Sequence[Seat], waiting: Sequence[Requests], table: Table, *, gpus: int, regroup_us: int) -> int:
-    """Microseconds until the last request that some number of these GPUs can serve is done; see the module's story.
+    """Return the microseconds until the last servable request ends. The module docstring describes the simulation.
 
     seats       all groups of the node
-    waiting     requests that no group runs
-    gpus        live on the node: what may be shared out anew when a group has nothing to do
-    regroup_us  what that costs, beside ending the step that each request is in
+    waiting     requests without a group
+    gpus        live GPUs of the node: shared anew when a group is idle
+    regroup_us  cost of sharing anew, beside ending the current step of each request
     """
     return _Forecast(seats, waiting, table, gpus, regroup_us).finish()
 
@@ -152,7 +157,7 @@ class _Forecast:
         heapify(self.heap)
         orders = {(seat.degree, seat.first): self._order(seat.degree, seat.first) for seat in seats}
         self.orders = [orders[seat.degree, seat.first] for seat in seats]
-        """For each seat the (pile, us of a request) that it may take, the next one last. Shared by seats of a kind."""
+        """For each seat the servable (pile, microseconds of a request), the next request last. Equal seats share it."""
 
     def _order(self, degree: int, first: str | None) -> list[tuple[int, int]]:
         order = [
@@ -186,7 +191,7 @@ class _Forecast:
                 continue
             heappop(heap)
             if self.running[number] is None:
-                continue  # it never had anything to do: sharing its GPUs out is for a plan of now, not for a later one
+                continue  # the group never had work: its GPUs belong to a new plan now, not to a later plan
             end = now
             if not left and heap and heap[0][0] > now and (shared := self._shared_out(now)) is not None:
                 sooner = shared if sooner is None else min(sooner, shared)
@@ -195,7 +200,7 @@ class _Forecast:
         return end if sooner is None else min(end, sooner)
 
     def _stride(self) -> int:
-        """Let every group take from its pile until one of the piles is nearly used up. Returns how many were taken."""
+        """Let every group take from its pile until a pile is nearly used up. Return the number of requests taken."""
         takers: dict[int, list[tuple[int, int]]] = {}
         for free, _, number in self.heap:
             order = self.orders[number]
@@ -203,7 +208,7 @@ class _Forecast:
                 order.pop()
             if order:
                 takers.setdefault(order[-1][0], []).append((free, order[-1][1]))
-        # Two requests to a taker stay, so that rounding down never takes what another group would have had.
+        # Two requests per taker stay, because rounding down must never take a request of another group.
         until = min(
             (
                 min(free for free, _ in of) + (self.counts[pile] - 2 * len(of)) / sum(1 / max(1, us) for _, us in of)
@@ -226,7 +231,7 @@ class _Forecast:
         return taken
 
     def _shared_out(self, now: int) -> int | None:
-        """When the running requests end if their steps are ended and the node's GPUs shared out among them anew."""
+        """Return the end of the running requests if all GPUs are shared anew after the current steps."""
         jobs, step_end = [], 0
         for free, _, number in self.heap:
             if (request_class := self.running[number]) is not None:
@@ -237,8 +242,12 @@ class _Forecast:
         return None if found is None else now + step_end + self.regroup_us + found[0]
 
     def _one_after_another(self) -> int:
-        """What these groups cannot serve at all, each on as many GPUs as make it fastest. Some other groups can do that
-        once these are done, and often better, but who plans with it must find no worse when the time has come."""
+        """Return the time for the requests that these groups cannot serve, run in sequence at the fastest degree of
+        each.
+
+        After these groups finish, new groups can serve the requests, often faster. The result is an upper bound,
+        because a planner that relies on the forecast must not find a later end when the time comes.
+        """
         return sum(
             count
             * round(

@@ -1,27 +1,29 @@
-"""Which workers of a node share one request's sequence, and how many (elastic sequence parallelism; our reading).
+"""Plan the sequence-parallel (SP) groups of every node (elastic sequence parallelism; our reading of the paper).
 
-observe who lives, what they form, run and wait for -> decide the groups of every node -> carry out the difference
+observe live workers, groups, running and waiting requests -> decide the groups of every node -> apply the difference
 
-One worker is one GPU, and a group never spans nodes. A high degree brings a single request home sooner; degree 1 makes
-most requests an hour, as every other one spends some of its GPUs' time on talking. So many requests want small groups
-and few want large ones, and big pictures want larger ones than small pictures. Of all partitions of a node into allowed
-degrees (22 at most for 8 GPUs), each with a few ways to say which group serves which request class first, the one is
-taken that would be done soonest (`engine/parallel/forecast.py`; research notes papers 6.5 and engine 6). Of equals: the
-one whose new groups are aligned, (0, 1), (2, 3), (4..7), because their communicators exist already; then the one that
-moves fewest workers.
+A worker is one GPU, and a group never spans nodes. A high SP degree finishes a single request sooner. Degree 1 finishes
+the most requests per hour, because every higher degree spends GPU time on communication. Many requests therefore need
+small groups, few requests need large groups, and large images need larger groups than small images. The planner looks
+at all partitions of a node into allowed degrees (22 at most for 8 GPUs). For each partition, the planner tries a few
+assignments of request classes to degrees ("served first"). The planner takes the partition with the earliest forecast
+end (`engine/parallel/forecast.py`; research notes papers 6.5 and engine 6). Ties go first to the partition whose new
+groups are aligned, (0, 1), (2, 3), (4..7), because their communicators exist already, then to the partition that moves
+the fewest workers.
 
-Groups stay as they are unless the forecast gains by changing them, although who changes ends the running step first
-and then loses `regroup_seconds`: nothing flaps for less than it costs. The new groups of a node begin together, and a
-request that was interrupted waits for them and goes on on its node.
+Groups change only if the forecast improves. The forecast includes the cost of the change: a moved worker first ends its
+running step and then loses `regroup_seconds`. Groups therefore do not flap for gains smaller than the cost. The new
+groups of a node start together. An interrupted request waits for the new groups and resumes on its node.
 
-How the demand is shared out. A request that is running belongs to its node. Of what waits, each node counts on a share
-in proportion to the steps an hour that its live GPUs can make of that class, rounded up: who is not sure that nothing
-will come does not begin with the end. A share is a forecast and promises nothing: groups pull. What no node can do is
-left out. A fleet of more than `LOOKED_AT_SINGLY` nodes is looked at by kind: as long as requests wait, nodes with
-equally many live GPUs plan for the same average load, and only a node with nothing to wait for looks at its own.
+Sharing the demand. A running request belongs to its node. Each node plans for a share of the waiting requests. The
+share of a class is proportional to the steps per hour of the node's live GPUs for the class, rounded up, because a node
+should not plan for the end of the work while more work may arrive. A share is a forecast and promises nothing: groups
+pull. Requests no node can run are left out. In a fleet of more than `LOOKED_AT_SINGLY` nodes, the planner looks at
+kinds of nodes: as long as requests wait, nodes with equally many live GPUs plan for the same average load. Only a node
+without waiting requests is planned with its own running requests.
 
-The promises: pure, no clock, nothing remembered: the same facts give the same groups. Every live worker is in exactly
-one group. Groups pull one request at a time; a batch of several is not planned with.
+The promises: the module is pure, without clock and memory; equal facts give equal groups. Every live worker is in
+exactly one group. Groups pull one request at a time; the plan does not model batches of several requests.
 """
 
 from collections import Counter
@@ -34,24 +36,25 @@ from typing import Literal
 from engine.parallel.forecast import MICROSECONDS, Requests, Seat, StepSeconds, Table, finish_us, spread
 
 LOOKED_AT_SINGLY = 8
-"""Nodes that are planned with what each of their groups is doing. Measured: with five request classes a node of 8 GPUs
-takes up to 6 ms (tests/benchmarks/results/sp_plan.md), and a plan should take no longer than 50 ms."""
+"""Up to this many nodes, the planner looks at each group's running request. Measured: with five request classes a
+node of 8 GPUs takes up to 6 ms (tests/benchmarks/results/sp_plan.md), and a plan should take no longer than 50 ms."""
 
 ROUNDING = 1e-9
-"""A share that is a whole number but for the error of a division is that number."""
+"""Tolerance before rounding a share up, so a division error does not turn a whole number into the next number."""
 
 Degrees = tuple[int, ...]
-"""Of a node's groups, the largest first."""
+"""Degrees of a node's groups, the largest first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerGroup:
-    """Workers of one node that share a request's sequence."""
+    """Workers of a node that share a request's sequence."""
 
     members: tuple[str, ...]
-    """In rank order; the first one pulls."""
+    """Workers in rank order. The first member pulls."""
     first: str | None = None
-    """The request class that it serves first, and any other when none of that waits; None: any, the longest first."""
+    """The request class the group serves first. Without waiting requests of the class, the group serves any class.
+    None: the group serves any class, the longest request first."""
 
     @property
     def degree(self) -> int:
@@ -59,9 +62,10 @@ class WorkerGroup:
 
 
 def allowed_degrees(heads: int, *, most: int = 8) -> Degrees:
-    """Degrees up to `most` at which a model can be shared, ascending: each rank computes heads / degree of its heads.
+    """Return the degrees up to `most` that divide the number of heads, ascending.
 
-    Lengths need not divide: what is missing is filled up (engine/parallel/ulysses.py). Raises ValueError: no heads.
+    Each rank computes heads / degree heads. Sequence lengths need not divide: missing tokens are padded
+    (engine/parallel/ulysses.py). Raises ValueError if `heads` is below 1.
     """
     if heads < 1:
         raise ValueError(f"a model of {heads} attention heads; give its number of heads, 1 or more")
@@ -69,9 +73,9 @@ def allowed_degrees(heads: int, *, most: int = 8) -> Degrees:
 
 
 def aligned_subsets(gpus: int, degrees: Iterable[int]) -> tuple[tuple[int, ...], ...]:
-    """The places of a node that share a communicator from its start on: (0, 1), (2, 3), ..., (0, 1, 2, 3), ...
+    """Return the sets of GPU indices with a communicator from the node's start: (0, 1), (2, 3), ..., (0, 1, 2, 3), ...
 
-    7 for a node of 8 with degrees 1, 2, 4 and 8; a group that is none of these has to make its own first.
+    There are 7 sets for a node of 8 with degrees 1, 2, 4 and 8. Any other group must make its own communicator first.
     """
     return tuple(
         tuple(range(start, start + degree))
@@ -82,7 +86,10 @@ def aligned_subsets(gpus: int, degrees: Iterable[int]) -> tuple[tuple[int, ...],
 
 
 def regroups(now: Iterable[WorkerGroup], wanted: Iterable[WorkerGroup]) -> tuple[WorkerGroup, ...]:
-    """The groups that have to be formed; whose members form one already needs none, whatever it serves first."""
+    """Return the wanted groups that do not exist yet.
+
+    A group with the same members exists, even with another `first`.
+    """
     there = {frozenset(group.members) for group in now}
     return tuple(group for group in wanted if frozenset(group.members) not in there)
 
@@ -97,17 +104,17 @@ def plan_groups(
     waiting: Iterable[Requests] = (),
     sp_degree: int | Literal["auto"] = "auto",
 ) -> tuple[WorkerGroup, ...]:
-    """The groups that every node should have, by node and place; `regroups` says which of them are to be formed.
+    """Return the wanted groups of every node, by node and GPU index. `regroups` returns the groups still to form.
 
-    live             workers that may be planned on, "NODE/PLACE": "spot-0/3" is the fourth of its node
-    step_seconds     of each request class, by the degrees that it allows and that it fits into
-    regroup_seconds  from ending one's group to pulling in the next, communicator there, weights there
-    groups           that exist; one with a member that is not live is gone, and its survivors are free
-    in_flight        what a group runs, by its first member; of a worker that leads no group it counts as waiting
-    waiting          requests that nobody runs
-    sp_degree        a number: as many groups of it as fit on each node, the rest in the largest smaller degrees
-    raises           ValueError: a worker's name without place; a request class without step times; a fixed degree that
-                     a class does not allow
+    live             workers to plan with, "NODE/PLACE": "spot-0/3" is the fourth worker of its node
+    step_seconds     of each request class, by the degrees allowed for the class and large enough for its memory
+    regroup_seconds  from the end of the old group to the first pull in the new group; communicator and weights ready
+    groups           existing groups; a group with a dead member no longer exists, and its live members are free
+    in_flight        a group's running request, by its first member; the request of any other worker counts as waiting
+    waiting          requests without a worker
+    sp_degree        a number: as many groups of this degree as fit on each node, the rest in the next smaller degrees
+    raises           ValueError: a worker's name without place; a request class without step times; a fixed degree not
+                     allowed for a class
     """
     table = Table(step_seconds)
     nodes, loose = _nodes(live, groups, in_flight or {})
@@ -127,19 +134,19 @@ def plan_groups(
     return tuple(_planned(nodes, demand, table, round(regroup_seconds * MICROSECONDS)))
 
 
-# --- a node, as the planner sees it: places are bits
+# --- a node in the planner: GPU indices are bits
 
 
 @dataclass(slots=True, eq=False)
 class _Node:
     workers: dict[int, str] = field(default_factory=dict)
-    """By place."""
+    """Worker names, by GPU index."""
     free: int = 0
-    """Live, and in no group that is whole."""
+    """Live workers outside every complete group, as a bit mask."""
     groups: dict[int, WorkerGroup] = field(default_factory=dict)
-    """That exist and are whole."""
+    """Existing complete groups, by bit mask."""
     now: tuple[int, ...] = ()
-    """The same, by place."""
+    """The masks of `groups`, ordered by GPU index."""
     running: dict[int, Requests] = field(default_factory=dict)
 
     @property
@@ -152,7 +159,7 @@ class _Node:
 
     @property
     def as_it_is(self) -> tuple[int, ...]:
-        """Its groups, and every other worker alone."""
+        """The node's existing groups, plus every free worker as a group of its own."""
         return self.now + tuple(1 << place for place in _places(self.free)) if self.free else self.now
 
     @property
@@ -160,7 +167,7 @@ class _Node:
         return tuple(sorted([group.bit_count() for group in self.now], reverse=True))
 
     def formed(self, masks: tuple[int, ...], firsts: Mapping[int, str | None]) -> Iterator[WorkerGroup]:
-        """Groups as values, by place."""
+        """Yield groups as values, ordered by GPU index."""
         for mask in masks if masks is self.now else sorted(masks, key=_lowest):
             first = firsts.get(mask.bit_count()) if firsts else None
             group = self.groups.get(mask)
@@ -181,7 +188,7 @@ def _place(worker: str) -> tuple[str, int]:
 def _nodes(
     live: Iterable[str], groups: Iterable[WorkerGroup], in_flight: Mapping[str, Requests]
 ) -> tuple[list[_Node], list[Requests]]:
-    """Nodes in the order of their first worker, and what runs nowhere any more."""
+    """Return the nodes in the order of their first worker, and the in-flight requests without a live group."""
     nodes: dict[str, _Node] = {}
     homes: dict[str, _Node] = {}
     bits: dict[str, int] = {}
@@ -209,7 +216,7 @@ def _nodes(
             if (running := in_flight.get(group.members[0])) is not None:
                 node.running[mask] = running
                 led.add(group.members[0])
-    for node in nodes.values():  # the order of what was observed says nothing
+    for node in nodes.values():  # sort, because the order of the observed groups carries no meaning
         node.now = tuple(sorted(node.groups, key=_lowest))
         node.running = {mask: node.running[mask] for mask in node.now if mask in node.running}
     return list(nodes.values()), [one for worker, one in in_flight.items() if worker not in led]
@@ -224,12 +231,15 @@ def _places(mask: int) -> tuple[int, ...]:
     return tuple(place for place in range(mask.bit_length()) if mask >> place & 1)
 
 
-# --- how many groups of which degree
+# --- number of groups of each degree
 
 
 @lru_cache(maxsize=256)
 def _partitions(gpus: int, degrees: Degrees) -> tuple[Degrees, ...]:
-    """All ways to write `gpus` as a sum of these degrees; small ones first. `degrees` ascends and holds 1."""
+    """Return all ways to write `gpus` as a sum of these degrees, small degrees first.
+
+    `degrees` is ascending and contains 1.
+    """
     if gpus == 0:
         return ((),)
     return tuple(
@@ -243,7 +253,7 @@ def _partitions(gpus: int, degrees: Degrees) -> tuple[Degrees, ...]:
 
 
 def _fixed(gpus: int, degrees: Degrees) -> Degrees:
-    """As many of the largest of these degrees as fit, then of the next."""
+    """Return as many of the largest of these degrees as fit, then of the next degree, and onward."""
     found: list[int] = []
     for degree in sorted({1, *degrees}, reverse=True):
         found += [degree] * ((gpus - sum(found)) // degree)
@@ -251,7 +261,10 @@ def _fixed(gpus: int, degrees: Degrees) -> Degrees:
 
 
 def _degrees_for_all(sp_degree: int, step_seconds: StepSeconds) -> Degrees:
-    """`sp_degree` and the smaller ones that every request class allows. Raises ValueError if one does not allow it."""
+    """Return `sp_degree` and the smaller degrees allowed for every request class.
+
+    Raises ValueError if a class does not allow `sp_degree`.
+    """
     shared = set.intersection(*(set(times) for times in step_seconds.values())) if step_seconds else {sp_degree}
     for request_class, times in step_seconds.items():
         if sp_degree not in times:
@@ -264,12 +277,12 @@ def _degrees_for_all(sp_degree: int, step_seconds: StepSeconds) -> Degrees:
     return tuple(sorted(degree for degree in shared if degree <= sp_degree))
 
 
-# --- who sits in them
+# --- assigning workers to groups
 
 
 @lru_cache(maxsize=1 << 14)
 def _seatings(live: int, now: tuple[int, ...], degrees: Degrees) -> tuple[tuple[int, ...], ...]:
-    """Ways to form groups of these degrees: those with fewest new groups that are not aligned, then fewest moves."""
+    """Return the best ways to form groups of these degrees: fewest new unaligned groups, then fewest moved workers."""
     best: list[tuple[int, ...]] = []
     least = (len(degrees) + 1, 0)
     big = [degree for degree in degrees if degree > 1]
@@ -277,12 +290,12 @@ def _seatings(live: int, now: tuple[int, ...], degrees: Degrees) -> tuple[tuple[
     singles = sum(mask for mask in now if mask & (mask - 1) == 0)
 
     def seat(number: int, start: int, free: int, taken: tuple[int, ...], left: Degrees, moves: int) -> None:
-        """`left`: degrees that are put together at the end, from workers that happen to be free."""
+        """Try every position for group `number`. `left`: degrees to fill at the end from the free workers."""
         nonlocal least
         if (len(left), moves) > least:
             return
         if number == len(big):
-            # Who is alone already stays alone if others can be had.
+            # Leave a single worker single if enough free workers remain.
             others = [*_places(free & ~singles), *_places(free & singles)]
             for degree in left:
                 taken = (*taken, sum(1 << place for place in others[:degree]))
@@ -301,7 +314,7 @@ def _seatings(live: int, now: tuple[int, ...], degrees: Degrees) -> tuple[tuple[
         for place in range(start, len(choices[degree])):
             mask, is_new = choices[degree][place]
             if mask & free == mask:
-                then = place + 1 if alike else 0  # each set of groups of a degree in one order only
+                then = place + 1 if alike else 0  # visit each set of equal-degree groups in a single order
                 seat(number + 1, then, free & ~mask, (*taken, mask), left, moves + degree * is_new)
         seat(number + 1, len(choices[degree]) if alike else 0, free, taken, (*left, degree), moves)
 
@@ -310,7 +323,7 @@ def _seatings(live: int, now: tuple[int, ...], degrees: Degrees) -> tuple[tuple[
 
 
 def _blocks(live: int, now: tuple[int, ...], degree: int) -> list[tuple[int, bool]]:
-    """(group, whether it is new) that cost no communicator: those that exist, then those that are aligned."""
+    """Return (group, is new) for groups that need no new communicator: existing groups, then aligned groups."""
     there = [mask for mask in now if mask.bit_count() == degree]
     block = (1 << degree) - 1
     aligned = (block << start for start in range(0, live.bit_length(), degree))
@@ -321,7 +334,7 @@ def _blocks(live: int, now: tuple[int, ...], degree: int) -> list[tuple[int, boo
 
 @lru_cache(maxsize=1 << 14)
 def _cost(now: tuple[int, ...], masks: tuple[int, ...]) -> tuple[int, int]:
-    """(new groups that are not aligned, workers whose group changes)."""
+    """Return (number of new unaligned groups, number of workers that change group)."""
     new = [mask for mask in masks if mask not in now]
     unaligned = sum(1 for mask in new if not _is_aligned(mask))
     return unaligned, sum(mask.bit_count() for mask in new)
@@ -333,7 +346,7 @@ def _is_aligned(mask: int) -> bool:
 
 
 _Decision = tuple[tuple[int, ...], Mapping[int, str | None]]
-"""Groups, and the class that those of a degree serve first."""
+"""The groups as masks, and for each degree the request class to serve first."""
 
 
 def _with_degrees(node: _Node, degrees: Degrees) -> tuple[int, ...]:
@@ -342,7 +355,7 @@ def _with_degrees(node: _Node, degrees: Degrees) -> tuple[int, ...]:
     return _seatings(node.live, node.now, degrees)[0]
 
 
-# --- what is best
+# --- choosing the best groups
 
 
 def _planned(
@@ -373,7 +386,7 @@ def _planned(
 
 
 def _share(demand: Sequence[Requests], gpus: int, sizes: Mapping[int, int], table: Table) -> list[Requests]:
-    """What a node of so many GPUs counts on."""
+    """Return the waiting requests a node with this many GPUs plans for."""
     found = []
     for one in demand:
         everybody = sum(many * table.rate(one.request_class, size) for size, many in sizes.items())
@@ -383,7 +396,7 @@ def _share(demand: Sequence[Requests], gpus: int, sizes: Mapping[int, int], tabl
 
 
 def _merged(demand: Iterable[Requests]) -> list[Requests]:
-    """Requests that take equally long in one pile."""
+    """Merge requests of the same class and number of steps."""
     piles: Counter[tuple[str, float]] = Counter()
     for one in demand:
         piles[one.request_class, one.steps] += one.count
@@ -391,7 +404,7 @@ def _merged(demand: Iterable[Requests]) -> list[Requests]:
 
 
 def _pooled(demand: Iterable[Requests]) -> list[Requests]:
-    """One pile for each class, with the mean of the steps left."""
+    """Merge each class into a single pile with the mean of the steps left."""
     counts: Counter[str] = Counter()
     steps: Counter[str] = Counter()
     for one in demand:
@@ -405,11 +418,13 @@ def _pooled(demand: Iterable[Requests]) -> list[Requests]:
 
 
 def _firsts(degrees: Degrees, waiting: Iterable[Requests], table: Table) -> list[Mapping[int, str | None]]:
-    """Ways to say which degree serves which class first: any; larger groups what gains more by their size; and if all
-    groups are alike, each of the classes.
+    """Return the candidate assignments of classes to degrees ("served first").
 
-    A class gains the more, the less GPU time a step costs it at the largest degree compared with the smallest; one
-    that does not go at a small degree comes before all others.
+    The candidates are: no assignment; larger groups serve the classes that gain more from size; and, if all groups have
+    the same degree, each of the classes.
+
+    A class gains more if a step costs less GPU time at the largest degree relative to the smallest degree. A class that
+    does not run at a small degree comes before all classes that do.
     """
     sizes = sorted(set(degrees), reverse=True)
     classes = {one.request_class for one in waiting if one.count}
@@ -430,7 +445,7 @@ def _firsts(degrees: Degrees, waiting: Iterable[Requests], table: Table) -> list
 
 
 def _best_of_one(node: _Node, share: Sequence[Requests], allowed: Degrees, table: Table, regroup_us: int) -> _Decision:
-    """Every partition, with what each group is doing and who would have to end his step first."""
+    """Try every partition, including each group's running request and the steps to end before a regroup."""
     best: _Decision | None = None
     least: tuple[int, int, int] | None = None
     for degrees in _partitions(node.gpus, allowed):
@@ -455,7 +470,7 @@ def _best_of_one(node: _Node, share: Sequence[Requests], allowed: Degrees, table
 
 
 def _seatings_worth_a_look(node: _Node, degrees: Degrees) -> list[tuple[int, ...]]:
-    """Of equally cheap ones, the one that interrupts the longest requests and the one that interrupts least."""
+    """Return at most two seatings of equal cost: one interrupts the fewest remaining steps, one the most."""
     found = _seatings(node.live, node.now, degrees)
     if len(found) == 1:
         return list(found)
@@ -467,28 +482,28 @@ def _seatings_worth_a_look(node: _Node, degrees: Degrees) -> list[tuple[int, ...
 
 
 def _left_us(one: Requests, mask: int, table: Table) -> tuple[int, int]:
-    """Microseconds until a running request is done, and until its step is."""
+    """Return the microseconds until a running request ends, and until its current step ends."""
     step = table.step(one.request_class, mask.bit_count())
     return round(one.steps * step), round((one.steps - int(one.steps)) * step)
 
 
 def _at_step_end(one: Requests) -> Requests | None:
-    """What is to be done of a running request once its step has ended."""
+    """Return the remaining request after the end of its current step, or None if no step remains."""
     return replace(one, steps=int(one.steps), count=1) if int(one.steps) else None
 
 
 @dataclass(frozen=True, slots=True)
 class _Ranking:
-    """What is good for a node of a kind: degrees, with the class that each serves first."""
+    """The good group layouts for a kind of node: degrees, with the class served first by each degree."""
 
     best: dict[Degrees, Mapping[int, str | None]]
-    """Done soonest."""
+    """Layouts with the earliest forecast end."""
     good: dict[Degrees, Mapping[int, str | None]]
-    """Not worth the regrouping to something better."""
+    """Layouts so close to the best end that a regroup does not pay."""
 
 
 def _ranking(gpus: int, load: Sequence[Requests], allowed: Degrees, table: Table, regroup_us: int) -> _Ranking:
-    """Every partition with its best `firsts`, as if all groups began together."""
+    """Rank every partition with its best `firsts`, as if all groups started together."""
     ends: dict[Degrees, tuple[int, Mapping[int, str | None]]] = {}
     for degrees in _partitions(gpus, allowed):
         ways = _firsts(degrees, load, table) if len(set(degrees)) > 1 else [{}]  # a mean load has no last request
@@ -512,7 +527,7 @@ def _best_of_kind(node: _Node, ranking: _Ranking) -> _Decision:
 
 
 def _best_of_last(node: _Node, table: Table, regroup_us: int) -> _Decision:
-    """Nothing waits: the running requests get the idle GPUs, if that brings the last one home sooner."""
+    """Give idle GPUs to the running requests of a node without waiting work, if the last request then ends sooner."""
     alone: _Decision = (node.as_it_is, {})
     if not node.running or (not node.free and len(node.running) == len(node.groups)):
         return alone
@@ -528,5 +543,5 @@ def _best_of_last(node: _Node, table: Table, regroup_us: int) -> _Decision:
     seatings = _seatings(node.live, node.now, degrees)
     if len(seatings) == 1:
         return seatings[0], {}
-    # What is interrupted should be the longest: the large new groups are for them.
+    # Interrupt the longest requests: the large new groups are for the long requests.
     return min(seatings, key=lambda masks: sum(node.running[m].steps for m in masks if m in node.running)), {}

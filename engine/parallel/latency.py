@@ -1,12 +1,13 @@
-"""How long a denoising step takes on d GPUs: a model that serves until it was measured, and what replaces it then.
+"""Step-time estimates for d GPUs: a model until steps are measured, then the measurements.
 
     t(d) = F / (d P mfu) + 4 L alpha + V(d) / B        (no second and third term for d = 1)
 
-F floating point operations of a forward pass, P the GPU's peak, mfu the share of it that is reached, L blocks with 4
-all-to-alls each (query, key, value, output) that cost alpha to launch, V(d) bytes that a rank sends, B its bandwidth.
-Formula and points: research notes, engine 6; every point names who published it. Pure: no torch, no clock.
+F is the floating point operations of a forward pass, P the GPU's peak and mfu the reached share of the peak. L is the
+number of blocks, with 4 all-to-alls each (query, key, value, output); alpha is the launch cost of an all-to-all. V(d)
+is the bytes sent by a rank and B the rank's bandwidth.
+Formula and points: research notes, engine 6; every point names its publisher. Pure: no torch, no clock.
 
-The promise: what was measured counts, the model only fills the gaps, in proportion to what was measured.
+The promise: measurements win. The model only fills the gaps, in proportion to the measurements.
 """
 
 import math
@@ -16,56 +17,56 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 ALPHA_SECONDS = 80e-6
-"""Launch, layout copies and synchronisation of one all-to-all, whatever its size. Published: FLUX.1-dev at 1024 pixels
+"""Launch, layout copies and synchronisation of an all-to-all of any size. Published: FLUX.1-dev at 1024 pixels
 on 2 and 4 H100 loses 18.9 and 19.8 ms a step, 83 us for each of 228 (xDiT, docs/performance/flux.md)."""
 
 BYTES = 2
-"""Of an activation: bf16."""
+"""Bytes of an activation value: bf16."""
 
 MFU = ((1_100, 0.20), (4_600, 0.49), (9_300, 0.50), (33_000, 0.35), (119_000, 0.32))
-"""Share of the peak that is reached by tokens in the sequence, on H100. Published, in order: Qwen-Image at 512 pixels
+"""Reached share of the peak by tokens in the sequence, on H100. Published, in order: Qwen-Image at 512 pixels
 (vLLM-Omni), FLUX.1-dev at 1024 (xDiT), Qwen-Image at 1536 (vLLM-Omni), Wan2.1-14B at 480p (bytedance/ATI issue 7),
-HunyuanVideo at 720p (xDiT). Between two points: on a line over the logarithm of the tokens; beyond: the last point."""
+HunyuanVideo at 720p (xDiT). Between two points: linear in the logarithm of the tokens; beyond: the last point."""
 
 LAST = 32
-"""Steps whose median counts. Enough that a few slow ones do not matter, few enough that new weights, a new batch shape
-or a hot GPU are seen within a request or two. Chosen."""
+"""Number of newest steps in the median. Enough steps to ignore a few slow steps, and few enough to notice new
+weights, a new batch shape or a hot GPU within a request or two. Chosen."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gpu:
-    """What the model needs to know of a GPU and of the links of its node."""
+    """The speed of a GPU and of the links of its node."""
 
     flops: float
-    """Peak a second, dense bf16."""
+    """Peak per second, dense bf16."""
     bytes_per_second: float
-    """That one GPU sends to its peers within the node."""
+    """Bandwidth from a GPU to its peers within the node."""
 
 
 H100 = Gpu(flops=989e12, bytes_per_second=300e9)
 A100 = Gpu(flops=312e12, bytes_per_second=300e9)
-"""300 GB/s is NVLink as research notes engine 6 count it: the rate for weights, assumed for activations."""
+"""300 GB/s is NVLink as counted in research notes engine 6: the rate for weights, assumed for activations."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Network:
-    """A diffusion transformer, as far as its step time depends on it."""
+    """The sizes of a diffusion transformer that set its step time."""
 
     blocks: int
     width: int
     heads: int
     weights_per_token: int
-    """Of one block: weights that each token is multiplied with."""
+    """Weights of a block multiplied with each token."""
     cross_tokens: int = 0
-    """Text that every token attends to apart, where text is not part of the sequence (Wan)."""
+    """Text tokens in cross-attention, for models with text outside the sequence (Wan)."""
 
     def flops(self, tokens: int) -> float:
-        """Of a forward pass over one sequence of `tokens` (picture and text)."""
+        """Return the operations of a forward pass over a sequence of `tokens` (image and text)."""
         linear = 2 * self.blocks * self.weights_per_token * tokens
         return linear + 4 * tokens * (tokens + self.cross_tokens) * self.width * self.blocks
 
     def bytes_sent(self, tokens: int, degree: int) -> float:
-        """By each rank, in one forward pass."""
+        """Return the bytes sent by each rank in a forward pass."""
         return 4 * self.blocks * (tokens / degree) * self.width * BYTES * (degree - 1) / degree
 
 
@@ -76,7 +77,7 @@ WAN_14B = Network(blocks=40, width=5120, heads=40, weights_per_token=6 * 5120**2
 
 
 def model_flops_utilisation(tokens: int) -> float:
-    """Share of a GPU's peak that a sequence of `tokens` reaches: `MFU`, and between its points."""
+    """Return the reached share of a GPU's peak for a sequence of `tokens`: `MFU`, interpolated between its points."""
     if tokens <= MFU[0][0]:
         return MFU[0][1]
     for (low, begin), (high, end) in pairwise(MFU):
@@ -88,10 +89,10 @@ def model_flops_utilisation(tokens: int) -> float:
 def modelled_step_seconds(
     network: Network, tokens: int, degrees: Iterable[int], *, gpu: Gpu = H100, forwards: int = 1
 ) -> dict[int, float]:
-    """Seconds of a denoising step by degree, as long as none was measured.
+    """Return the modelled seconds of a denoising step by degree, for use before any measurement.
 
-    tokens    picture and text tokens of one request
-    forwards  passes to a step: 2 with guidance
+    tokens    image and text tokens of a request
+    forwards  forward passes per step: 2 with guidance
     raises    ValueError: a degree below 1, no tokens
     """
     if tokens < 1 or forwards < 1:
@@ -109,28 +110,28 @@ def modelled_step_seconds(
 
 
 def believed_step_seconds(latent_shape: Sequence[int], degrees: Iterable[int]) -> dict[int, float]:
-    """Of one picture by degree, before anything is measured: Qwen-Image's, for as many tokens.
+    """Return the modelled step seconds of an image by degree, before any measurement: Qwen-Image's, for as many tokens.
 
     latent_shape  [S, C] packed, [C, H, W] or [C, F, H, W] in patches of 2 x 2; without the batch
 
-    Another network takes another time, but it is the ratio between degrees that decides, and that hangs on the tokens
-    first. The first step that is measured sets the scale (`with_measured`).
+    Another network takes another time. The plan depends on the ratio between degrees, and the ratio depends mostly on
+    the tokens. The first measured step sets the scale (`with_measured`).
     """
     tokens = latent_shape[0] if len(latent_shape) == 2 else math.prod(latent_shape[1:]) // 4
     return modelled_step_seconds(QWEN_IMAGE, max(1, tokens), degrees)
 
 
 def with_measured(modelled: Mapping[int, float], seen: Mapping[int, Sequence[float]]) -> dict[int, float]:
-    """The table of one request class once some of its steps were measured.
+    """Return the step table of a request class after measurements.
 
-    modelled  seconds of a step by degree: what was believed
-    seen      measured seconds of steps by degree, newest last; other degrees than the modelled ones do not count
-    returns   by degree of `modelled`: the median of the `LAST` newest steps; where none was measured, the model times
-              what measurement was to model at the nearest measured degree (in powers of two; of two the smaller)
-    raises    ValueError: a step that took no time, or not a number
+    modelled  seconds of a step by degree: the estimate
+    seen      measured seconds of steps by degree, newest last; degrees outside `modelled` are ignored
+    returns   by degree of `modelled`: the median of the `LAST` newest steps; for an unmeasured degree, the model times
+              the ratio of measurement to model at the nearest measured degree (in powers of two; on a tie the smaller)
+    raises    ValueError: a step time that is zero, negative or not finite
 
-    The median, not the mean: a first step compiles, a commit or a neighbour slows one in many, and neither says how
-    long the next step will take. An average that follows would carry such a step along for a dozen more.
+    Use the median, not the mean: a first step compiles, and a commit or a neighbour slows an occasional step. Such
+    steps do not predict the next step. A moving average would carry a slow step along for a dozen more.
     """
     measured = {}
     for degree, steps in seen.items():

@@ -1,20 +1,21 @@
-"""Who is in which sequence-parallel group: what the coordinator knows of it, wants of it, and orders.
+"""Membership of sequence-parallel groups: observed workers, wanted groups and orders, in the coordinator.
 
-heard from workers -> wanted groups (engine/parallel/groups.py) -> leave -> all members at the table -> join
+pulls of workers -> wanted groups (engine/parallel/groups.py) -> leave -> all members wait -> join
 
-A group is formed in two steps, so that nobody waits for a peer that is in the middle of a long denoising step. Whoever
-should be elsewhere is told to leave: it ends its step, hands back its work and pulls. When all members of a wanted
-group have pulled, each is given the same order to join: an epoch, its rank, and the number of the communicator, an old
-one if the same processes had one that still lives. Along with a group the communicators of its aligned parts are made,
-as all of them are at the table: when a member dies, what is left of the group need not make one. The promises:
+A group is formed in two steps, so no worker waits for a peer in the middle of a long denoising step. First, a worker of
+another group is ordered to leave: the worker ends its step, hands back its work and pulls. When all members of a wanted
+group have pulled, each member gets the same order to join: an epoch, its rank, and the number of the communicator. The
+communicator is reused if the same processes share a live communicator. While all members wait, the communicators of
+the group's aligned parts are made too. When a member dies, the rest of the group then needs no new communicator. The
+promises:
 
-- an epoch and a communicator's number are given out once, to one set of processes; a worker that comes back as another
-  process, or whose communicator tore, meets new numbers only
-- an order to join is given only when every member waits for it, so it is carried out in milliseconds
-- when a group tears, its survivors are waited for before anything is formed anew, but no longer than `SETTLING_SECONDS`
-- nothing here is a promise to the queue: a group that dissolves hands its work back, and a lease decides who speaks
+- an epoch or a communicator number is issued once, to a fixed set of processes; a restarted worker process, or a worker
+  with a torn communicator, gets new numbers only
+- an order to join is given only while every member waits for the order, and joining therefore takes milliseconds
+- after a group tears, no new group forms before its survivors have called in or `SETTLING_SECONDS` have passed
+- a group is no promise to the queue: a dissolved group hands its work back, and only a lease gives a right to work
 
-Pure: no clock, no I/O. The caller says who called in, who is gone, and what time it is.
+Pure: no clock, no I/O. The caller passes in the calls, the lost workers and the time.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -24,75 +25,78 @@ from engine.parallel.groups import WorkerGroup, aligned_subsets
 from engine.rollout.request import Regroup
 
 ALONE = 0
-"""The epoch of a worker that shares with nobody."""
+"""The epoch of a worker outside every group."""
 
 SETTLING_SECONDS = 0.3
-"""Wall time. Peers of a dead process hear of it within 30 to 120 ms (research notes engine 3.4); to begin without one
-of them means to regroup once more when it calls in."""
+"""Wall time in seconds. Peers of a dead process notice the death within 30 to 120 ms (research notes engine 3.4). A
+group formed without one of the peers must regroup again when the missing peer calls in."""
 
 
 def node_of(worker: str) -> str:
-    """A worker is named NODE/PLACE."""
+    """Return the node of a worker named NODE/PLACE."""
     return worker.rpartition("/")[0]
 
 
 def alone(worker: str) -> Regroup:
-    """The order to share with nobody."""
+    """Return the order to work outside every group."""
     return Regroup(epoch=ALONE, rank=0, degree=1, members=(worker,), communicator=ALONE)
 
 
 Planner = Callable[[Sequence[str], Sequence[WorkerGroup]], Sequence[WorkerGroup]]
-"""(live workers, groups that exist) -> groups that should: `plan_groups` with what the caller knows of the demand."""
+"""(live workers, existing groups) -> wanted groups: `plan_groups` with the caller's knowledge of the demand."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Formed:
-    """A group that was ordered."""
+    """A group that was ordered to form."""
 
     epoch: int
     communicator: int
     members: tuple[str, ...]
-    """In rank order; the first one pulls."""
+    """Workers in rank order. The first member pulls."""
     prepare: tuple[tuple[int, tuple[str, ...]], ...]
-    """Communicators of some of them that are made along with it, and whose."""
+    """Extra communicators made with the group, as (number, their members)."""
 
 
 @dataclass(slots=True)
 class _Member:
     boot: int
     epoch: int = ALONE
-    """What it says it is in."""
+    """The epoch reported by the worker."""
     ordered: int = ALONE
-    """What it was last told to be in."""
+    """The epoch last sent to the worker."""
     waits: bool = False
-    """It has pulled, and was given nothing to do since."""
+    """True if the worker has pulled and has had no work since."""
     live: bool = True
 
 
 class Membership:
-    """See the module's story. One for all nodes."""
+    """The SP membership of all nodes. The module docstring lists the promises."""
 
     def __init__(self, *, settling_ms: int, first: int = 1) -> None:
-        """`settling_ms`: `SETTLING_SECONDS` on the run's clock. `first`: epochs and communicators count from here:
-        above any that an earlier coordinator gave."""
+        """Start without members.
+
+        `settling_ms`: `SETTLING_SECONDS` on the run's clock. `first`: first number for epochs and communicators, above
+        every number issued by an earlier coordinator.
+        """
         self._settling_ms = settling_ms
         self._next = max(first, ALONE + 1)
         self._members: dict[str, _Member] = {}
         self._wanted: dict[str, tuple[str, ...]] = {}
-        """By worker: the members of the group that it should be in."""
+        """By worker: the members of the worker's wanted group."""
         self._formed: dict[int, Formed] = {}
-        """By epoch: groups that were ordered and that nobody was told to leave."""
+        """By epoch: groups ordered to form and not yet ordered to leave."""
         self._communicators: dict[tuple[tuple[str, int], ...], int] = {}
-        """By processes, in rank order: what they have in common and is not known to be torn."""
+        """By processes in rank order: the number of their communicator. Torn communicators are removed."""
         self._missing: dict[str, int] = {}
-        """Peers of a torn group who have not called in since, and until when they are waited for."""
+        """Peers of a torn group without a call since the tear, and the end of the wait for each, in ms."""
 
-    # --- what is heard
+    # --- calls and losses
 
     def pulled(self, worker: str, boot: int, epoch: int, torn: Iterable[int] = (), *, now_ms: int) -> bool:
-        """A worker has nothing to do and asks. `epoch`: of the group it is in. `torn`: communicators that broke on it.
+        """Record a pull of an idle worker. `epoch`: its current group. `torn`: communicators that broke in the worker.
 
-        Returns whether this changes who there is, so that the groups should be planned anew.
+        Return True if the set of live workers changed, which requires a new plan.
         """
         member = self._members.get(worker)
         changed = member is None or not member.live
@@ -113,12 +117,12 @@ class Membership:
         return changed
 
     def busy(self, worker: str) -> None:
-        """It was given work."""
+        """Record a worker's new work."""
         if worker in self._members:
             self._members[worker].waits = False
 
     def gone(self, workers: Iterable[str]) -> bool:
-        """They died, or their node drains. Returns whether this changes who there is."""
+        """Record the death of workers, or the drain of their node. Return True if the set of live workers changed."""
         changed = False
         for worker in workers:
             self._missing.pop(worker, None)
@@ -130,16 +134,16 @@ class Membership:
         return changed
 
     def settled(self, now_ms: int) -> bool:
-        """Give up waiting for who is overdue. Returns whether that frees somebody to go on."""
+        """Stop waiting for overdue peers. Return True if a worker may now go on."""
         overdue = [worker for worker, until_ms in self._missing.items() if until_ms <= now_ms]
         for worker in overdue:
             del self._missing[worker]
         return bool(overdue)
 
-    # --- what is wanted
+    # --- wanted groups
 
     def plan(self, planner: Planner) -> None:
-        """Want other groups from now on."""
+        """Replace the wanted groups with the planner's result."""
         live = sorted((worker for worker, member in self._members.items() if member.live), key=_by_place)
         groups = planner(live, [WorkerGroup(members=formed.members) for formed in self._formed.values()])
         self._wanted = {worker: group.members for group in groups for worker in group.members}
@@ -148,23 +152,26 @@ class Membership:
                 del self._formed[epoch]
 
     def groups(self) -> list[Formed]:
-        """That exist, as far as is known; who works alone is in none."""
+        """Return the known existing groups. Workers outside every group are left out."""
         return [formed for _, formed in sorted(self._formed.items())]
 
     def wanted(self) -> dict[str, tuple[str, ...]]:
-        """By live worker: the members of the group that it should be in."""
+        """Return, by live worker, the members of the worker's wanted group."""
         return dict(self._wanted)
 
     def nodes(self) -> set[str]:
-        """With somebody who lives."""
+        """Return the nodes with a live worker."""
         return {node_of(worker) for worker, member in self._members.items() if member.live}
 
     def workers_of(self, node: str) -> list[str]:
-        """Whom it has heard of."""
+        """Return all known workers of a node."""
         return [worker for worker in self._members if node_of(worker) == node]
 
     def layouts(self) -> dict[str, tuple[tuple[str, ...], ...]]:
-        """The groups of each node, who works alone as a group of one; of nodes where all are as they should be."""
+        """Return the groups of each node; a worker outside every group counts as a group of its own.
+
+        Nodes with a worker not yet in its wanted group are left out.
+        """
         found: dict[str, set[tuple[str, ...]]] = {}
         unsettled = {node_of(worker) for worker in self._missing}
         for worker, member in self._members.items():
@@ -180,17 +187,21 @@ class Membership:
         }
 
     def _here(self, worker: str, member: "_Member") -> tuple[str, ...]:
-        """The members of the group that it is in, as far as is known: who follows calls in only when it is idle."""
+        """Return the members of the worker's current group, as far as known. Followers report only when idle."""
         formed = self._formed.get(member.epoch) or self._formed.get(member.ordered)
         if formed is None or self._members[formed.members[0]].epoch != formed.epoch:
             return (worker,)
         return formed.members
 
     def leads(self, worker: str) -> bool:
-        """Whether it may be given work: alone, and meant to be, or the first of its group, as that is formed."""
+        """Return True if the worker may get work.
+
+        A worker outside every group gets work unless a group is wanted for the worker. In a group, only the first
+        member gets work, and only once the group is formed.
+        """
         member = self._members.get(worker)
         if member is None or not member.live:
-            return True  # not one that groups are made of
+            return True  # not a worker that can join groups
         if member.epoch == ALONE:
             alone = member.ordered == ALONE and len(self._wanted.get(worker, (worker,))) == 1
             return alone and not self._is_settling(worker)
@@ -198,17 +209,17 @@ class Membership:
         return formed is not None and formed.members[0] == worker
 
     def must_come(self, worker: str) -> bool:
-        """Whether one that is at work should hand it back and pull: it is wanted elsewhere."""
+        """Return True if a busy worker should hand back its work and pull, because another group is wanted."""
         member = self._members.get(worker)
         if member is None or not member.live:
             return False
         here = self._here(worker, member)
         return here != self._wanted.get(worker, here) or (member.epoch != ALONE and member.epoch not in self._formed)
 
-    # --- what is ordered
+    # --- orders
 
     def order(self, worker: str) -> Regroup | None:
-        """What one that pulls must do first; None: nothing, or wait for the others (`leads` tells which)."""
+        """Return the regroup order for a pulling worker. None: work or wait (`leads` decides)."""
         member = self._members.get(worker)
         if member is None or not member.live:
             return None
@@ -231,12 +242,12 @@ class Membership:
         )
 
     def _kept(self, worker: str, member: "_Member") -> tuple[int, ...]:
-        """The communicators of a process that are not known to be broken."""
+        """Return the process's communicators not known to be broken."""
         process = (worker, member.boot)
         return tuple(sorted(number for known, number in self._communicators.items() if process in known))
 
     def _form(self, wanted: tuple[str, ...]) -> None:
-        """Order a group into being if all of it is at the table."""
+        """Order the members to form a group if all of them wait."""
         members = [self._members.get(worker) for worker in wanted]
         ready = [m for m in members if m and m.live and m.waits and m.epoch == m.ordered == ALONE]
         if len(wanted) < 2 or len(ready) < len(wanted) or self._is_settling(wanted[0]):
@@ -250,7 +261,7 @@ class Membership:
             member.ordered = epoch
 
     def _communicator(self, workers: tuple[str, ...]) -> int:
-        """The number of what these processes share; a new one if they share none."""
+        """Return the number of the communicator of these processes. Issue a new number if they share none."""
         processes = tuple((worker, self._members[worker].boot) for worker in workers)
         if processes not in self._communicators:
             self._communicators[processes] = self._number()
@@ -260,10 +271,10 @@ class Membership:
         self._next += 1
         return self._next - 1
 
-    # --- what is no more
+    # --- torn groups and dead processes
 
     def _tore(self, number: int, worker: str, now_ms: int) -> bool:
-        """A communicator broke: it is never used again, and who was in that group is gone until he calls in."""
+        """Retire a broken communicator. The other members of its group count as gone until their next call."""
         for processes in [known for known, one in self._communicators.items() if one == number]:
             del self._communicators[processes]
         torn = [formed for formed in self._formed.values() if formed.communicator == number]
@@ -277,16 +288,16 @@ class Membership:
         return bool(torn)
 
     def _is_settling(self, worker: str) -> bool:
-        """Whether a peer on its node is still waited for."""
+        """Return True if a peer on the worker's node is still waited for."""
         return any(node_of(other) == node_of(worker) for other in self._missing)
 
     def _has_left(self, worker: str, epoch: int) -> bool:
-        """Whether a worker that says it is alone has left an epoch, rather than not heard of it yet."""
+        """Return True if a worker outside every group has left the epoch. False: the order has not arrived yet."""
         formed = self._formed.get(epoch)
         return formed is None or worker not in formed.members
 
     def _forget(self, worker: str, member: _Member) -> None:
-        """This process is no more: neither are its groups, nor any communicator it was in."""
+        """Remove a dead process, its groups and its communicators."""
         process = (worker, member.boot)
         for processes in [known for known in self._communicators if process in known]:
             del self._communicators[processes]
@@ -296,7 +307,7 @@ class Membership:
 
 
 def _aligned_in(members: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """Smaller groups that may follow this one, when somebody of it dies or more is to be done: the aligned ones."""
+    """Return the aligned subsets of a group. Smaller groups may follow after a member's death or with more demand."""
     places = {_by_place(worker)[1]: worker for worker in members}
     degrees = [degree for degree in (2, 4, 8) if degree < len(members)]
     subsets = aligned_subsets(max(places) + 1, degrees)

@@ -1,9 +1,10 @@
-"""Weights from the GPU beside: a worker that joins its node copies them out of a neighbour's memory (CUDA IPC).
+"""Weight copies between GPUs: a joining worker copies weights from a neighbour's memory (CUDA IPC).
 
-    a neighbour that has the version: offer -> (a pipe, a store: any way for picklable values) -> joiner: copy_from
+    neighbour with the version: offer -> (a pipe, a store: any channel for picklable values) -> joiner: copy_from
 
-On CUDA only; on a CPU the node's shared memory serves the same end (engine/runtime/node_weights.py). Both processes
-must see the neighbour's GPU under one number: a node's workers get the same CUDA_VISIBLE_DEVICES and choose their own.
+CUDA only. On a CPU, the node's shared memory serves the same purpose (engine/runtime/node_weights.py). Both processes
+must see the neighbour's GPU under the same number: a node's workers get the same CUDA_VISIBLE_DEVICES and each worker
+chooses its own GPU.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,13 +15,14 @@ from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
 Offer = dict[str, tuple[Callable[..., Tensor], tuple[Any, ...]]]
-"""By name: how another process maps a tensor of this one."""
+"""By name: the function and arguments to map a tensor of this process into another process."""
 
 
 def offer(parameters: Mapping[str, Tensor]) -> Offer:
-    """What a joiner needs to copy these. For one joiner; they must stay as they are until it says that it is done.
+    """Return the handles to copy these parameters, for a single joiner.
 
-    Raises ValueError for what is not on a GPU: a tensor on the CPU would be moved to other memory by it.
+    The parameters must stay unchanged until the joiner reports the end of the copy. Raises ValueError for a parameter
+    that is not on a GPU: `reduce_tensor` would move a CPU tensor to other memory.
     """
     elsewhere = [name for name, parameter in parameters.items() if not parameter.is_cuda]
     if elsewhere:
@@ -30,9 +32,9 @@ def offer(parameters: Mapping[str, Tensor]) -> Offer:
 
 @torch.no_grad()
 def copy_from(offered: Offer, parameters: Mapping[str, Tensor]) -> None:
-    """Copy into live parameters, in place; when it returns, the neighbour may change its own again.
+    """Copy the offered weights into live parameters, in place.
 
-    Raises KeyError when one is missing.
+    After the return, the neighbour may change its weights again. Raises KeyError if a parameter is missing.
     """
     missing = parameters.keys() - offered.keys()
     if missing:

@@ -1,12 +1,12 @@
-"""The coordinator's part in sequence parallelism: who should share with whom, as nodes, work and step times change.
+"""The coordinator's planning of sequence parallelism as nodes, work and step times change.
 
-heard (who calls in, who is gone, what waits, how long steps take) -> plan -> orders, to one worker at a time
+inputs (pulls, losses, demand, measured step times) -> plan -> orders, to one worker at a time
 
-Groups are planned anew when somebody comes or goes, and with `sp_degree: auto` also as demand changes, every
-`PLAN_SECONDS`. The plan starts from what workers believe of their model (engine/parallel/latency.py) and goes over to
-what their steps were measured to take. Nothing is remembered over a restart: who calls in says which group he is in.
+Groups are planned anew when a worker comes or goes. With `sp_degree: auto`, groups are also planned on demand changes,
+every `PLAN_SECONDS`. The plan starts from the workers' modelled step times (engine/parallel/latency.py) and moves to
+measured step times. Nothing is kept across a coordinator restart: each worker's pull names its current group.
 
-Pure: no clock, no I/O. The caller says what time it is, and who takes part.
+Pure: no clock, no I/O. The caller passes in the time and the nodes that take part.
 """
 
 from collections import defaultdict, deque
@@ -21,14 +21,15 @@ from engine.parallel.latency import LAST, with_measured
 from engine.parallel.membership import SETTLING_SECONDS, Membership, node_of
 
 PLAN_SECONDS = 0.5
-"""Wall time between two plans that nobody's coming or going asked for. A plan for 1,000 nodes takes a tenth of it."""
+"""Wall time between two plans without a change of workers. A plan for 1,000 nodes takes a tenth of `PLAN_SECONDS`."""
 
 REGROUP_SECONDS = 0.02
-"""From ending one's group to working in the next: what a regroup takes beyond an ordinary step (sp_regroup's page)."""
+"""Seconds from the end of the old group to work in the new group, beyond an ordinary step. Measured:
+tests/benchmarks/results/sp_regroup.md."""
 
 
 class Regrouping:
-    """See the module's story. One for all nodes."""
+    """The SP planning of all nodes. See the module docstring."""
 
     def __init__(
         self,
@@ -38,59 +39,71 @@ class Regrouping:
         run_ms: Callable[[float], int],
         first: int = 1,
     ) -> None:
-        """`run_ms`: of so many seconds of wall time. `first`: epochs and communicators count from here: above any that
-        an earlier coordinator gave."""
+        """Start without workers.
+
+        `run_ms`: converts seconds of wall time to milliseconds of the run's clock. `first`: first number for epochs and
+        communicators, above every number issued by an earlier coordinator.
+        """
         self.members = Membership(settling_ms=run_ms(SETTLING_SECONDS), first=first)
         self.events: list[ProgressEvent] = []
-        """What the launcher should hear of; the caller takes them away."""
+        """Events for the launcher. The caller removes them after reading."""
         self._demand, self._sp_degree, self._plan_ms = demand, sp_degree, run_ms(PLAN_SECONDS)
         self._believed: dict[int, float] = {}
-        """Seconds of a denoising step of one picture, by every degree that the model allows."""
+        """Modelled seconds of a denoising step of an image, by every degree allowed for the model."""
         self._seen: dict[str, dict[int, deque[float]]] = defaultdict(lambda: defaultdict(lambda: deque(maxlen=LAST)))
-        """Seconds of steps, by request class and degree."""
+        """Measured seconds of steps, by request class and degree."""
         self._planned_ms = 0
         self._why: dict[str, str] = {}
-        """Why a node's groups are being changed."""
+        """The reason for the current change of a node's groups."""
         self._told: dict[str, tuple[tuple[str, ...], ...]] = {}
-        """By node: the groups that the launcher was last told of."""
+        """By node: the groups last reported to the launcher."""
 
-    # --- what is heard ----------------------------------------------------------------------------------
+    # --- inputs -----------------------------------------------------------------------------------------
 
     def pulled(self, worker: str, boot: int, group: Mapping[str, Any], *, now_ms: int) -> bool:
-        """A worker that shares has nothing to do and asks; `group` is its `Elastic.report`. True: plans changed."""
+        """Record the pull of an idle worker.
+
+        `group` is the worker's `Elastic.report`. Return True if the plan changed.
+        """
         self._believed = {int(degree): seconds for degree, seconds in group["believed"].items()}
         why = f"{worker} lost a peer" if group["torn"] else f"{worker} came"
         changed = self.members.pulled(worker, boot, group["epoch"], group["torn"], now_ms=now_ms)
         return changed and self._plan(why, [worker], now_ms)
 
     def gone(self, workers: Iterable[str], why: str, *, now_ms: int) -> bool:
-        """They died, or their node is lost or drains. True: plans changed."""
+        """Record workers as dead, or their node as lost or draining. Return True if the plan changed."""
         workers = list(workers)
         return self.members.gone(workers) and self._plan(why, workers, now_ms)
 
     def measured(self, request_class: str, degree: int, step_seconds: float) -> None:
-        """The steps of a lease of this class took so long each, shared by so many workers."""
+        """Record the step time of a lease of this class at this degree."""
         if step_seconds > 0:
             self._seen[request_class][degree].append(step_seconds)
 
     def tick(self, takes_part: Callable[[str], bool], *, now_ms: int) -> bool:
-        """Call often. `takes_part`: whether a node is neither lost nor draining. True: plans changed."""
+        """Handle lost nodes, overdue peers and the regular plan. Call often. Return True if the plan changed.
+
+        `takes_part`: returns True if a node is neither lost nor draining.
+        """
         changed = False
         for node in self.members.nodes():
             if not takes_part(node):
                 changed |= self.gone(self.members.workers_of(node), f"{node} is taken back", now_ms=now_ms)
         if self.members.settled(now_ms):
             self._plan("a lost peer did not call in", [], now_ms)
-            changed = True  # whoever waited for it may go on, whatever the plan
+            changed = True  # a worker that waited for the peer may go on, whatever the plan
         if self._sp_degree == "auto" and now_ms - self._planned_ms >= self._plan_ms:
             changed |= self._plan("demand", [], now_ms)
         self._tell()
         return changed
 
-    # --- what is wanted ---------------------------------------------------------------------------------
+    # --- planning ---------------------------------------------------------------------------------------
 
     def _plan(self, why: str, workers: Iterable[str], now_ms: int) -> bool:
-        """Returns whether other groups are wanted now. Of nodes that are not named only demand changes groups."""
+        """Plan and return True if the wanted groups changed.
+
+        On nodes without named workers, only demand changes groups.
+        """
         self._planned_ms = now_ms
         if not self._believed:
             return False
@@ -106,7 +119,7 @@ class Regrouping:
 
     def _by_degree(self, live: Sequence[str], groups: Sequence[WorkerGroup]) -> Sequence[WorkerGroup]:
         assert self._sp_degree != "auto"
-        # A degree that the model does not allow is refused before anything is bought.
+        # A degree not allowed for the model is refused before anything is bought.
         degree = max((one for one in self._believed if one <= self._sp_degree), default=1)
         believed = {"any": self._believed | {1: self._believed.get(1, 1.0)}}
         return plan_groups(live, step_seconds=believed, regroup_seconds=0.0, groups=groups, sp_degree=degree)
@@ -123,9 +136,12 @@ class Regrouping:
         )
 
     def _step_seconds(self, pictures: Mapping[str, int]) -> dict[str, dict[int, float]]:
-        """By request class and degree. A class of which no step was seen is believed to be as far off as the others."""
+        """Return step seconds by class and degree.
+
+        An unmeasured class is scaled by the median error of the measured classes.
+        """
         believed = {
-            # Powers of two: the planner's aligned groups, whose communicators exist beforehand, have no other degrees.
+            # Powers of two only: the planner's aligned groups, whose communicators exist beforehand, have only these.
             name: {degree: seconds * many for degree, seconds in self._believed.items() if degree.bit_count() == 1}
             for name, many in pictures.items()
         }
@@ -140,10 +156,10 @@ class Regrouping:
     def _steps_of(self, request_class: str) -> dict[int, list[float]]:
         return {degree: list(steps) for degree, steps in self._seen.get(request_class, {}).items()}
 
-    # --- what is told -----------------------------------------------------------------------------------
+    # --- reports to the launcher ------------------------------------------------------------------------
 
     def _tell(self) -> None:
-        """Of nodes whose workers are in the groups that are wanted, if those are others than were told."""
+        """Report a node's new groups to the launcher once all its workers are in their wanted groups."""
         for node, groups in self.members.layouts().items():
             shares = any(len(group) > 1 for group in groups)
             if groups != self._told.get(node) and (shares or node in self._told):

@@ -1,17 +1,17 @@
-"""Where each family's sequence may be cut, and the seam to diffusers that attention over a cut sequence needs.
+"""Sequence-parallel plans of the model families, and the interface to diffusers for attention over a cut sequence.
 
-A diffusion transformer works on two streams of tokens, picture and text. Nearly all of it treats tokens one by one, so
-any rank may hold any of them; only attention sees them all. A `Plan` says where the streams enter the part that is
-shared, which tables (rotary embeddings) run along them, and which modules attend.
+A diffusion transformer works on two streams of tokens, image and text. Nearly all layers treat tokens separately, and
+any rank may therefore hold any token; only attention needs all tokens. A `Plan` names the place where the streams enter
+the shared part, the tables along the streams (rotary embeddings), and the attention modules.
 
-All that we know of the inside of diffusers is in this file. The promise: it holds for `DIFFUSERS`; a test names what
-it relies on. Three things: an attention processor hands its `_parallel_config` to the attention backend that it
-dispatches to; `_AttentionBackendRegistry._backends` holds these backends; and what the plans below name.
+This file holds all our knowledge of the inside of diffusers. The promise: the file works with `DIFFUSERS`; a test names
+the internals used here. There are three: an attention processor hands its `_parallel_config` to the attention backend;
+`_AttentionBackendRegistry._backends` holds the backends; and the modules named in the plans below.
 
-Why not `enable_parallelism` (0.39): it needs a default process group and an accelerator, so that a CPU has to pretend;
-it walks every module for each switch; every length must divide by the degree (SD3's 333 text tokens never do); a text
-mask costs a collective in each layer; and its backward pass fails under autocast, where queries and values
-differ in type. Its processors, its dispatch and its backends are used as they are.
+Why not `enable_parallelism` (0.39): the function needs a default process group and an accelerator, so a CPU run must
+fake an accelerator. Each switch walks every module. Every length must divide by the degree (SD3's 333 text tokens
+never do). A text mask costs a collective in each layer. The backward pass fails under autocast, where queries and
+values differ in type. The processors, dispatch and backends of diffusers are used unchanged.
 """
 
 from abc import ABC, abstractmethod
@@ -24,14 +24,14 @@ from typing import Any
 from torch import Tensor, cat, nn
 
 DIFFUSERS = "0.39"
-"""The version whose insides this file knows."""
+"""The diffusers version with the internals used in this file."""
 
 Attend = Callable[..., Tensor]
 """query, key, value [B, S, H, D] by name, and a mask `attn_mask` or None -> [B, S, H, D]."""
 
 
 class Stream(StrEnum):
-    """What a dimension of a tensor runs along."""
+    """The stream along a dimension of a tensor."""
 
     PICTURE = "picture"
     TEXT = "text"
@@ -40,21 +40,24 @@ class Stream(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Where the sequence of one family is cut among the ranks; at `proj_out` the picture is put together again."""
+    """The cut of a family's sequence among the ranks. The image is gathered again at `proj_out`."""
 
     blocks: tuple[str, ...]
     """Lists of transformer blocks, in order."""
     attentions: tuple[str, ...]
-    """Modules of a block that attend to the whole sequence; not those that attend to text which every rank holds."""
+    """Modules of a block with attention over the whole sequence. Attention to text held by every rank is left out."""
     enters: tuple[Stream, ...]
-    """The first arguments of the first block, [B, S, C] each, when they are cut there."""
+    """The first arguments of the first block, [B, S, C] each, if the streams are cut at the first block."""
     outputs: Mapping[str, tuple[tuple[Stream, int], ...]] = field(default_factory=dict)
-    """Module -> of each of its outputs, what it runs along and in which dimension."""
+    """Module -> for each output of the module, the stream and the dimension along the stream."""
     text_first: bool
-    """Order in joint attention."""
+    """Order of the streams in joint attention."""
 
     def attention_modules(self, model: nn.Module) -> list[Any]:
-        """Found by name, because walking all modules of a large model takes longer than a switch may."""
+        """Return the attention modules by name.
+
+        A walk over all modules of a large model takes too long for a switch.
+        """
         return [
             module
             for blocks in self.blocks
@@ -80,7 +83,7 @@ PLANS = {
         blocks=("transformer_blocks", "single_transformer_blocks"),
         attentions=("attn",),
         enters=(),
-        # The rotary table is made of both streams at once, before the first block: their lengths must be known by then.
+        # The rotary table covers both streams and is made before the first block. Both lengths must be known by then.
         outputs={
             "x_embedder": ((Stream.PICTURE, 1),),
             "context_embedder": ((Stream.TEXT, 1),),
@@ -106,11 +109,15 @@ PLANS = {
         text_first=False,
     ),
 }
-"""By the class of the transformer."""
+"""Plans by class name of the transformer."""
 
 
 def plan_for(model: nn.Module) -> Plan:
-    """Raises ValueError for a family without a plan, and for the variants of a family that know a token's place."""
+    """Return the plan of a model's family.
+
+    Raises ValueError for a family without a plan, and for variants of a family that treat some image tokens
+    differently.
+    """
     family = type(model).__name__
     if family not in PLANS:
         raise ValueError(f"{family} has no sequence-parallel plan; use degree 1, or one of {', '.join(PLANS)}")
@@ -124,19 +131,22 @@ def plan_for(model: nn.Module) -> Plan:
     return PLANS[family]
 
 
-# --- the seam to diffusers
+# --- the interface to diffusers
 
 
 class SharedAttention(ABC):
-    """Given to an attention processor as its parallel configuration: it is then asked to attend."""
+    """The parallel configuration of an attention processor. The backend calls `attend` instead of its own attention."""
 
     @abstractmethod
     def attend(self, alone: Attend, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """`alone`: the attention backend in use, for a sequence that one rank holds."""
+        """Compute attention. `alone`: the attention backend in use, for a sequence held by a single rank."""
 
 
 class _Backend:
-    """An attention backend of diffusers that a `SharedAttention` may stand before; without one it is what it was."""
+    """A wrapper around a diffusers attention backend.
+
+    Without a `SharedAttention`, the wrapper calls the backend unchanged.
+    """
 
     def __init__(self, attend: Attend) -> None:
         self._attend = attend
@@ -159,7 +169,10 @@ class _Backend:
 
 
 def make_shareable(model: nn.Module, plan: Plan) -> None:
-    """Once for a model, before the first `share`. Alone it computes what it did before, bit for bit."""
+    """Prepare a model for sharing, once, before the first `share`.
+
+    Alone, the model still computes the same bits as before.
+    """
     from diffusers.models.attention_dispatch import _AttentionBackendRegistry as Registry
     from diffusers.models.attention_processor import JointAttnProcessor2_0
 
@@ -178,13 +191,16 @@ def make_shareable(model: nn.Module, plan: Plan) -> None:
 
 
 def share(model: nn.Module, plan: Plan, by: SharedAttention | None) -> None:
-    """From now on attention is done by `by`, or alone."""
+    """Set `by` as the attention of all shared modules. None: the model's own attention."""
     for module in plan.attention_modules(model):
         module.processor._parallel_config = by
 
 
 class SD3Attention:
-    """SD3's joint attention by way of diffusers' dispatch, which its own processor goes past; alone, that processor."""
+    """SD3's joint attention through diffusers' dispatch, which SD3's own processor bypasses.
+
+    Alone, use SD3's processor.
+    """
 
     _attention_backend = None
     _parallel_config: Any = None
@@ -201,7 +217,7 @@ class SD3Attention:
         attention_mask: Tensor | None = None,
         **more: Any,
     ) -> Any:
-        """hidden_states [B, picture, C], encoder_hidden_states [B, text, C] or None -> the same, attended to."""
+        """Attend: hidden_states [B, image, C], encoder_hidden_states [B, text, C] or None -> equal shapes."""
         if self._parallel_config is None:
             return self._stock(attn, hidden_states, encoder_hidden_states, attention_mask, **more)
         from diffusers.models.attention_dispatch import dispatch_attention_fn
@@ -232,7 +248,7 @@ class SD3Attention:
 def _heads(
     attn: Any, x: Tensor, to_query: str, to_key: str, to_value: str, norm_query: Any, norm_key: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x [B, S, C] -> query, key, value [B, S, H, D], normalised where the model does so."""
+    """x [B, S, C] -> query, key, value [B, S, H, D], normalised if the model normalises them."""
     query, key, value = (
         getattr(attn, name)(x).unflatten(-1, (attn.heads, -1)) for name in (to_query, to_key, to_value)
     )

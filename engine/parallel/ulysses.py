@@ -1,24 +1,24 @@
 """Ulysses sequence parallelism of a live transformer (DeepSpeed-Ulysses, arXiv 2309.14509; research notes engine 3).
 
-The ranks of a group compute one forward pass together. Each holds all weights and its part of the tokens; around
-attention they change places, so that each then holds all tokens and its part of the heads:
+The ranks of a group compute a forward pass together. Each rank holds all weights and its part of the tokens. Around
+attention, the ranks exchange data: each rank then holds all tokens and its part of the heads:
 
     my tokens, all heads  -> all-to-all ->  all tokens, my heads  -> attention -> all-to-all ->  my tokens, all heads
 
-Which group does it is changed by `use`, in well under a millisecond: a few hooks and one attribute of each attention
-module. No weight, process or communicator is touched. The promises:
+`use` changes the group in well under a millisecond: the switch sets a few hooks and a single attribute of each
+attention module. No weight, process or communicator is touched. The promises:
 
-- alone (degree 1) the model is as it was before: without a hook, bit for bit
-- the same degree again gives the same bits, whatever came between; across degrees, differences are rounding (at most
+- alone (degree 1), the model is as before: without a hook, bit for bit
+- an equal degree gives equal bits, whatever happened between; across degrees, results differ by rounding (at most
   5e-6 of max|x| a forward pass in fp32, often none: tests/benchmarks/results/sp_parity.md)
-- any number of tokens goes: what does not divide is filled up, and left out again before attention
-- every rank must be called with equal inputs, and returns the whole output; gradients are partial until `sum_gradients`
-- when a peer dies, a forward or backward pass raises (for a frozen one at the group's timeout); after `use(None)` the
+- any number of tokens is allowed: missing tokens are padded, and the padding is removed before attention
+- every rank must be called with equal inputs and returns the whole output; gradients are partial until `sum_gradients`
+- when a peer dies, a forward or backward pass raises (for a frozen peer at the group's timeout); after `use(None)` the
   model computes alone again
 
-A layer costs two all-to-alls (queries, keys and values travel together), because at picture sizes it is their number
-that costs: 83 us each (research notes engine 6). Ring attention is not offered: diffusers' own needs a log-sum-exp that
-its native backend does not return, so it runs on CUDA only, where nothing of ours has tested it.
+A layer costs two all-to-alls (queries, keys and values travel together). At image sizes, the number of all-to-alls sets
+the cost: 83 us each (research notes engine 6). Ring attention is not offered. Diffusers' ring attention needs a
+log-sum-exp not returned by the native backend; ring attention would run on CUDA only, without any test of ours.
 """
 
 from collections.abc import Iterable
@@ -34,30 +34,30 @@ from engine.parallel.groups import allowed_degrees
 from engine.parallel.sp_plans import Attend, Plan, SharedAttention, Stream, make_shareable, plan_for, share
 
 BUCKET_ELEMENTS = 1 << 24
-"""Gradients that are summed in one all-reduce. Assumed: 64 MB in fp32, large enough to hide its latency."""
+"""Elements summed in a single all-reduce. Assumed: 64 MB in fp32, large enough to hide the latency."""
 
 
 class SPBackend(Protocol):
-    """What a worker knows of sequence parallelism. `Ulysses` does it."""
+    """The sequence-parallel interface for a worker. `Ulysses` implements the interface."""
 
     @property
     def degree(self) -> int:
-        """Ranks that share a forward pass now; 1: this one alone."""
+        """Return the number of ranks in the current group. 1: alone."""
 
     @property
     def rank(self) -> int:
-        """This one's place among them."""
+        """Return the rank in the current group."""
 
     def use(self, group: SPGroup | None) -> None:
-        """From now on forward passes are shared by this group; None: alone.
+        """Share forward passes with this group from now on. None: alone.
 
-        Repeatable, between forward passes only, and without a message to anyone: every rank of the group calls it for
-        itself. A ValueError leaves everything as it was.
+        Repeatable, between forward passes only, and without a message to any peer: every rank of the group calls `use`
+        itself. A ValueError leaves everything unchanged.
         """
 
 
 class Ulysses:
-    """`SPBackend` of one live transformer. Low-rank adapters may be put on it before, or later while it is alone."""
+    """`SPBackend` for a live transformer. Add low-rank adapters before, or later while the model computes alone."""
 
     def __init__(self, transformer: nn.Module) -> None:
         """Raises ValueError for a transformer that cannot be shared (`plan_for`)."""
@@ -87,7 +87,7 @@ class Ulysses:
             return
         work = _SharedPass(group, self._plan)
         share(self._model, self._plan, work)
-        # Looked up by name each time: low-rank adapters that were put on since took the place of the module named.
+        # Look up modules by name each time: low-rank adapters added later replace the named module.
         first = self._model.get_submodule(f"{self._plan.blocks[0]}.0")
         self._hooks.append(first.register_forward_pre_hook(work.enter, with_kwargs=True))
         for name, cuts in self._plan.outputs.items():
@@ -97,13 +97,16 @@ class Ulysses:
 
 
 def degrees_of(transformer: nn.Module) -> tuple[int, ...]:
-    """Degrees at which it can be shared, ascending."""
+    """Return the allowed degrees of a transformer, ascending."""
     heads = _heads(_unwrapped(transformer))
     return allowed_degrees(heads, most=heads)
 
 
 def problem_with_degree(transformer: nn.Module, degree: int) -> str | None:
-    """Why it cannot be shared by so many, and what would do; None when it can."""
+    """Return the reason why a transformer cannot use this degree, with the allowed degrees.
+
+    None: the degree is allowed.
+    """
     model = _unwrapped(transformer)
     allowed = degrees_of(model)
     if degree in allowed:
@@ -116,10 +119,10 @@ def problem_with_degree(transformer: nn.Module, degree: int) -> str | None:
 
 @torch.no_grad()
 def sum_gradients(parameters: Iterable[nn.Parameter], group: SPGroup | None) -> None:
-    """Make the gradients of shared passes whole, in place and alike on every rank; None: nothing to do.
+    """Sum the gradients of shared passes over the ranks, in place and equal on every rank. None: nothing to do.
 
     Every rank's backward pass saw its own tokens only, so gradients add up (a sum, not a mean: research notes engine
-    3.2). Call it once after the last backward pass, on every rank, with parameters in the same order.
+    3.2). Call once after the last backward pass, on every rank, with parameters in the same order.
     """
     if group is None or group.degree == 1:
         return
@@ -143,7 +146,7 @@ def _sum_together(gradients: list[Tensor], group: SPGroup) -> None:
 
 
 def _unwrapped(transformer: nn.Module) -> nn.Module:
-    """The model of diffusers inside a peft wrapper."""
+    """Return the diffusers model inside a peft wrapper."""
     inside = getattr(transformer, "get_base_model", None)
     return transformer if inside is None else inside()
 
@@ -153,22 +156,22 @@ def _heads(model: nn.Module) -> int:
     return int(config.num_attention_heads)
 
 
-# --- a forward pass that is shared
+# --- a shared forward pass
 
 
 class _SharedPass(SharedAttention):
-    """This rank's part of the passes of one group, from one `use` to the next."""
+    """A rank's part of a group's passes, from a call of `use` to the next call."""
 
     def __init__(self, group: SPGroup, plan: Plan) -> None:
         self._group = group
         self._plan = plan
         self._lengths: dict[Stream, int] = {}
-        """Tokens of each stream in the pass under way; all passes of one backward pass must have the same."""
+        """Tokens of each stream in the current pass. All passes of a backward pass must have equal lengths."""
 
     def enter(
         self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Before the first block: keep this rank's tokens of the streams that enter there."""
+        """Before the first block: keep this rank's tokens of the streams that enter the block."""
         given, named = list(args), dict(kwargs)
         for place, (name, stream) in enumerate(
             zip(("hidden_states", "encoder_hidden_states"), self._plan.enters, strict=False)
@@ -180,7 +183,7 @@ class _SharedPass(SharedAttention):
         return tuple(given), named
 
     def part(self, x: Tensor, stream: Stream, dim: int) -> Tensor:
-        """This rank's tokens of a tensor that runs along `stream` in dimension `dim`."""
+        """Return this rank's tokens of a tensor along `stream` in dimension `dim`."""
         if stream is Stream.JOINT:
             lengths = [self._lengths[Stream.TEXT], self._lengths[Stream.PICTURE]]
             return torch.cat([self._own(one, dim) for one in x.split(lengths, dim)], dim)
@@ -191,33 +194,36 @@ class _SharedPass(SharedAttention):
         return own_part(x, dim, self._group.rank, self._group.degree)
 
     def leave(self, _: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        """After the last layer: everyone's tokens of the picture, [B, own, C] -> [B, picture, C]."""
+        """After the last layer: gather the image tokens of all ranks, [B, own, C] -> [B, image, C]."""
         whole: Tensor = _AllGather.apply(output.transpose(0, 1), self._group)
         return whole[: self._lengths[Stream.PICTURE]].transpose(0, 1).contiguous()
 
     def attend(self, alone: Attend, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """Attention over all tokens, in the order and with the mask of a pass alone: empty places are left out.
+        """Compute attention over all tokens, in the order and with the mask of an unshared pass. Padding is left out.
 
         query, key, value  [B, own, H, D]  this rank's tokens
-        mask               [B, 1, 1, keys] True where a key counts, of all tokens or as `_whole_mask` takes it; or None
+        mask               [B, 1, 1, keys] True for keys that count, of all tokens or as `_whole_mask` expects; or None
         returns            [B, own, H, D]
         """
         degree = self._group.degree
         lengths = self._lengths_of(query.shape[1])
         order, places = _indices(lengths, degree, query.device)
         mine = [one.to(_dtype(query)).unflatten(2, (degree, -1)).permute(2, 1, 0, 3, 4) for one in (query, key, value)]
-        # [whose heads, own, 3, B, heads, D] -> [whose tokens, own, 3, B, heads, D]
+        # [heads' owner, own, 3, B, heads, D] -> [tokens' owner, own, 3, B, heads, D]
         received: Tensor = _AllToAll.apply(torch.stack(mine, dim=2), self._group)
         query, key, value = received.flatten(0, 1).index_select(0, order).permute(1, 2, 0, 3, 4)
         mask = None if mask is None else self._whole_mask(mask, sum(lengths))
         attended = alone(query=query, key=key, value=value, attn_mask=mask)
         placed = attended.transpose(0, 1).index_select(0, places).unflatten(0, (degree, -1))
-        # [whose tokens, own, B, heads, D] -> [whose heads, own, B, heads, D]
+        # [tokens' owner, own, B, heads, D] -> [heads' owner, own, B, heads, D]
         returned: Tensor = _AllToAll.apply(placed, self._group)
         return returned.permute(2, 1, 0, 3, 4).flatten(2, 3)
 
     def _lengths_of(self, own: int) -> tuple[int, ...]:
-        """Tokens of the streams that a call of attention is about, in its order; `own`: tokens that it has here."""
+        """Return the token counts of the streams in an attention call, in order.
+
+        `own`: number of tokens on this rank.
+        """
         degree = self._group.degree
         streams = (Stream.TEXT, Stream.PICTURE) if self._plan.text_first else (Stream.PICTURE, Stream.TEXT)
         lengths = tuple(self._lengths[stream] for stream in streams if stream in self._lengths)
@@ -231,7 +237,10 @@ class _SharedPass(SharedAttention):
         )
 
     def _whole_mask(self, mask: Tensor, tokens: int) -> Tensor:
-        """[B, 1, 1, tokens]. Qwen-Image's processor adds the picture to the mask, but only what it sees of it."""
+        """Return the full mask [B, 1, 1, tokens].
+
+        Qwen-Image's processor adds only this rank's image tokens to the mask.
+        """
         missing = tokens - mask.shape[-1]
         if missing == 0:
             return mask
@@ -247,7 +256,7 @@ class _SharedPass(SharedAttention):
 def _cut_outputs(
     work: _SharedPass, cuts: tuple[tuple[Stream, int], ...], _: nn.Module, args: tuple[Any, ...], output: Any
 ) -> Any:
-    """After a module whose outputs run along the sequence: keep this rank's part of each."""
+    """After a module with outputs along the sequence: keep this rank's part of each output."""
     if isinstance(output, Tensor):
         ((stream, dim),) = cuts
         return work.part(output, stream, dim)
@@ -255,21 +264,21 @@ def _cut_outputs(
 
 
 def _dtype(x: Tensor) -> torch.dtype:
-    """What attention computes in: autocast's type, or x's own. Less to send, and queries and values are of one type."""
+    """Return the dtype of attention: autocast's dtype, or x's own. Less data to send, and queries match values."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
-# --- who holds which token
+# --- placement of tokens on ranks
 
 
 def share_of(length: int, degree: int) -> int:
-    """Places that each of `degree` ranks has for `length` tokens; the last ones may be empty."""
+    """Return the number of slots on each of `degree` ranks for `length` tokens. The last slots may be empty."""
     return -(-length // degree)
 
 
 def own_part(x: Tensor, dim: int, rank: int, degree: int) -> Tensor:
-    """The rank's neighbouring tokens in dimension `dim`: `share_of` places, empty ones filled with zeros."""
+    """Return the rank's contiguous tokens in dimension `dim`: `share_of` slots, with zeros in empty slots."""
     length = x.shape[dim]
     places = share_of(length, degree)
     begin = min(rank * places, length)
@@ -280,9 +289,9 @@ def own_part(x: Tensor, dim: int, rank: int, degree: int) -> Tensor:
 
 
 def order_of(lengths: tuple[int, ...], degree: int) -> Tensor:
-    """[sum(lengths)]: where each token is when the ranks' places stand one after another.
+    """Return [sum(lengths)]: the slot of each token if the ranks' slots are concatenated.
 
-    A rank's places are its `share_of` the first stream, then of the second.
+    A rank's slots are its `share_of` the first stream, then of the second.
     """
     own = sum(share_of(length, degree) for length in lengths)
     order, before = [], 0
@@ -295,7 +304,10 @@ def order_of(lengths: tuple[int, ...], degree: int) -> Tensor:
 
 
 def places_of(order: Tensor, places: int) -> Tensor:
-    """[places]: the token in each place, the inverse of `order`. An empty place says token 0: nobody reads it."""
+    """Return [places]: the token in each slot, the inverse of `order`.
+
+    An empty slot holds token 0, which is never read.
+    """
     tokens = torch.zeros(places, dtype=torch.long)
     tokens[order] = torch.arange(len(order))
     return tokens
@@ -303,8 +315,8 @@ def places_of(order: Tensor, places: int) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _indices(lengths: tuple[int, ...], degree: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """`order_of` and `places_of` on the device, made once: every layer needs them."""
-    # A tensor made in inference mode could not serve a later pass that is differentiated.
+    """Return `order_of` and `places_of` on the device. The result is cached, because every layer needs both."""
+    # A tensor made in inference mode could not serve a later differentiated pass.
     with torch.inference_mode(False):
         order = order_of(lengths, degree)
         places = places_of(order, degree * sum(share_of(length, degree) for length in lengths))
@@ -315,7 +327,7 @@ def _indices(lengths: tuple[int, ...], degree: int, device: torch.device) -> tup
 
 
 class _AllToAll(torch.autograd.Function):
-    """Row i of every rank goes to rank i: [degree, ...] -> [degree, ...]. Its transpose is itself."""
+    """Row i of every rank goes to rank i: [degree, ...] -> [degree, ...]. The transpose is the same operation."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: SPGroup) -> Tensor:
@@ -328,7 +340,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 class _AllGather(torch.autograd.Function):
-    """[own, ...] of every rank -> [degree own, ...]. Backward each keeps the gradient of its own rows."""
+    """[own, ...] of every rank -> [degree own, ...]. Backward, each rank keeps the gradient of its own rows."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: SPGroup) -> Tensor:

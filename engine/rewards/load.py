@@ -1,9 +1,9 @@
-"""From the reward's name in the job file to a `Reward`.
+"""Load a `Reward` by its name in the job file.
 
-Built-in scorers are chosen by name. Anything with a colon is `package.module:function` of the user's own, imported
-from the job's workdir: `function(pictures, prompts)` returns one float or `Score` per picture. What it returns is
-checked on every call, because a wrong reward trains the wrong thing in silence. A reward that is not finite is let
-through as NaN: the engine leaves that group out and says so.
+Built-in scorers are chosen by name. A name with a colon is the user's own `package.module:function`, imported
+from the job's workdir: `function(pictures, prompts)` returns a float or a `Score` per image. Every call checks the
+returned values, because a wrong reward silently trains the wrong goal. A non-finite reward becomes NaN: the engine then
+skips the group and reports the skip.
 """
 
 import difflib
@@ -27,11 +27,11 @@ BUILT_IN = ("ocr", "ocr_strict", "ocr_smooth", "shapes", "shapes_strict")
 
 
 class RewardError(ValueError):
-    """The job's reward cannot be used, and why."""
+    """The job's reward cannot be used. The message gives the reason."""
 
 
 def load_reward(config: RewardConfig, workdir: str | None) -> Reward:
-    """The scorer that the job asks for. `workdir`: where a user's own module is found."""
+    """Return the job's scorer. `workdir`: the folder of a user's own module."""
     match config.name:
         case "ocr" | "ocr_strict" | "ocr_smooth":
             from engine.rewards.ocr import OcrReward
@@ -52,7 +52,7 @@ def load_reward(config: RewardConfig, workdir: str | None) -> Reward:
 
 
 def load_student(config: EngineConfig) -> Reward | None:
-    """The small model that ranks candidate seeds in the reward's place. None: only the reward itself can tell."""
+    """Return the student, a small model that ranks candidate seeds instead of the reward. None: no student exists."""
     reads_digits = config.model.name == "digits-ocr" and config.prompts == "digits"
     if config.reward.name not in ("ocr", "ocr_strict", "ocr_smooth") or not reads_digits:
         return None
@@ -62,7 +62,7 @@ def load_student(config: EngineConfig) -> Reward | None:
 
 
 class UserReward:
-    """A user's function, with what it returns checked and brought into shape."""
+    """A user's function, with checked and converted results."""
 
     def __init__(self, name: str, function: Callable[[Tensor, Sequence[str]], Any]) -> None:
         self._name = name
@@ -71,7 +71,7 @@ class UserReward:
     def __call__(self, pictures: Tensor, prompts: Sequence[str]) -> list[Score]:
         try:
             returned = self._function(pictures, list(prompts))
-        except SystemExit as error:  # it would end whatever process asks for a score
+        except SystemExit as error:  # an exit would end the scoring process
             raise RewardError(f"reward {self._name} called sys.exit({error.code!r}); raise an error instead") from error
         values = self._as_list(returned)
         if len(values) != len(prompts):
@@ -143,7 +143,7 @@ def _import_function(name: str, workdir: str | None) -> Callable[[Tensor, Sequen
 
 
 def _check_it_is_the_users(name: str, module: ModuleType | None, folder: Path) -> None:
-    """Raise RewardError if an installed module has the name of one that the user wrote."""
+    """Raise RewardError if an installed module has the name of the user's module."""
     first = name.partition(":")[0].partition(".")[0]
     theirs = next((path for path in (folder / f"{first}.py", folder / first) if path.exists()), None)
     file = getattr(module, "__file__", None)
@@ -155,7 +155,7 @@ def _check_it_is_the_users(name: str, module: ModuleType | None, folder: Path) -
 def _importable(folder: Path) -> Iterator[None]:
     """Put the folder last on the import path, for the import alone.
 
-    Last, because a `torch.py` or an `engine.py` of the user's would take the place of the real one.
+    Last, because a user's `torch.py` or `engine.py` would otherwise replace the real module.
     """
     before = list(sys.path)
     sys.path.append(str(folder))

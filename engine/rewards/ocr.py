@@ -1,20 +1,20 @@
-"""OCR rewards: does the picture show the text that was asked for?
+"""OCR rewards: score the match between the text in an image and the requested text.
 
-The size of the pictures decides how they are read:
+The size of the images selects the reader:
 
-    at most 48 x 144 (rows x columns)  `LineRecogniser`: the whole picture is one line of text, as in digits-ocr
-    larger                             `PageReader`: lines are found first, then read one by one, in reading order
+    at most 48 x 144 (rows x columns)  `LineRecogniser`: the whole image is a line of text, as in digits-ocr
+    larger                             `PageReader`: lines are found first, then read in sequence, in reading order
 
 Both use the models in the rapidocr wheel (PP-OCRv6 small); nothing is downloaded. `LineRecogniser` calls the recogniser
-as an onnxruntime session: the wheel's own classes would look for lines first and pad each to 320 pixels, at ten times
-the cost. It scales pictures to the recogniser's 48 rows and squeezes them to few columns.
+as an onnxruntime session: the wheel's own classes would look for lines first and pad each line to 320 pixels, at ten
+times the cost. `LineRecogniser` scales images to the recogniser's 48 rows and squeezes images to few columns.
 
     ocr         1 - min(edits, n) / n, graded; text around the target costs nothing (Flow-GRPO's reward)
     ocr_strict  1 if exactly the target is read, else 0
-    ocr_smooth  exp(-CTC loss / n): the likelihood of the target per character; only for pictures of one line
+    ocr_smooth  exp(-CTC loss / n): the likelihood of the target per character; only for images of a single line
 
-Spaces and case count for nothing, and the lines of a picture are one text, both as in Flow-GRPO's scorer.
-The promise: a score depends on the picture and its prompt alone. Every score carries `exact_match` and `similarity`.
+Spaces and case are ignored, and the lines of an image are a single text, both like in Flow-GRPO's scorer.
+The promise: a score depends on the image and its prompt alone. Every score carries `exact_match` and `similarity`.
 """
 
 import re
@@ -36,28 +36,28 @@ from engine.rollout.request import Score
 OcrName = Literal["ocr", "ocr_strict", "ocr_smooth"]
 
 ROWS = 48
-"""Height that the recogniser was trained at."""
+"""Image height used to train the recogniser."""
 
 COLUMNS = 72
-"""Width that pictures are squeezed to: half the cost of 144 and nearly the same reading (research notes overlap 1)."""
+"""Width of squeezed images: half the cost of 144 and nearly equal readings (research notes overlap 1)."""
 
 LINE_COLUMNS = 144
-"""A picture with more columns than this, or with more than `ROWS` rows, may hold several lines, or one that squeezing
-would make unreadable."""
+"""Limit for a single line. An image with more columns, or with more than `ROWS` rows, may hold several lines, or a line
+made unreadable by squeezing."""
 
 LONGEST_SIDE = 512
-"""The detector looks at pictures of up to so many pixels as they are, as Flow-GRPO's does, and at larger ones scaled
-down. The lines that it finds are read at full size."""
+"""Longest side in pixels for the detector. Larger images are scaled down for the detector, like in Flow-GRPO's
+detector. The detected lines are read at full size."""
 
 BATCH = 8
-"""Pictures per onnxruntime call; larger batches are slower on a CPU (same place)."""
+"""Images per onnxruntime call. Larger batches are slower on a CPU (research notes overlap 1)."""
 
 BLANK = 0
-"""The CTC class that stands for no character."""
+"""The CTC class for no character."""
 
 
 class LineRecogniser:
-    """PP-OCRv6 small on one thread. onnxruntime frees the GIL, so it may run beside sampling."""
+    """PP-OCRv6 small on a single thread. onnxruntime releases the GIL, which allows calls in parallel with sampling."""
 
     def __init__(self, columns: int = COLUMNS) -> None:
         options = onnxruntime.SessionOptions()
@@ -72,7 +72,7 @@ class LineRecogniser:
         self._columns = columns
 
     def probabilities(self, pictures: Tensor) -> NDArray[np.float32]:
-        """pictures [B, 1 or 3, H, W] in [-1, 1] -> [B, T, classes]"""
+        """Return the class probabilities: pictures [B, 1 or 3, H, W] in [-1, 1] -> [B, T, classes]."""
         scaled = functional.interpolate(pictures.float().cpu(), size=(ROWS, self._columns), mode="bicubic")
         pixels = scaled.clamp(-1.0, 1.0).expand(-1, 3, -1, -1).contiguous().numpy()
         starts = range(0, len(pixels), BATCH)
@@ -81,7 +81,7 @@ class LineRecogniser:
         )
 
     def read(self, probabilities: NDArray[np.float32]) -> list[str]:
-        """Greedy CTC decoding: the best class per column, repeats merged, blanks and spaces dropped."""
+        """Decode greedily (CTC): the best class per column, repeats merged, blanks and spaces dropped."""
         return [self._text(classes) for classes in probabilities.argmax(axis=2).tolist()]
 
     def _text(self, classes: Sequence[int]) -> str:
@@ -89,9 +89,9 @@ class LineRecogniser:
         return _normalised("".join(self.characters[index] for index in merged))
 
     def likelihood(self, probabilities: NDArray[np.float32], target: str) -> float:
-        """exp(-CTC loss / n) of one picture's probabilities [T, classes]: geometric mean over the n characters.
+        """Return exp(-CTC loss / n) of an image's probabilities [T, classes]: geometric mean over the n characters.
 
-        A character that the recogniser does not know, or more characters than columns: 0.
+        Return 0 for a character unknown to the recogniser, or for more characters than columns.
         """
         if any(character not in self.class_of for character in target):
             return 0.0
@@ -111,14 +111,14 @@ class LineRecogniser:
 
 
 class PageReader:
-    """rapidocr's detector and recogniser on one thread, for pictures with any number of lines."""
+    """rapidocr's detector and recogniser on a single thread, for images with any number of lines."""
 
     def __init__(self) -> None:
-        from rapidocr import RapidOCR  # imports OpenCV, which the shipped tasks need not wait for
+        from rapidocr import RapidOCR  # imports OpenCV, not needed by the shipped tasks
 
         self._read = RapidOCR(
             params={
-                "Global.log_level": "critical",  # a picture without text is no event
+                "Global.log_level": "critical",  # an image without text is normal, not a warning
                 "Global.use_cls": False,  # Flow-GRPO's scorer does not look for upside-down lines either
                 "Det.model_path": _model_file("det"),
                 "Det.limit_type": "max",
@@ -130,19 +130,19 @@ class PageReader:
         )
 
     def read(self, pictures: Tensor) -> list[str]:
-        """pictures [B, 1 or 3, H, W] in [-1, 1] -> the text of each, from top to bottom and left to right.
+        """Return the text of each image, top to bottom and left to right. pictures [B, 1 or 3, H, W] in [-1, 1].
 
-        Lines that the recogniser is less than half sure of are left out.
+        Lines read with less than 50 % confidence are left out.
         """
         colour = pictures.float().cpu().expand(-1, 3, -1, -1).flip(1)  # OpenCV's order: blue, green, red
         pixels = ((colour + 1.0) * 127.5).round().clamp(0.0, 255.0).to(torch.uint8).permute(0, 2, 3, 1)
         found = [self._read(one) for one in pixels.contiguous().numpy()]
-        # Anything but its usual output means that rapidocr found boxes and read nothing in them.
+        # Any other output type means boxes without any readable text.
         return [_normalised("".join(getattr(one, "txts", None) or ())) for one in found]
 
 
 class OcrReward:
-    """One of the three rewards; `columns` is what pictures of one line are squeezed to."""
+    """An OCR reward, selected by name. `columns` is the width of squeezed single-line images."""
 
     def __init__(self, name: OcrName = "ocr", columns: int = COLUMNS) -> None:
         self._name = name
@@ -180,7 +180,7 @@ class OcrReward:
 
 
 def target_text(prompt: str) -> str:
-    """What should be read: the text in double quotes if there is any, else the whole prompt; no spaces, lower case."""
+    """Return the requested text: the text in double quotes if present, else the whole prompt; no spaces, lower case."""
     quoted = re.search(r'"([^"]+)"', prompt)
     target = _normalised(quoted.group(1) if quoted else prompt)
     if not target:
@@ -189,13 +189,13 @@ def target_text(prompt: str) -> str:
 
 
 def similarity(reading: str, target: str) -> float:
-    """1 - min(edits, n) / n; a reading that contains the target is perfect."""
+    """Return 1 - min(edits, n) / n. A reading that contains the target is perfect."""
     edits = 0 if target in reading else edit_distance(reading, target)
     return 1.0 - min(edits, len(target)) / len(target)
 
 
 def edit_distance(a: str, b: str) -> int:
-    """Levenshtein: fewest insertions, deletions and replacements that make b of a."""
+    """Return the Levenshtein distance: fewest insertions, deletions and replacements to turn a into b."""
     row = list(range(len(b) + 1))
     for i, left in enumerate(a, 1):
         diagonal, row[0] = row[0], i
@@ -210,7 +210,7 @@ def _normalised(text: str) -> str:
 
 @lru_cache(maxsize=4)
 def _shared_recogniser(columns: int) -> LineRecogniser:
-    """One session for all rewards of a process: it is 21 MB, and any thread may call it."""
+    """Return the shared session of a process: the session takes 21 MB, and any thread may call the session."""
     return LineRecogniser(columns)
 
 

@@ -1,4 +1,4 @@
-"""What the engine asks of a reward: pictures and prompts in, one score per picture out."""
+"""The engine's interface to a reward: images and prompts in, a score per image out."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -9,10 +9,11 @@ from engine.rollout.request import Score
 
 
 class Reward(Protocol):
-    """Scores pictures. Depends on picture and prompt alone, so that a repeated rollout scores the same."""
+    """Scores images. A score depends on image and prompt alone: a repeated rollout gets an equal score."""
 
     def __call__(self, pictures: Tensor, prompts: Sequence[str]) -> Sequence[Score]:
-        """pictures [B, C, H, W] in [-1, 1], on the CPU wherever the model is; one Score per picture, in order.
+        """Score pictures [B, C, H, W] in [-1, 1], on the CPU whatever the model's device. Return a Score per image.
 
-        May run in a thread beside sampling. A user's function may return plain floats instead of Scores.
+        Scores are in the order of the images. May run in a thread beside sampling. A user's function may return plain
+        floats instead of Scores.
         """

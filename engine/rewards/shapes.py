@@ -1,13 +1,13 @@
-"""Shapes rewards: does the picture show the shapes that were asked for, and nothing else?
+"""Shapes rewards: score the match between the shapes in an image and the requested shapes.
 
-A rule-based GenEval (djghosh13/geneval; research notes rl 1.4), with no learned detector. Every pixel takes the nearest
-colour of the palette; touching pixels that are not white make an object; its kind is the outline that it overlaps
-best; where two objects lie to one another is GenEval's rule.
+A rule-based GenEval (djghosh13/geneval; research notes rl 1.4), without a learned detector. Every pixel takes the
+nearest colour of the palette. Touching non-white pixels form an object. The object's kind is the outline with the best
+overlap. The relative position of two objects follows GenEval's rule.
 
-    shapes         the share of what was asked for, graded (Flow-GRPO trains on a graded GenEval, too)
-    shapes_strict  1 if all that was asked for is there and nothing else, else 0
+    shapes         the fulfilled share of the request, graded (Flow-GRPO trains on a graded GenEval, too)
+    shapes_strict  1 if all requested shapes are present and nothing else, else 0
 
-The promise: a score depends on the picture and its prompt alone, and `shapes` is 1 exactly where `shapes_strict` is.
+The promise: a score depends on the image and its prompt alone, and `shapes` is 1 exactly if `shapes_strict` is 1.
 Every score carries `exact_match` (strict) and `similarity` (graded).
 """
 
@@ -27,31 +27,34 @@ from engine.shapes import COLOURS, KINDS, PICTURE, SHAPE, Request, Thing, covera
 ShapesName = Literal["shapes", "shapes_strict"]
 
 MIN_AREA = 12
-"""Pixels. Less is a speck that nobody asked for and nobody minds; the smallest shape has 72."""
+"""Fewest pixels of an object. Smaller specks are ignored without penalty; the smallest shape has 72 pixels."""
 
 MIN_OVERLAP = 0.75
-"""Intersection over union with the best outline, or an object is of no kind. A clean shape has 0.93 or more with its
-own outline, and 0.83 or less with any other."""
+"""Smallest intersection over union with the best outline; below, an object has no kind. A clean shape has 0.93 or more
+with its own outline, and 0.83 or less with any other outline."""
 
 MIN_PURITY = 0.7
-"""Share of an object's inner pixels that its colour must have, or it is of no colour."""
+"""Smallest share of an object's inner pixels with the object's colour; below, an object has no colour."""
 
 MARGIN = 0.1
 """GenEval's position rule: offsets are shortened by this share of the two boxes' summed sizes ..."""
 
 DIRECTION = 0.5
-"""... and must then be more than this share of the distance of the centres."""
+"""... and must then exceed this share of the distance of the centres."""
 
 REACH = 1
-"""Pixels that an outline may be moved by, to find its best overlap with an object."""
+"""Pixels by which an outline may be moved to find its best overlap with an object."""
 
 WINDOW = SHAPE + 2 * (REACH + 1)
-"""Rows and columns around an object that outlines are laid over."""
+"""Rows and columns of the area around an object for the outlines."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Seen:
-    """One object of a picture. `kind` and `colour` are None where it is neither; centre and size of its box, pixels."""
+    """An object of an image.
+
+    `kind` or `colour` is None without a match; centre and size of the object's box, in pixels.
+    """
 
     kind: str | None
     colour: str | None
@@ -62,7 +65,7 @@ class Seen:
 
 
 class ShapesReward:
-    """One of the two rewards."""
+    """A shapes reward, selected by name."""
 
     def __init__(self, name: ShapesName = "shapes") -> None:
         self._name = name
@@ -84,10 +87,10 @@ class ShapesReward:
 
 
 def similarity(seen: Sequence[Seen], request: Request) -> float:
-    """The share of what was asked for, in [0, 1].
+    """Return the fulfilled share of the request, in [0, 1].
 
-    Each thing asks for its number of its kind, and again in its colour if it has one; a relation asks once. The mean of
-    what is met is multiplied by asked / seen where more objects are there than were asked for.
+    Each thing requires its number of objects of its kind, and again in its colour if the thing has a colour. A relation
+    counts once. The mean of the fulfilled shares is multiplied by requested / seen if the image has too many objects.
     """
     met: list[float] = []
     for thing in request.things:
@@ -106,7 +109,7 @@ def _matching(seen: Sequence[Seen], thing: Thing) -> list[Seen]:
 
 
 def relations(a: Seen, b: Seen) -> set[str]:
-    """How `a` lies to `b`, by GenEval's rule; on a diagonal two relations hold."""
+    """Return the relations of `a` to `b`, by GenEval's rule. On a diagonal, two relations hold."""
     right, down = a.x - b.x, a.y - b.y
     distance = hypot(right, down)
     if distance == 0.0:
@@ -121,15 +124,15 @@ def relations(a: Seen, b: Seen) -> set[str]:
     return found
 
 
-# --- what is in the picture ----------------------------------------------------------------------------------
+# --- detection -----------------------------------------------------------------------------------------------
 
 
 def detect(picture: NDArray[np.float32]) -> list[Seen]:
-    """The objects of one picture [PICTURE, PICTURE, 3] in [-1, 1], from top to bottom."""
+    """Return the objects of an image [PICTURE, PICTURE, 3] in [-1, 1], from top to bottom."""
     names, nearest = list(COLOURS), _nearest_colour(picture)
     found = []
     ink = nearest < len(names)
-    # The soft edge of a shape mixes its colour with white, which may come near to a third one.
+    # The soft edge of a shape mixes its colour with white. The mixed colour may be near to a third colour.
     inner = np.zeros_like(ink)
     inner[1:-1, 1:-1] = ink[1:-1, 1:-1] & ink[:-2, 1:-1] & ink[2:, 1:-1] & ink[1:-1, :-2] & ink[1:-1, 2:]
     for rows, columns in _objects(ink):
@@ -153,16 +156,16 @@ def detect(picture: NDArray[np.float32]) -> list[Seen]:
 
 
 def _nearest_colour(picture: NDArray[np.float32]) -> NDArray[np.intp]:
-    """[PICTURE, PICTURE]: the place of a pixel's colour in COLOURS, or one more for white."""
+    """Return [PICTURE, PICTURE]: the index of a pixel's colour in COLOURS, or len(COLOURS) for white."""
     palette = np.array([*COLOURS.values(), (255, 255, 255)], dtype=np.float32) / 127.5 - 1.0
-    # |p - c|^2 without |p|^2, which is the same for every colour.
+    # |p - c|^2 without |p|^2, which is equal for every colour.
     distance = (palette**2).sum(axis=1) - 2.0 * np.clip(picture, -1.0, 1.0) @ palette.T
     nearest: NDArray[np.intp] = distance.argmin(axis=-1)
     return nearest
 
 
 def _objects(ink: NDArray[np.bool_]) -> list[tuple[NDArray[np.intp], NDArray[np.intp]]]:
-    """Connected components (by sides) of a mask: rows and columns of the pixels of each."""
+    """Return the connected components (by sides) of a mask: rows and columns of each component's pixels."""
     parent: list[int] = []
 
     def root(label: int) -> int:
@@ -172,7 +175,7 @@ def _objects(ink: NDArray[np.bool_]) -> list[tuple[NDArray[np.intp], NDArray[np.
 
     padded = np.zeros((ink.shape[0], ink.shape[1] + 2), dtype=np.int8)
     padded[:, 1:-1] = ink
-    # Runs of ink, row by row: a run begins where the difference is 1 and ends where it is -1.
+    # Runs of ink, row by row: a run begins at a difference of 1 and ends at a difference of -1.
     rows, edges = np.nonzero(np.diff(padded, axis=1))
     runs = list(zip(rows[::2].tolist(), edges[::2].tolist(), edges[1::2].tolist(), strict=True))
     above: list[int] = []
@@ -194,7 +197,7 @@ def _objects(ink: NDArray[np.bool_]) -> list[tuple[NDArray[np.intp], NDArray[np.
 
 
 def _kind(rows: NDArray[np.intp], columns: NDArray[np.intp], centre: tuple[int, int]) -> str | None:
-    """The outline that these pixels overlap best, if they do so well enough."""
+    """Return the kind with the best outline overlap, or None if the overlap is too small."""
     outlines, areas = _outlines()
     down, right = rows - centre[0] + WINDOW // 2, columns - centre[1] + WINDOW // 2
     inside = (down >= 0) & (down < WINDOW) & (right >= 0) & (right < WINDOW)
@@ -206,7 +209,7 @@ def _kind(rows: NDArray[np.intp], columns: NDArray[np.intp], centre: tuple[int, 
 
 @cache
 def _outlines() -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Every kind, moved by up to REACH pixels: masks [kinds x moves, WINDOW x WINDOW] of 0 and 1, and their areas."""
+    """Return every kind, moved by up to REACH pixels: 0/1 masks [kinds x moves, WINDOW x WINDOW], and their areas."""
     masks = []
     for kind in KINDS:
         for down in range(1, 2 * REACH + 2):

@@ -1,12 +1,13 @@
-"""Makes the student of digits-ocr again: `python -m engine.rewards.train_student`, about a minute on one core.
+"""Make the student of digits-ocr again: `python -m engine.rewards.train_student`, about a minute on one core.
 
-The base draws pictures as exploration does (Flow-SDE) and as evaluation does (ODE), the recogniser reads them, and the
-student learns what was read, place by place. A reading that is not four digits has no places: all of them are then
-`NOTHING`. Clean renderings, spoilt in many ways, are mixed in, or the student knows only the base's own mistakes and
-gets worse as the policy learns (correlation .71 and later .55 instead of .81 and .74: research notes overlap 1).
+The base draws images like exploration (Flow-SDE) and like evaluation (ODE). The recogniser reads the images, and the
+student learns the reading, position by position. A reading without exactly four digits has no positions: all labels are
+then `NOTHING`. Clean renderings, degraded in many ways, are mixed in. Without clean renderings the student knows only
+the base's own mistakes and gets worse as the policy learns (correlation .71 and later .55 instead of .81 and .74:
+research notes overlap 1).
 
-Steps and pictures are counted, not timed: the same seed on the same machine gives the same student. Held-out prompts
-are never shown; on them is measured how well it ranks.
+Steps and images are counted, not timed: the same seed on the same machine gives the same student. Held-out prompts
+are never shown; the ranking quality is measured on held-out prompts.
 """
 
 import random
@@ -35,30 +36,30 @@ from engine.rollout.sampler import Plan, denoise, evaluation_plan, rollout_plan
 
 PICTURES = 3_000
 SEEDS = 12
-"""Pictures of one prompt; so many seeds share what was asked for and differ in what was drawn."""
+"""Images per prompt. The images of a prompt share the requested digits and differ in the drawing."""
 ODE_SHARE = 0.25
-"""Of the prompts, so many are drawn without noise; exploration itself draws with it."""
+"""Share of the prompts drawn without noise (ODE). Exploration itself draws with noise."""
 CLEAN = 3_000
-"""Clean renderings to draw from."""
+"""Number of clean renderings in the pool."""
 
 STEPS = 1_300
 DRAWN_BATCH, CLEAN_BATCH = 80, 48
 LEARNING_RATE = 2e-3
 WEIGHT_DECAY = 0.05
 DECAY_FROM = 1 / 3
-"""Share of the steps after which the learning rate falls, to 0 at the end."""
+"""Share of the steps before the learning rate starts to fall, to 0 at the end."""
 LABEL_SMOOTHING = 0.02
 DRAWN_NOISE = 0.1
-"""Standard deviation of the noise on pictures of the base."""
+"""Standard deviation of the noise on images of the base."""
 CLEAN_NOISE, BLUR = 0.5, 0.5
-"""The most noise and the most blur on a clean rendering; how much is drawn for each."""
+"""Upper limits of noise and blur on a clean rendering; the amounts are drawn for each rendering."""
 DROPPED = 0.05
-"""Of all pixels, so many are grey."""
+"""Share of all pixels set to grey."""
 SHIFTS = ((0, 0), (1, 0), (-1, 0), (0, 1), (0, -1))
 
 MEASURED_PROMPTS, MEASURED_SEEDS = 12, 24
 AT_ONCE = 48
-"""Pictures per forward pass of the base: larger batches leave the cache (research notes overlap 1)."""
+"""Images per forward pass of the base: larger batches leave the cache (research notes overlap 1)."""
 
 
 @click.command()
@@ -78,25 +79,25 @@ def main(out: Path, pictures: int, steps: int, seed: int) -> None:
     facts = {"steps": str(steps), "seed": str(seed), "pictures": str(pictures), "torch": torch.__version__}
     facts["seconds"] = f"{time.monotonic() - started:.0f}"
     save(reader, out, facts)
-    # Measured as it will be loaded, and only then written down.
+    # Measure the saved file first, then store the figures in the file.
     facts |= measure(load_digits_student(out), adapter)
     save(reader, out, facts)
     click.echo(f"{out}: {facts}")
 
 
-# --- what it learns from --------------------------------------------------------------------------------------
+# --- training data --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Examples:
-    """Pictures of the base [N, 1, 12, 32], and the class of each of their places [N, 4] as the recogniser read them."""
+    """Images of the base [N, 1, 12, 32], and the recogniser's class for each of their positions [N, 4]."""
 
     pictures: Tensor
     classes: Tensor
 
 
 def draw_examples(adapter: DiTAdapter, count: int, seed: int) -> Examples:
-    """The base's pictures of prompts that are not held out, with what the recogniser reads in them."""
+    """Return the base's images of prompts outside the held-out set, with the recogniser's readings."""
     words = training_words(random.Random(seed), -(-count // SEEDS))
     without_noise = round(ODE_SHARE * len(words))
     ode, sde = evaluation_plan(SamplerConfig(), steps=SamplerConfig().steps), rollout_plan(SamplerConfig(), seed, 0)
@@ -112,7 +113,7 @@ def draw_examples(adapter: DiTAdapter, count: int, seed: int) -> Examples:
 
 
 def draw(adapter: DiTAdapter, plan: Plan, prompts: Sequence[str], seeds: int, run_seed: int, stream: Stream) -> Tensor:
-    """Pictures [prompts * seeds, 1, 12, 32], those of a prompt one after another."""
+    """Return images [prompts * seeds, 1, 12, 32], grouped by prompt."""
     wanted = [(prompt, seed_of(run_seed, stream, 0, prompt, index)) for prompt in prompts for index in range(seeds)]
     parts = []
     for start in range(0, len(wanted), AT_ONCE):
@@ -122,7 +123,7 @@ def draw(adapter: DiTAdapter, plan: Plan, prompts: Sequence[str], seeds: int, ru
 
 
 def classes_of(reading: str) -> list[int]:
-    """What each place showed; `NOTHING` everywhere if four digits were not read."""
+    """Return the class of each position, or `NOTHING` everywhere if the reading is not four digits."""
     try:
         return digits_of(reading)
     except ValueError:
@@ -133,7 +134,7 @@ def classes_of(reading: str) -> list[int]:
 
 
 def train(examples: Examples, steps: int, seed: int) -> DigitReader:
-    """A reader after `steps` steps of cross-entropy on the class of every place."""
+    """Return a reader after `steps` steps of cross-entropy on the class of every position."""
     torch.manual_seed(seed)
     rng = random.Random(seed)
     words = training_words(rng, CLEAN)
@@ -161,7 +162,7 @@ def train(examples: Examples, steps: int, seed: int) -> DigitReader:
 
 
 def training_batch(drawn: Examples, clean: Examples, rng: random.Random) -> tuple[Tensor, Tensor]:
-    """Pictures [128, 1, 12, 32], 37 % of them spoilt renderings, and their classes [128, 4]."""
+    """Return images [128, 1, 12, 32], 37 % of them degraded renderings, and their classes [128, 4]."""
     i, j = torch.randint(len(drawn.pictures), (DRAWN_BATCH,)), torch.randint(len(clean.pictures), (CLEAN_BATCH,))
     noisy = drawn.pictures[i] + DRAWN_NOISE * torch.randn(DRAWN_BATCH, 1, HEIGHT, WIDTH)
     pictures = torch.cat([noisy, spoilt(clean.pictures[j])])
@@ -170,17 +171,20 @@ def training_batch(drawn: Examples, clean: Examples, rng: random.Random) -> tupl
 
 
 def spoilt(pictures: Tensor) -> Tensor:
-    """Each with its own share of blur and noise. [B, 1, 12, 32]"""
+    """Degrade each image [B, 1, 12, 32] with its own amount of blur and noise."""
     blur, noise = torch.rand(2, len(pictures), 1, 1, 1)
     blurred = pictures.lerp(functional.avg_pool2d(pictures, 3, stride=1, padding=1), BLUR * blur)
     return blurred + CLEAN_NOISE * noise * torch.randn_like(pictures)
 
 
-# --- how good it is -------------------------------------------------------------------------------------------
+# --- quality --------------------------------------------------------------------------------------------------
 
 
 def measure(student: Reward, adapter: DiTAdapter) -> dict[str, str]:
-    """In-group correlation with each ocr reward on base pictures of held-out prompts, and what a score costs."""
+    """Return the in-group correlation with each ocr reward, and the cost of a score in ms.
+
+    Measured on base images of held-out prompts.
+    """
     prompts = held_out_digits()[:MEASURED_PROMPTS]
     plan = rollout_plan(SamplerConfig(), 0, 0)
     pictures = draw(adapter, plan, prompts, MEASURED_SEEDS, 0, Stream.EVAL)
@@ -190,16 +194,16 @@ def measure(student: Reward, adapter: DiTAdapter) -> dict[str, str]:
         f"correlation_{name}": f"{in_group_correlation(student, OcrReward(name), pictures, asked):.3f}"
         for name in rewards
     }
-    started = time.process_time()  # by now it is warm
+    started = time.process_time()  # warm by now
     student(pictures, asked)
     facts["ms_per_picture"] = f"{1000 * (time.process_time() - started) / len(pictures):.3f}"
     return facts
 
 
 def in_group_correlation(student: Reward, reward: Reward, pictures: Tensor, prompts: Sequence[str]) -> float:
-    """Mean over prompts of Pearson's correlation between the scores of one prompt's pictures.
+    """Return the mean over prompts of Pearson's correlation between the scores of a prompt's images.
 
-    A prompt whose scores are all equal on one side tells nothing and is left out; NaN if that is every prompt.
+    A prompt with equal scores on a side carries no information and is left out. NaN if all prompts are left out.
     """
     pairs: dict[str, list[tuple[float, float]]] = {}
     for prompt, mine, true in zip(prompts, student(pictures, prompts), reward(pictures, prompts), strict=True):
@@ -210,7 +214,7 @@ def in_group_correlation(student: Reward, reward: Reward, pictures: Tensor, prom
 
 
 def save(reader: DigitReader, path: Path, facts: Mapping[str, str]) -> None:
-    """The weights in fp32, with the facts of their making as metadata."""
+    """Save the weights in fp32, with the facts of the training as metadata."""
     tensors = {name: tensor.contiguous() for name, tensor in reader.state_dict().items()}
     save_file(tensors, path, metadata=dict(facts))
 

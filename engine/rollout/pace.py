@@ -1,27 +1,30 @@
-"""How fast work goes, and what follows from it: how long a lease lasts and how often state is committed."""
+"""Step-time estimates, lease lengths and commit intervals."""
 
 import math
 from dataclasses import dataclass
 
 STEPS_PER_LEASE = 4
-"""A lease lasts at least so many of the slowest steps that were seen of its kind of work."""
+"""A lease lasts at least this many of the slowest steps observed for its kind of work."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rules:
-    """How long leases last and how often in-flight state is committed."""
+    """Lease lengths and commit settings of a run."""
 
     lease_ms: int
-    """The shortest lease."""
+    """The shortest lease, in ms."""
     first_lease_ms: int
-    """The lease of work of which no step was seen yet."""
+    """Lease length in ms for a kind of work without any observed step."""
     commit_every: int | None
-    """Steps between two commits; None: by cost and risk (`commit_interval`)."""
+    """Steps between two commits. None: computed from commit cost and preemption risk (`commit_interval`)."""
     preemption_ms: int
-    """Mean life of a spot node to start from, before the run has seen any end."""
+    """Prior mean life of a spot node in ms, before the run has observed a preemption."""
 
     def lease_of(self, pace: "Pace") -> int:
-        """How long a lease of this kind of work lasts, from now or from the last word of its worker."""
+        """Return the lease length in ms for this kind of work.
+
+        The length counts from the grant or the worker's last call.
+        """
         if not pace.slowest_ms:
             return max(self.lease_ms, self.first_lease_ms)
         return max(self.lease_ms, math.ceil(STEPS_PER_LEASE * pace.slowest_ms))
@@ -29,12 +32,12 @@ class Rules:
 
 @dataclass(slots=True)
 class Pace:
-    """How fast a kind of work goes: ms per denoising step."""
+    """Step-time estimate for a kind of work, in ms per denoising step."""
 
     step_ms: float = 0.0
-    """Of finished leases, scoring and waiting included: an average that follows. 0: none was finished."""
+    """Moving average over finished leases, scoring and waiting included. 0: no lease has finished."""
     slowest_ms: float = 0.0
-    """The slowest step that was heard of, forgotten slowly. 0: none was heard of."""
+    """The slowest reported step, decaying slowly. 0: no step was reported."""
 
     def hear(self, step_ms: float) -> None:
         self.slowest_ms = max(step_ms, 0.98 * self.slowest_ms)
@@ -44,5 +47,5 @@ class Pace:
 
 
 def commit_interval(cost_ms: float, preemption_ms: float, step_ms: float) -> int:
-    """Steps between commits that lose least: sqrt(2 c M) / t (Young 1974; research notes engine 4), at least 1."""
+    """Return the cheapest steps between commits: sqrt(2 c M) / t (Young 1974; research notes engine 4), at least 1."""
     return max(1, round(math.sqrt(2 * cost_ms * preemption_ms) / step_ms))

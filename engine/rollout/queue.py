@@ -1,18 +1,19 @@
-"""The pull queue: who may make which picture, with which weights, and who still may speak for it.
+"""The pull queue: a state machine that leases rollout requests to workers.
 
-A state machine without I/O: no torch, no Ray, no clock of its own. Workers only call in, and every call is
-answered with the order that is pending (work, load weights, drain, exit). The promises:
+No I/O, no torch, no Ray and no clock. Workers only call in. The queue answers every call with the pending order
+(work, load weights, drain, exit). The promises:
 
-- every request of a manifest is finished exactly once, whatever is killed, frozen, delayed or repeated;
-- a lease number is given out once; who holds an older one is fenced;
-- an attempt is made with the weights it names, and no other;
-- training rollouts come before evaluation, evaluation before exploration; when nothing is left to begin, the lease
-  that will end last is made a second time by an idle worker, and the first of the two to finish counts;
-- a request that brings down worker after worker is reported instead of being tried for ever, and takes nobody with it.
+- every request of a manifest finishes exactly once, even if workers are killed, frozen, delayed or repeat a call;
+- the queue issues each lease number once and rejects calls with a revoked number;
+- a worker samples an attempt only with the weights named in the attempt;
+- training rollouts come before evaluation, and evaluation comes before exploration; when no request waits, an idle
+  worker makes a speculative copy of the lease with the latest predicted end, and the first result to arrive counts;
+- a poisoned request (every worker crashes on the request) is reported and no longer retried; requests leased together
+  with the poisoned request are cleared.
 
-What changes the future is returned to the caller, who makes it durable *before* it answers
-(engine/runtime/coordinator.py); the `restore_...` methods take the same facts back after a crash.
-All times are milliseconds of the run's clock, passed in by the caller.
+Methods return every change the coordinator must remember. The coordinator makes the change durable *before* answering
+(engine/runtime/coordinator.py). After a crash, the `restore_...` methods load the same facts.
+All times are milliseconds of the run's clock and are passed in by the caller.
 """
 
 import math
@@ -47,16 +48,16 @@ MISSED = "missed its lease"
 GIVEN_UP = "reported by the launcher"
 
 MOST_DEATHS = 3
-"""A request that brought down this many workers, at the same step, is reported instead of being tried for ever."""
+"""After crashes of this many workers at the same step, a request is reported as poisoned and not retried."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
-    """A set of requests that belong together and how they are made: what the trainer submits.
+    """A set of requests that share weights and sampler plan, as submitted by the trainer.
 
-    `sampler` is the plan as JSON (engine/rollout/sampler.py) and `steps` its number of denoising steps;
-    `pictures`: how many of the first requests send their picture back. All requests are of one kind.
-    Raises ValueError if a student would score anything but exploration: what is trained or reported is the reward.
+    `sampler` is the plan as JSON (engine/rollout/sampler.py). `steps` is the plan's number of denoising steps.
+    `pictures` is the number of leading requests whose finished image is sent back. All requests have the same kind.
+    Raises ValueError if the scorer is the student and the kind is not exploration: training and reports use the reward.
     """
 
     requests: tuple[RequestId, ...]
@@ -73,7 +74,7 @@ class Task:
         return request_class(self.shape, self.dtype)
 
     def __post_init__(self) -> None:
-        # Here, not in `submit`: what the queue refuses must not be in the journal already.
+        # Check here and not in `submit`: a task rejected by the queue must not be in the journal already.
         if self.scorer not in get_args(Scorer):
             raise ValueError(f"a task's scorer is {self.scorer!r}; use one of {', '.join(get_args(Scorer))}")
         others = {str(request.kind) for request in self.requests} - {str(Kind.EXPLORE)}
@@ -86,7 +87,7 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LeaseRecord:
-    """What must be remembered of a lease so that its holder still speaks for it after a coordinator's restart."""
+    """The facts to restore a lease after a coordinator restart, so the worker still holds the lease."""
 
     number: int
     worker: str
@@ -101,7 +102,7 @@ class LeaseRecord:
 
 @dataclass(slots=True, eq=False)
 class _Submitted:
-    """One task, with what is looked up for each of its requests."""
+    """A task with the values needed for each of its requests."""
 
     number: int
     task: Task
@@ -110,7 +111,8 @@ class _Submitted:
 
 
 _Place = tuple[int, int, RequestId | None]
-"""Where a request waits: (task, committed step, itself if it must be made alone). One place = one lease can take it."""
+"""The place of a waiting request: (task, committed step, the request itself if it must run alone, else None).
+A lease takes requests from a single place."""
 
 
 @dataclass(slots=True, eq=False)
@@ -121,7 +123,7 @@ class _Item:
     place: _Place | None = None
     deaths: int = 0
     died_at: int = -1
-    """The committed step at the last death: who got further since is not the cause."""
+    """The committed step at the last crash. A crash at a later step resets the count: the request made progress."""
 
 
 @dataclass(slots=True, eq=False)
@@ -130,7 +132,7 @@ class _Lease:
     node: str
     boot: int
     seq: int
-    """The pull that it answered."""
+    """Sequence number of the pull answered with this lease."""
     of: _Submitted
     requests: dict[RequestId, _Item]
     first_step: int
@@ -138,19 +140,20 @@ class _Lease:
     heard_ms: int
     expires_ms: int
     step: int
-    """The last step that was heard of."""
+    """The last denoising step reported by the worker."""
     copy: bool = False
 
     def made_by(self, now_ms: int) -> int:
-        """The step its pictures stand at, by what was heard and by how long it was held."""
+        """Return the estimated current step of the images, from the last reported step and the time since the grant."""
         pace, steps = self.of.pace.step_ms, self.of.task.steps
         guess = self.first_step + int((min(now_ms, self.expires_ms) - self.granted_ms) / pace) if pace else 0
         return max(self.step, min(steps, guess))
 
     def end_ms(self, now_ms: int, silence_ms: int) -> float:
-        """When it will be finished: as fast as it was heard to go, but no faster than others of its kind.
+        """Return the predicted finish time in ms.
 
-        Who was silent for longer than `silence_ms` may be so for as long again.
+        The step time is the worker's own, but at least the average of this kind of work. A worker silent for longer
+        than `silence_ms` is expected to stay silent for the same time again.
         """
         pace, made = self.of.pace.step_ms, self.step - self.first_step
         own = max(pace, (self.heard_ms - self.granted_ms) / made) if made else pace
@@ -161,20 +164,20 @@ class _Lease:
 
 @dataclass(slots=True, eq=False)
 class _Worker:
-    """A worker by name; `boot` tells its processes apart."""
+    """A worker by name. `boot` distinguishes the successive processes of the worker."""
 
     name: str
     node: str
     boot: int
     seq: int = -1
     work: Work | None = None
-    """The answer to pull number `seq`, if it was work."""
+    """The answer to pull number `seq`, if the answer was work."""
     leases: set[int] = field(default_factory=set)
     suspects: list[tuple[RequestId, bool]] = field(default_factory=list)
-    """What it held when it was last given up, and whether alone in its lease: to blame if the process turns out to have
-    died while its node lives."""
+    """The requests of the revoked leases, and whether each was alone in its lease. If the worker's process turns out
+    to have died while the node lives, these requests are blamed for the crash."""
     missed: tuple[int, _Lease] | None = None
-    """The last lease that it lost by silence, with its number."""
+    """The last lease revoked after missed heartbeats, with the lease number."""
     told_room: int | None = None
 
 
@@ -184,9 +187,9 @@ class _Node:
     seen_ms: int
     market: Market | None = None
     notice_ms: int | None = None
-    """The deadline that its own agent heard of."""
+    """The preemption deadline reported by the node's own agent."""
     told_ms: int | None = None
-    """The deadline that the launcher's newest snapshot names."""
+    """The deadline in the launcher's newest capacity snapshot."""
     lost_ms: int | None = None
     called: bool = False
     served: bool = False
@@ -197,12 +200,12 @@ class _Node:
 
 
 class Queue:
-    """See the module's story. Every method is idempotent."""
+    """The pull queue. The module docstring lists the promises. Every method is idempotent."""
 
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
         self.events: list[ProgressEvent] = []
-        """What the launcher should hear of; the caller takes them away."""
+        """Events for the launcher. The caller removes them after reading."""
         self.finished: dict[RequestId, Finished] = {}
         self.poisoned: dict[RequestId, str] = {}
         self.stop_reason: str | None = None
@@ -225,9 +228,10 @@ class Queue:
     # --- the trainer's side ---------------------------------------------------------------------------
 
     def submit(self, task: Task) -> None:
-        """Want these requests. What is finished already, or waits already with the same weights, stays.
+        """Add the task's requests. Skip requests already finished, and requests already queued with the same weights.
 
-        The same request at other weights is a new attempt: its old one is fenced and begins anew.
+        A request queued with other weights becomes a new attempt: its old leases are revoked and sampling starts from
+        step 0.
         """
         if not task.requests:
             return
@@ -249,13 +253,13 @@ class Queue:
             self._wait(self._items[request])
 
     def publish(self, weights: WeightsKey, digest: str) -> None:
-        """Workers will be told to load these. Live weights become the current ones."""
+        """Make weights available to workers. Weights without `average` become the live weights."""
         self._digests[weights] = digest
         if not weights.average:
             self.live = weights
 
     def withdraw(self, requests: Iterable[RequestId]) -> None:
-        """No longer wanted: exploration that was cut short, batches that are trained. Leases are fenced."""
+        """Remove requests: exploration cut short, or a batch already trained. Revoke their leases."""
         for request in requests:
             self.finished.pop(request, None)
             self.poisoned.pop(request, None)
@@ -264,7 +268,10 @@ class Queue:
                 self._leave(item)
 
     def forget_weights(self, keep: Iterable[WeightsKey]) -> list[WeightsKey]:
-        """Drop the weights that nobody will ask for; returns what was dropped."""
+        """Drop the weights that are not in `keep`, not live and not needed by a queued request.
+
+        Return the dropped keys.
+        """
         needed = set(keep) | {item.attempt.weights for item in self._items.values()}
         dropped = [key for key in self._digests if key not in needed and key != self.live]
         for key in dropped:
@@ -272,15 +279,15 @@ class Queue:
         return dropped
 
     def wanted(self, kind: Kind) -> int:
-        """How many requests of a kind are not finished yet."""
+        """Return the number of unfinished requests of a kind."""
         return sum(1 for request in self._items if request.kind == kind)
 
     def waits(self, kind: Kind) -> bool:
-        """Whether a request of a kind waits for a worker."""
+        """Return True if a request of this kind waits for a worker."""
         return bool(self._waiting[kind])
 
     def stop(self, reason: str) -> None:
-        """Every worker is told to exit at its next call."""
+        """Order every worker to exit at its next call."""
         self.stop_reason = self.stop_reason or reason
 
     # --- the workers' side ----------------------------------------------------------------------------
@@ -297,10 +304,12 @@ class Queue:
         kinds: Sequence[Kind] = PRIORITY,
         room: int | None = None,
     ) -> Reply:
-        """The next order for a worker.
+        """Return the next order for a worker.
 
-        `boot` numbers the worker's processes, `seq` a process's pulls: an order whose answer got lost is given again.
-        `holds`: the weights it has, with their digest. `room`: the most pictures it can take in one forward pass.
+        `boot` numbers the worker's processes and `seq` a process's pulls. A repeated `seq` gets the same work again,
+        because the first answer may have been lost.
+
+        `holds`: the worker's loaded weights and their digest. `room`: the most images that fit in a forward pass.
         """
         member = self._meet(worker, node, boot, now_ms)
         if member is None:
@@ -310,14 +319,14 @@ class Queue:
         if seq == member.seq and member.work is not None and member.work.lease in self._leases:
             return member.work
         for number in [n for n in member.leases if self._leases[n].seq >= seq]:
-            self._requeue(number, now_ms)  # the answer was lost, and a restart forgot it
+            self._requeue(number, now_ms)  # the answer was lost, and a restart lost `work`
         member.seq = seq
         reply = self._order(member, now_ms, holds, kinds, room)
         member.work = reply if isinstance(reply, Work) else None
         return reply
 
     def heartbeat(self, worker: str, node: str, leases: Mapping[int, int], *, now_ms: int) -> Reply:
-        """Renew leases; `leases` maps number to the step its pictures stand at."""
+        """Renew leases. `leases` maps lease number to the current denoising step."""
         self._see(node, now_ms)
         for number, step in leases.items():
             lease = self._leases.get(number)
@@ -328,16 +337,19 @@ class Queue:
         return self._pending(node)
 
     def may_finish(self, worker: str, number: int) -> bool:
-        """Whether this worker still speaks for this lease: asked before its bytes are made durable."""
+        """Return True if the worker holds the lease. Call before making the worker's bytes durable."""
         lease = self._leases.get(number)
         return lease is not None and lease.worker == worker
 
     def held(self, worker: str, number: int) -> Sequence[RequestId]:
-        """What this worker still speaks for: a request that was withdrawn or begun anew left the lease."""
+        """Return the requests still covered by the worker's lease.
+
+        Withdrawn and resubmitted requests are no longer covered.
+        """
         return tuple(self._leases[number].requests) if self.may_finish(worker, number) else ()
 
     def finish(self, worker: str, node: str, number: int, results: Sequence[Finished], *, now_ms: int) -> Reply:
-        """These pictures are made. Call only after their bytes are durable."""
+        """Record finished images. Call only after the bytes are durable."""
         self._see(node, now_ms)
         if not self.may_finish(worker, number):
             self._came_late(worker, number, now_ms)
@@ -350,7 +362,7 @@ class Queue:
         for result in results:
             if result.request in lease.requests:
                 self._done(result)
-        if number in self._leases:  # a part was finished: the rest is still being worked on
+        if number in self._leases:  # only a part is finished: the worker still works on the rest
             self._hear(lease, lease.step, now_ms)
         return Wait()
 
@@ -364,9 +376,9 @@ class Queue:
         now_ms: int,
         cost_ms: float | None = None,
     ) -> Reply:
-        """In-flight state was made durable: whoever goes on starts from `(step, blob)`.
+        """Record committed in-flight state. The next worker resumes from `(step, blob)`.
 
-        `cost_ms`: what this worker's last commit took. A commit renews its lease.
+        `cost_ms`: duration of the worker's last commit. A commit renews the lease.
         """
         self._see(node, now_ms)
         if not self.may_finish(worker, number):
@@ -383,14 +395,14 @@ class Queue:
         return self._pending(node)
 
     def give_back(self, worker: str, number: int, *, now_ms: int) -> Reply:
-        """A worker returns what it cannot finish; nothing is lost that was committed."""
+        """Return a lease's unfinished requests to the queue. Committed steps are kept."""
         if not self.may_finish(worker, number):
             return Fenced(lease=number)
         self._requeue(number, now_ms)
         return Wait()
 
     def fault(self, worker: str, node: str, number: int, text: str, *, now_ms: int) -> Reply:
-        """A worker could not make these pictures."""
+        """Record a worker's failure to make the images of a lease. Return the requests to the queue."""
         self._see(node, now_ms)
         spoke = self.may_finish(worker, number)
         lease = self._leases[number] if spoke else self._came_late(worker, number, now_ms)
@@ -406,19 +418,19 @@ class Queue:
             return Fenced(lease=number)
         return Wait()
 
-    # --- what is known of workers and nodes ---------------------------------------------------------------
+    # --- state of workers and nodes ---------------------------------------------------------------------
 
     def died(self, worker: str, boot: int, reason: str, *, now_ms: int) -> None:
-        """Somebody saw this process die (a closed connection, an actor's death): its leases are given away at once.
+        """Revoke the leases of a dead process at once. The evidence is a closed connection or an actor's death.
 
-        It may be wrong. Who still lives is fenced at its next call and pulls again.
+        The evidence may be wrong. A worker still alive gets `Fenced` at its next call and pulls again.
         """
         member = self._workers.get(worker)
         if member is not None and member.boot == boot:
             self._give_away(member.leases, member.node, reason, now_ms)
 
     def capacity(self, snapshot: Capacity, *, now_ms: int) -> None:
-        """The launcher's view. An older generation than the last one is ignored."""
+        """Apply the launcher's capacity snapshot. Ignore a generation older than the last applied snapshot."""
         if snapshot.generation < self._capacity_generation:
             return
         self._capacity_generation = snapshot.generation
@@ -432,11 +444,11 @@ class Queue:
                 node.lost_ms = None
 
     def notice(self, node: str, deadline_ms: int, *, now_ms: int) -> None:
-        """The node's own agent heard that the cloud takes it back: its workers are told to drain."""
+        """Record a preemption notice from the node's agent. The node's workers are then ordered to drain."""
         self._node(node, now_ms).notice_ms = deadline_ms
 
     def lost(self, node: str, reason: str, *, now_ms: int) -> None:
-        """This node is gone: its leases are given away at once, and who calls in from there is sent home."""
+        """Mark a node as lost and revoke its leases at once. Workers calling from a lost node are ordered to exit."""
         member = self._node(node, now_ms)
         if member.lost_ms is None:
             member.lost_ms = now_ms
@@ -444,15 +456,18 @@ class Queue:
             self.unreachable(node, reason, now_ms=now_ms)
 
     def unreachable(self, node: str, reason: str, *, now_ms: int) -> None:
-        """The engine itself saw the node die: its leases are given away. It may turn out to be wrong and come back."""
+        """Revoke the leases of a node that the engine itself saw die.
+
+        The engine may be wrong: the node may call in again.
+        """
         numbers = {number for number, lease in self._leases.items() if lease.node == node}
         self._give_away(numbers, node, reason, now_ms)
         for member in self._workers.values():
             if member.node == node:
-                member.suspects = []  # the cloud's doing
+                member.suspects = []  # the node failed, so no request is blamed
 
     def tick(self, now_ms: int) -> None:
-        """Expire leases. After a pause of our own (a frozen coordinator) every lease gets the gap as grace."""
+        """Revoke expired leases. If the coordinator itself was frozen, extend every lease by the length of the gap."""
         gap = 0 if self._ticked_ms is None else now_ms - self._ticked_ms
         self._ticked_ms = now_ms
         self._preemption_ms = self._mean_life(now_ms)
@@ -469,12 +484,12 @@ class Queue:
             late &= self._leases.keys()
 
     def takes_part(self, node: str) -> bool:
-        """Whether its workers may be given work: it is neither lost nor draining."""
+        """Return True if the node's workers may get work: the node is neither lost nor draining."""
         known = self._nodes.get(node)
         return known is None or (known.lost_ms is None and known.deadline_ms is None)
 
     def demand(self, now_ms: int) -> Demand:
-        """What there is to do, for whoever plans how workers share it."""
+        """Return the waiting and in-flight work, as input for planning SP groups."""
         waiting: list[Requests] = []
         in_flight: dict[str, Requests] = {}
         pictures: dict[str, int] = {}
@@ -488,13 +503,13 @@ class Queue:
             task = lease.of.task
             left = task.steps - lease.made_by(now_ms)
             pictures[task.request_class] = task.shape
-            # Of two leases of a worker one is made while the other is scored.
+            # A worker may hold two leases: the images of the first are scored while the second is sampled.
             if lease.worker not in in_flight or in_flight[lease.worker].steps < left:
                 in_flight[lease.worker] = Requests(request_class=task.request_class, steps=left)
         return Demand(waiting=waiting, in_flight=in_flight, pictures=pictures)
 
     def live_nodes(self, now_ms: int, within_ms: int) -> list[str]:
-        """Nodes that work or called in lately, and are neither draining nor lost."""
+        """Return the nodes with a lease or a recent call. Draining and lost nodes are left out."""
         working = {lease.node for lease in self._leases.values()}
         return [
             name
@@ -508,24 +523,27 @@ class Queue:
     # --- after a crash ------------------------------------------------------------------------------------
 
     def restore_finished(self, result: Finished) -> None:
-        """Take a durable result back."""
+        """Restore a durable result."""
         self._done(result)
 
     def restore_state(self, request: RequestId, step: int, blob: str) -> None:
-        """Take a durable in-flight state back."""
+        """Restore a durable in-flight state."""
         item = self._items.get(request)
         if item is not None:
             self._commit_state(item, step, blob)
 
     def restore_poisoned(self, request: RequestId, text: str) -> None:
-        """Take a verdict back."""
+        """Restore a poisoned request and its error text."""
         item = self._items.get(request)
         if item is not None:
             self._leave(item)
             self.poisoned[request] = text
 
     def restore_lease(self, record: LeaseRecord, *, now_ms: int) -> None:
-        """Take a lease back: its holder worked on while nobody listened. What was leased again since left it."""
+        """Restore a lease whose worker kept sampling while the coordinator was down.
+
+        A request leased again by a later record leaves the earlier lease.
+        """
         member = self._workers.get(record.worker)
         if member is None:
             member = self._workers[record.worker] = _Worker(name=record.worker, node=record.node, boot=record.boot)
@@ -549,11 +567,11 @@ class Queue:
             lease.seq, lease.expires_ms = record.seq, now_ms + record.lease_ms
 
     def begin_leases(self, first: int) -> None:
-        """Lease numbers go on from here: above any that an earlier coordinator gave."""
+        """Continue lease numbers from `first`, above every number issued by an earlier coordinator."""
         self._next_lease = max(self._next_lease, first)
 
     def lease_record(self, number: int) -> LeaseRecord:
-        """What `restore_lease` wants to know. Raises KeyError for a lease that is over."""
+        """Return the facts for `restore_lease`. Raises KeyError if the lease has ended."""
         lease = self._leases[number]
         return LeaseRecord(
             number=number,
@@ -568,21 +586,27 @@ class Queue:
         )
 
     def lease_records(self) -> list[LeaseRecord]:
-        """Every lease there is, oldest first."""
+        """Return the records of all leases, oldest first."""
         return [self.lease_record(number) for number in sorted(self._leases)]
 
     def committed(self, requests: Iterable[RequestId]) -> list[tuple[RequestId, int, str]]:
-        """Durable in-flight states of these requests: (request, step, blob)."""
+        """Return the durable in-flight states of these requests: (request, step, blob)."""
         items = [self._items[request] for request in requests if request in self._items]
         return [(i.attempt.request, i.attempt.step, i.attempt.state) for i in items if i.attempt.state is not None]
 
     def forget_all_weights(self) -> None:
-        """A new lineage begins: versions of the old one mean something else."""
+        """Forget all weights at the start of a new lineage.
+
+        Version numbers of the old lineage mean different weights.
+        """
         self.live = None
         self._digests.clear()
 
     def check(self, number: int | None = None) -> None:
-        """AssertionError if what we know contradicts itself: of one lease that is open, or of everything."""
+        """Raise AssertionError if the state contradicts itself.
+
+        Check a single open lease, or everything if `number` is None.
+        """
         numbers = self._leases if number is None else [n for n in (number,) if n in self._leases]
         for known in numbers:
             lease = self._leases[known]
@@ -647,7 +671,7 @@ class Queue:
         return self._load(self.live, holds) or Wait()
 
     def _first_waiting(self, kind: Kind, room: int | None) -> list[_Item] | None:
-        """What a lease would take: as many as the shape holds of the first place that this worker can serve."""
+        """Return the requests of the next lease: up to `shape` requests of the first place that fits the worker."""
         for bucket in self._waiting[kind].values():
             first = next(iter(bucket.values()))
             task = first.of.task
@@ -659,7 +683,10 @@ class Queue:
         return None
 
     def _slowest(self, kind: Kind, worker: str, now_ms: int, room: int | None) -> list[_Item] | None:
-        """The work that will end last, if making it again from what is committed would end sooner."""
+        """Return the leased requests with the latest predicted end, as a speculative copy.
+
+        Return None if a copy from the committed step would not end sooner.
+        """
         found: list[_Item] | None = None
         latest = 0.0
         for lease in self._leases.values():
@@ -668,7 +695,7 @@ class Queue:
                 continue
             items = list(lease.requests.values())
             if any(len(item.leases) > 1 or item.deaths for item in items) or (room is not None and task.shape > room):
-                continue  # a suspect is never made twice at once: it would bring down two workers at a time
+                continue  # no speculative copy of a suspect, because a copy could crash two workers at a time
             step = min(item.attempt.step for item in items)
             end_ms = lease.end_ms(now_ms, self.rules.lease_of(lease.of.pace) // 2)
             if end_ms > latest and now_ms + pace * (task.steps - step + 1) < end_ms:
@@ -676,7 +703,7 @@ class Queue:
         return found
 
     def _too_large(self, kind: Kind, room: int | None) -> int:
-        """The shape of work that waits only because this worker has no room for it; 0: there is none."""
+        """Return the batch shape of waiting work too large for this worker, or 0 if there is no such work."""
         if room is None:
             return 0
         firsts = (next(iter(bucket.values())) for bucket in self._waiting[kind].values())
@@ -705,20 +732,23 @@ class Queue:
         )
 
     def _commit_every(self, of: _Submitted, first_step: int) -> int:
-        """Steps between commits; 0: on notice only."""
+        """Return the number of steps between commits. 0 means commit on a preemption notice only."""
         task, step_ms = of.task, of.pace.slowest_ms or of.pace.step_ms
         if task.requests[0].kind is not Kind.TRAIN:
             return 0
         if self.rules.commit_every is not None:
             every = self.rules.commit_every
         elif not self._commit_ms or not step_ms:
-            every = max(1, task.steps // 2)  # once a rollout, to see what it costs
+            every = max(1, task.steps // 2)  # commit once a rollout, to measure the cost of a commit
         else:
             every = commit_interval(self._commit_ms, self._preemption_ms, step_ms)
         return every if first_step + every < task.steps else 0
 
     def _mean_life(self, now_ms: int) -> float:
-        """Mean time to preemption: what was assumed counts as one node's life beside those that were seen."""
+        """Return the mean time to preemption in ms.
+
+        The configured prior counts as one node's life beside the observed lives.
+        """
         spot = [node for node in self._nodes.values() if node.market is Market.SPOT]
         lived = sum((now_ms if node.lost_ms is None else node.lost_ms) - node.first_ms for node in spot)
         return (self.rules.preemption_ms + lived) / (1 + self._losses)
@@ -749,16 +779,17 @@ class Queue:
         return lease
 
     def _hear(self, lease: _Lease, step: int, now_ms: int) -> None:
-        """Its worker called in: renew, and learn how long its steps take."""
+        """Renew the lease after a call of its worker and update the step-time estimate."""
         if step > lease.step:
             lease.of.pace.hear((now_ms - lease.heard_ms) / (step - lease.step))
             lease.step, lease.heard_ms = step, now_ms
         lease.expires_ms = now_ms + self.rules.lease_of(lease.of.pace)
 
     def _came_late(self, worker: str, number: int, now_ms: int) -> _Lease | None:
-        """A lease that was given away for silence is spoken of after all: the next ones last longer, up to twice.
+        """Lengthen future leases (up to twice) after a late call for a lease revoked by missed heartbeats.
 
-        Without that, work whose one step takes longer than a lease would be given away for ever.
+        Without longer leases, work whose single step takes longer than a lease would be revoked forever. Return the
+        revoked lease, or None if the call is not about the worker's last revoked lease.
         """
         member = self._workers.get(worker)
         if member is None or member.missed is None or member.missed[0] != number:
@@ -774,7 +805,7 @@ class Queue:
         return lease
 
     def _leave(self, item: _Item) -> None:
-        """Out of the queue, and out of its leases: who holds one no longer speaks for it."""
+        """Remove the request from the queue and revoke its leases. Results for revoked leases are rejected."""
         if item.place is not None:
             self._stop_waiting(item)
         for number in item.leases:
@@ -802,17 +833,17 @@ class Queue:
             self._wait(item, first=True)
 
     def _requeue(self, number: int, now_ms: int) -> int:
-        """Give a lease's requests back to the queue, first in line.
+        """Return a lease's requests to the front of the queue.
 
-        Returns the denoising steps that must be done again: those since the last commit, by what was heard of the
-        lease and by how long it was held (an estimate: the dead do not tell).
+        Return the number of denoising steps to repeat: the steps since the last commit. The number is an estimate from
+        the last reported step and the time since the grant, because a dead worker reports nothing.
         """
         lease = self._end(number)
         made, lost = lease.made_by(now_ms), 0
         for item in reversed(lease.requests.values()):
             item.leases.remove(number)
             if item.leases:
-                continue  # somebody else makes it too
+                continue  # another worker holds a lease on the same request
             lost += max(0, made - item.attempt.step)
             self._wait(item, first=True)
         return lost
@@ -828,10 +859,10 @@ class Queue:
             self.events.append(NodeMissed(node=node, reason=reason, lost_steps=lost, fenced_requests=fenced))
 
     def _blame(self, request: RequestId, text: str, *, alone: bool) -> None:
-        """A worker came down with this request. Who got further than the last time is not the cause.
+        """Record a worker crash on this request. A crash at a later step than the last crash resets the count to 1.
 
-        Nothing is reported that was not made `alone` at last: deaths are heard of late, so that the third of one that
-        is innocent may be of a lease that was given out before the first was known.
+        A request is reported as poisoned only if its last crash happened `alone` in a lease. Crashes are detected late,
+        so an innocent request's third crash may belong to a lease granted before the first crash was known.
         """
         item = self._items.get(request)
         if item is None or request in self.poisoned:
@@ -850,7 +881,11 @@ class Queue:
     # --- waiting ----------------------------------------------------------------------------------------
 
     def _place_of(self, item: _Item) -> _Place:
-        """Suspects are made one at a time: a third death then tells which it was, and the others are cleared."""
+        """Return the place of a request.
+
+        A suspect gets its own place: a third crash then identifies the poisoned request and clears the requests leased
+        with it before.
+        """
         alone = item.attempt.request if item.deaths >= MOST_DEATHS - 1 else None
         return (item.of.number, item.attempt.step, alone)
 
@@ -889,14 +924,14 @@ class Queue:
         return node
 
     def _pending(self, name: str) -> Reply:
-        """The order that every answer carries."""
+        """Return the pending order for a node's workers. Every reply carries the order."""
         if self.stop_reason is not None:
             return Exit(reason=self.stop_reason)
         deadline_ms = self._nodes[name].deadline_ms
         return Wait() if deadline_ms is None else Drain(deadline_ms=deadline_ms)
 
     def _meet(self, worker: str, name: str, boot: int, now_ms: int) -> _Worker | None:
-        """The worker that calls; None for a process that a newer one has replaced."""
+        """Return the calling worker, or None if a newer process has replaced the calling process."""
         node = self._see(name, now_ms)
         if not node.called:
             node.called = True
@@ -907,7 +942,7 @@ class Queue:
         elif boot < member.boot:
             return None
         elif boot > member.boot:
-            # Its node lives and its process died: of what it held, not of the cloud.
+            # The worker process died and its node lives: blame the leased requests, not the cloud.
             self._give_away(member.leases, name, "its worker started anew", now_ms)
             suspects = member.suspects
             member.boot, member.seq, member.work, member.suspects = boot, -1, None, []

@@ -1,8 +1,8 @@
-"""What travels between queue, worker and trainer: requests, attempts, leases, manifests, replies, trajectories.
+"""The values exchanged by queue, worker and trainer: requests, attempts, leases, manifests, replies, trajectories.
 
-Identity and attempt are two things. A request is `(run, lineage, batch, prompt, seed, kind)`: what is wanted.
-The weight version belongs to the *attempt*: when nobody holds it any more, the same request is issued again
-at another version with the same noise. A lease number says who may still speak for an attempt.
+Request and attempt are different values. A request is `(run, lineage, batch, prompt, seed, kind)`: the wanted image.
+The weight version belongs to the *attempt*: when no worker has the version any more, the queue issues the same request
+again at another version with the same noise. Only the worker with a valid lease number may report on an attempt.
 """
 
 import hashlib
@@ -14,28 +14,31 @@ from typing import Any, Literal
 
 
 class Kind(StrEnum):
-    """What a rollout is for, in the order of its importance to the open batch."""
+    """The purpose of a rollout, in order of importance to the open batch."""
 
     TRAIN = "train"
     EVALUATE = "evaluate"
     CONTROL = "control"
-    """Candidates that were not chosen, rolled out like those that were, to see how good the choice is."""
+    """Rollouts of rejected candidates, sampled like the chosen candidates, to measure the quality of the choice."""
     EXPLORE = "explore"
 
     __hash__ = str.__hash__
 
 
 def request_class(shape: int, dtype: str) -> str:
-    """What decides how long a step of a job's pictures takes: how many go through the network, and how precisely."""
+    """Return the request class: the two values that set the time of a step, batch shape and dtype."""
     return f"{shape} x {dtype}"
 
 
 Scorer = Literal["reward", "student"]
-"""Who scores: the job's reward, or a cheap model that imitates it and ranks candidate seeds."""
+"""The scorer: the job's reward, or the student, a cheap model that imitates the reward and ranks candidate seeds."""
 
 
 class Stream(StrEnum):
-    """Seeds of different streams never meet: exploration candidates are train seeds of their batch."""
+    """The seed streams.
+
+    Seeds of different streams never overlap; exploration candidates are train seeds of their batch.
+    """
 
     TRAIN = "train"
     CONTROL = "control"
@@ -43,9 +46,9 @@ class Stream(StrEnum):
 
 
 def seed_of(run_seed: int, stream: Stream, batch: int, prompt: str, index: int) -> int:
-    """The 64-bit seed of one picture: all of its noise follows from it (engine/rollout/noise.py).
+    """Return the 64-bit seed of an image. All noise of the image follows from the seed (engine/rollout/noise.py).
 
-    blake2b of (run seed, stream, batch, prompt, index), so that a prompt that recurs gets new noise.
+    The seed is blake2b of (run seed, stream, batch, prompt, index), and a recurring prompt therefore gets new noise.
     """
     text = json.dumps([run_seed, stream.value, batch, prompt, index], ensure_ascii=True, separators=(",", ":"))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
@@ -53,7 +56,7 @@ def seed_of(run_seed: int, stream: Stream, batch: int, prompt: str, index: int) 
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
 class RequestId:
-    """One picture that is wanted."""
+    """The identity of a wanted image."""
 
     run: str
     lineage: int
@@ -63,12 +66,15 @@ class RequestId:
     kind: Kind
 
     def __hash__(self) -> int:
-        return hash((self.batch, self.seed))  # what tells them apart; the queue looks them up all the time
+        return hash((self.batch, self.seed))  # batch and seed identify a request; the queue hashes often
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightsKey:
-    """Weights by version: `live` is what the trainer trains, `ema` the average that is evaluated."""
+    """The key of a weight version.
+
+    `average` selects the moving average for evaluation (`ema`), not the live weights.
+    """
 
     version: int
     average: bool = False
@@ -79,7 +85,7 @@ class WeightsKey:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
-    """One prompt of a batch and the seeds that will be trained."""
+    """A prompt of a batch and the seeds to train."""
 
     prompt: str
     seeds: tuple[int, ...]
@@ -87,9 +93,9 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """What a batch will train, made durable before its first rollout (invariant 3).
+    """The content of a batch, made durable before the batch's first rollout (invariant 3).
 
-    `minibatches` lists group numbers per optimiser step. The trained multiset equals this, whatever happens.
+    `minibatches` lists group numbers per optimiser step. The trained multiset always equals the manifest.
     """
 
     run: str
@@ -102,13 +108,13 @@ class Manifest:
 
     @property
     def digest(self) -> str:
-        """Of what is trained, without run and lineage: two runs of one job can be compared."""
+        """Return a digest of the trained content without run and lineage, to compare two runs of a job."""
         body = {"batch": self.batch, "version": self.version, "sampler": self.sampler, "minibatches": self.minibatches}
         body["groups"] = [[group.prompt, list(group.seeds)] for group in self.groups]
         return hashlib.blake2b(json.dumps(body, sort_keys=True).encode(), digest_size=16).hexdigest()
 
     def requests(self) -> list[RequestId]:
-        """In group order, so that complete groups arrive one after another (GAP)."""
+        """Return the requests in group order, because complete groups then arrive one after another (GAP)."""
         return [
             RequestId(
                 run=self.run, lineage=self.lineage, batch=self.batch, prompt=group.prompt, seed=seed, kind=Kind.TRAIN
@@ -129,9 +135,9 @@ class Manifest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Attempt:
-    """A request with the weights it must be made with, and where it stands.
+    """A request with the weights to use and the committed progress.
 
-    `step`: denoising steps that are committed; `state`: name of the committed blob, if step > 0.
+    `step`: number of committed denoising steps. `state`: name of the committed blob if step > 0.
     """
 
     request: RequestId
@@ -140,17 +146,17 @@ class Attempt:
     state: str | None = None
 
 
-# --- replies: every call of a worker is answered with one of these --------------------------------------
+# --- replies: the queue answers every call of a worker with a reply --------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wait:
-    """Nothing to do now."""
+    """The order to wait: no work now."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
-    """Make these pictures. The lease covers all of them; they stand at the same step."""
+    """The order to sample these images. The lease covers all of them, and all of them are at the same step."""
 
     lease: int
     attempts: tuple[Attempt, ...]
@@ -159,15 +165,15 @@ class Work:
     dtype: str
     expires_ms: int
     commit_every: int = 0
-    """Make in-flight state durable after so many steps; 0: on notice only."""
+    """Steps between commits of in-flight state. 0: commit on a preemption notice only."""
     pictures: tuple[bool, ...] = ()
-    """For each attempt: whether its finished picture is wanted back."""
+    """For each attempt: True if the finished image must be sent back."""
     scorer: Scorer = "reward"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadWeights:
-    """Fetch these weights and make them the current ones."""
+    """The order to fetch these weights and to make them current."""
 
     weights: WeightsKey
     digest: str
@@ -175,11 +181,11 @@ class LoadWeights:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Regroup:
-    """Be in this sequence-parallel group from now on. Epoch 0: alone.
+    """The order to join a sequence-parallel group. Epoch 0: work alone.
 
-    `members` in rank order, the first one pulls; `communicator`: the number of what they share. `prepare`: more
-    communicators to make first, for groups that may follow: number, rank and degree; `keep`: those made before that may
-    be used again, None: any.
+    `members` in rank order; the first member pulls work. `communicator`: number of the group's shared communicator.
+    `prepare`: communicators to create beforehand for likely later groups, as (number, rank, degree). `keep`: the
+    numbers of earlier communicators to keep for reuse; None: keep all.
     """
 
     epoch: int
@@ -193,21 +199,21 @@ class Regroup:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Drain:
-    """Commit what is in flight and take nothing new: the node will be gone at the deadline."""
+    """The order to commit in-flight state and take no new work: the node terminates at the deadline."""
 
     deadline_ms: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fenced:
-    """The lease is no longer yours: drop the work, pull again."""
+    """The answer to a call with a revoked lease: drop the work and pull again."""
 
     lease: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exit:
-    """The run is over, or this worker is no longer wanted."""
+    """The order to exit: the run is over, or the worker is not needed any more."""
 
     reason: str
 
@@ -215,12 +221,12 @@ class Exit:
 Reply = Wait | Work | LoadWeights | Regroup | Drain | Fenced | Exit
 
 
-# --- what a worker sends back ------------------------------------------------------------------------
+# --- results from workers ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Score:
-    """A finished picture's reward and named metrics (exact_match, similarity, ...). All finite."""
+    """The reward of a finished image and named metrics (exact_match, similarity, ...). All values are finite."""
 
     reward: float
     metrics: Mapping[str, float]
@@ -228,9 +234,9 @@ class Score:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finished:
-    """One finished request. `trajectory` names the blob (train only); exploration sends the score alone.
+    """The result of a finished request. `trajectory` names the blob (train only). Exploration sends the score alone.
 
-    `node`: where it was made, as the coordinator keeps it.
+    `node`: the node that made the image, as recorded by the coordinator.
     """
 
     request: RequestId
@@ -240,7 +246,7 @@ class Finished:
 
 
 def request_to_list(request: RequestId) -> list[Any]:
-    """A request as it travels: [run, lineage, batch, prompt, seed, kind]."""
+    """Return the wire form of a request: [run, lineage, batch, prompt, seed, kind]."""
     return [request.run, request.lineage, request.batch, request.prompt, request.seed, request.kind.value]
 
 

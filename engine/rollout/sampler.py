@@ -1,18 +1,18 @@
-"""The denoising sampler: one policy step, its log-probability, and the plan that says which steps are random.
+"""The denoising sampler: a policy step, its log-probability, and the plan of random steps.
 
-A denoising step takes x at noise level s to x at the next level. As a policy it is a Gaussian around a mean that the
-network decides, with a standard deviation that the plan decides (research notes rl 1.1):
+A denoising step takes x at noise level s to x at the next level. As a policy, the step is a Gaussian. The network sets
+the mean and the plan sets the standard deviation (research notes rl 1.1):
 
     ode        mean = x + v dt,  std = 0
-    flow-sde   Flow-GRPO's stochastic differential equation (arXiv 2505.05470): more noise where there is more
+    flow-sde   Flow-GRPO's stochastic differential equation (arXiv 2505.05470): more noise at higher noise levels
     dance-sde  DanceGRPO's (arXiv 2505.07818): the same amount of noise at every level
-    cps        coefficient-preserving sampling (arXiv 2509.05952): no noise is left over in the picture
+    cps        coefficient-preserving sampling (arXiv 2509.05952): no noise is left over in the image
 
-All means are linear in x and in the velocity v, so a plan is a table of three numbers a step, and rows of
-one batch may stand at different steps (several steps of a trajectory in one forward pass, TSP).
+All means are linear in x and in the velocity v. A plan is therefore a table of three numbers per step, and rows of
+a batch may be at different steps (several steps of a trajectory in a single forward pass, TSP).
 
-The promises: everything here is fp32 whatever the network computes in; a row never depends on its neighbours;
-and the log-prob of `advance` is what `replay` gives for the same transition before the weights change.
+The promises: all arithmetic here is fp32, whatever the dtype of the network; a row never depends on its neighbours;
+before the weights change, `replay` gives the log-prob of `advance` for the same transition.
 """
 
 import hashlib
@@ -37,13 +37,13 @@ _HALF_LOG_TWO_PI = 0.5 * log(2.0 * pi)
 
 @dataclass(frozen=True)
 class Plan:
-    """How pictures are denoised. Two rollouts of one seed can be compared only if their signatures are equal."""
+    """A denoising plan. Rollouts of the same seed can be compared only if the plans' signatures are equal."""
 
     name: SamplerName
     sigmas: tuple[float, ...]
-    """Noise levels, one more than there are steps: from 1 (noise) down to 0 (picture)."""
+    """Noise levels, `steps + 1` of them: from 1 (noise) down to 0 (image)."""
     stochastic: tuple[bool, ...]
-    """Per step: does it add noise, and is it trained? The final step never does."""
+    """For each step: True if the step adds noise and is trained. The final step never does."""
     noise_level: float
     guidance: float
     signature: str
@@ -54,7 +54,7 @@ class Plan:
 
     @property
     def trained_steps(self) -> tuple[int, ...]:
-        """Steps that have a log-prob."""
+        """Return the steps with a log-prob."""
         return tuple(step for step, is_random in enumerate(self.stochastic) if is_random)
 
 
@@ -62,7 +62,7 @@ class Plan:
 
 
 def sigma_schedule(steps: int, shift: float) -> tuple[float, ...]:
-    """Noise levels from 1 to 0, evenly spaced and then shifted towards noise: shift s / (1 + (shift - 1) s).
+    """Return noise levels from 1 to 0, evenly spaced and then shifted towards noise: shift s / (1 + (shift - 1) s).
 
     returns  steps + 1 values
     """
@@ -71,7 +71,7 @@ def sigma_schedule(steps: int, shift: float) -> tuple[float, ...]:
 
 
 def rollout_plan(config: SamplerConfig, run_seed: int, batch: int) -> Plan:
-    """The plan of one training batch. With a window, its position follows from (run seed, batch)."""
+    """Return the plan of a training batch. With a window, the window's position follows from (run seed, batch)."""
     last = config.steps - 1
     if config.noise_level == 0:
         random_steps = range(0)
@@ -89,10 +89,10 @@ def rollout_plan(config: SamplerConfig, run_seed: int, batch: int) -> Plan:
 
 
 def preview_plan(plan: Plan, steps: int) -> Plan:
-    """The first steps of a plan, the last of them straight to the picture that the network foresees from there.
+    """Return a plan of the first steps of `plan`. The last step goes straight to the network's predicted image.
 
-    The noise path is the plan's own, so a seed's preview says something about its picture, at steps / plan.steps of the
-    cost. The plan itself when it has no more steps than that.
+    The noise path is the plan's own. A seed's preview therefore predicts its image, at steps / plan.steps of the cost.
+    Return `plan` itself if `plan` has no more steps than `steps`.
     """
     if steps >= plan.steps:
         return plan
@@ -106,7 +106,7 @@ def preview_plan(plan: Plan, steps: int) -> Plan:
 
 
 def evaluation_plan(config: SamplerConfig, steps: int) -> Plan:
-    """Held-out prompts are drawn with ODE steps: the picture depends on the initial noise and the weights alone."""
+    """Return the plan for held-out prompts. ODE steps: an image depends only on the initial noise and the weights."""
     return _plan(
         name="ode",
         sigmas=sigma_schedule(steps, config.shift),
@@ -117,7 +117,7 @@ def evaluation_plan(config: SamplerConfig, steps: int) -> Plan:
 
 
 def plan_to_dict(plan: Plan) -> dict[str, Any]:
-    """Plain values for JSON, which keeps every bit of a float."""
+    """Return the plan as plain values for JSON. JSON keeps every bit of a float."""
     return {
         "name": plan.name,
         "sigmas": list(plan.sigmas),
@@ -129,7 +129,10 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
 
 
 def plan_from_dict(raw: Mapping[str, Any]) -> Plan:
-    """The same plan again. A signature that this code would not give is refused: its noise would be another."""
+    """Return the plan in these plain values.
+
+    Raises ValueError if this code gives another signature, and so other noise.
+    """
     plan = _plan(
         name=raw["name"],
         sigmas=tuple(raw["sigmas"]),
@@ -155,7 +158,7 @@ def _plan(
 
 
 def _window(window: WindowConfig, last: int, run_seed: int, batch: int) -> range:
-    """The random steps of a batch, all before step `last`."""
+    """Return the random steps of a batch, all before step `last`."""
     starts = range(window.first, (window.last or last) - window.size + 1, window.stride)
     moved = batch // window.iterations_per_position
     match window.order:
@@ -175,14 +178,14 @@ def _draw(run_seed: int, moved: int, choices: int) -> int:
 
 
 def step_coefficients(plan: Plan, step: int) -> tuple[float, float, float]:
-    """(a, b, std) of one step: mean = a x + b velocity."""
+    """Return (a, b, std) of a step: mean = a x + b velocity."""
     s, s_next = plan.sigmas[step], plan.sigmas[step + 1]
     dt = s_next - s
     if not plan.stochastic[step]:
         return 1.0, dt, 0.0
     match plan.name:
         case "flow-sde":
-            # At s = 1 the formula divides by zero; upstream puts the second level into 1 - s there.
+            # At s = 1 the formula divides by zero. The upstream code uses the second level in 1 - s there.
             return _sde_step(s, dt, plan.noise_level**2 * s / (1.0 - (plan.sigmas[1] if s == 1.0 else s)))
         case "dance-sde":
             return _sde_step(s, dt, plan.noise_level**2)
@@ -196,27 +199,27 @@ def step_coefficients(plan: Plan, step: int) -> tuple[float, float, float]:
 
 
 def _sde_step(s: float, dt: float, g2: float) -> tuple[float, float, float]:
-    """(a, b, std) of an Euler step of dx = (v - g2 / 2 score) ds + sqrt(g2) dw, which runs from s = 1 to 0.
+    """Return (a, b, std) of an Euler step of dx = (v - g2 / 2 score) ds + sqrt(g2) dw, which runs from s = 1 to 0.
 
-    Its pictures are distributed as those of dx = v ds whatever g2 is, in the limit of small steps and for the exact v:
-    the score is that of x at s, -(x - (1 - s) data) / s^2 = -(x + (1 - s) v) / s.
+    The images have the same distribution as with dx = v ds for every g2, in the limit of small steps and for the exact
+    v. The score is the score of x at s, -(x - (1 - s) data) / s^2 = -(x + (1 - s) v) / s.
     """
     return 1.0 + g2 / (2.0 * s) * dt, (1.0 + g2 * (1.0 - s) / (2.0 * s)) * dt, sqrt(g2 * -dt)
 
 
 @lru_cache(maxsize=64)
 def _table(plan: Plan, device: torch.device) -> Tensor:
-    """[steps, 3] fp32."""
+    """Return the step coefficients: [steps, 3] fp32."""
     rows = [step_coefficients(plan, step) for step in range(plan.steps)]
     return torch.tensor(rows, dtype=torch.float32, device=device)
 
 
 def transition(plan: Plan, x: Tensor, velocity: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
-    """The Gaussian that each row's next latent is drawn from.
+    """Return the Gaussian of each row's next latent.
 
     x, velocity  [B, *S]  latent at sigmas[step], and the network's dx/dsigma there
-    step         [B]      long; rows may stand at different steps
-    returns      mean [B, *S] fp32, std [B] fp32 (0 where the step is an ODE step)
+    step         [B]      long; rows may be at different steps
+    returns      mean [B, *S] fp32, std [B] fp32 (0 for an ODE step)
     """
     keep, move, std = _table(plan, x.device)[step].unbind(dim=1)
     row = (-1,) + (1,) * (x.dim() - 1)
@@ -224,10 +227,11 @@ def transition(plan: Plan, x: Tensor, velocity: Tensor, step: Tensor) -> tuple[T
 
 
 def log_prob(next_x: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-    """Log-density of a transition, the mean over all elements of the latent.
+    """Return the log-density of a transition, averaged over all elements of the latent.
 
-    The mean and not the sum: ratios are then close to 1, which is why clip ranges are tiny. It is the full Gaussian for
-    every sampler; the published CPS code drops the constants and 1 / (2 std^2), which re-weights steps, and we do not.
+    The function takes the mean and not the sum: ratios are then close to 1, and clip ranges are therefore tiny. The
+    value is the full Gaussian for every sampler. The published CPS code drops the constants and 1 / (2 std^2), which
+    re-weights steps; spotrl keeps both.
 
     next_x, mean  [B, *S]  fp32
     std           [B]      0 marks an ODE step, whose log-prob is 0 by definition
@@ -241,10 +245,11 @@ def log_prob(next_x: Tensor, mean: Tensor, std: Tensor) -> Tensor:
 
 
 def flow_grpo_kl_scale(plan: Plan, step: Tensor) -> Tensor:
-    """Return what Flow-GRPO's KL term (arXiv 2505.05470) is of the exact KL divergence of a step.
+    """Return the ratio of Flow-GRPO's KL term (arXiv 2505.05470) to the exact KL divergence of a step.
 
-    It divides the squared distance of the means by the variance of the noise per unit of noise level, not by that of
-    the whole step: it is |sigmas[step + 1] - sigmas[step]| of the exact one. CPS has no such unit: 1.
+    Flow-GRPO divides the squared distance of the means by the variance of the noise per unit of noise level, not by the
+    variance of the whole step. The ratio is therefore |sigmas[step + 1] - sigmas[step]|. For CPS, which has no variance
+    per unit, the ratio is 1.
 
     step     [B]  long
     returns  [B]  fp32
@@ -259,7 +264,7 @@ def flow_grpo_kl_scale(plan: Plan, step: Tensor) -> Tensor:
 
 
 def initial(seeds: Sequence[int], shape: tuple[int, ...]) -> Tensor:
-    """The noise that denoising starts from: [B, *shape] fp32, on the CPU."""
+    """Return the initial noise of denoising: [B, *shape] fp32, on the CPU."""
     return noise_rows(seeds, 0, shape)
 
 
@@ -267,10 +272,10 @@ def initial(seeds: Sequence[int], shape: tuple[int, ...]) -> Tensor:
 def advance(
     adapter: DiTAdapter, plan: Plan, conditioning: Conditioning, seeds: Sequence[int], x: Tensor, step: int
 ) -> tuple[Tensor, Tensor]:
-    """One denoising step of a whole batch, with the noise of (seed, step + 1).
+    """Take a denoising step for a whole batch, with the noise of (seed, step + 1).
 
     x        [B, *S]  latents at sigmas[step]
-    returns  next x [B, *S] fp32, log-prob [B] (0 where the step is an ODE step)
+    returns  next x [B, *S] fp32, log-prob [B] (0 for an ODE step)
     """
     steps = torch.full((len(x),), step, dtype=torch.long, device=x.device)
     mean, std = policy(adapter, plan, conditioning, x, steps)
@@ -284,10 +289,10 @@ def advance(
 def policy(
     adapter: DiTAdapter, plan: Plan, conditioning: Conditioning, x: Tensor, step: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Ask the network, and give the Gaussian of each row's next latent. Gradient flows where it is enabled.
+    """Call the network and return the Gaussian of each row's next latent. Gradients flow if enabled.
 
     x        [B, *S]  latents at sigmas[step]
-    step     [B]      long; rows may stand at different steps
+    step     [B]      long; rows may be at different steps
     returns  mean [B, *S] fp32, std [B]
     """
     sigma = torch.tensor(plan.sigmas, dtype=torch.float32, device=x.device)[step]
@@ -297,13 +302,19 @@ def policy(
 def replay(
     adapter: DiTAdapter, plan: Plan, conditioning: Conditioning, x: Tensor, next_x: Tensor, step: Tensor
 ) -> Tensor:
-    """Log-probs [B] that the current weights give to stored transitions x -> next_x; what training differentiates."""
+    """Return the log-probs [B] of stored transitions x -> next_x under the current weights.
+
+    Training differentiates them.
+    """
     mean, std = policy(adapter, plan, conditioning, x, step)
     return log_prob(next_x, mean, std)
 
 
 def denoise(adapter: DiTAdapter, plan: Plan, conditioning: Conditioning, seeds: Sequence[int]) -> Tensor:
-    """From noise to finished latents [B, *S], keeping nothing on the way: evaluation and exploration."""
+    """Denoise from noise to finished latents [B, *S].
+
+    For evaluation and exploration: no intermediate latent is kept.
+    """
     device = next(adapter.transformer.parameters()).device
     x = initial(seeds, adapter.latent_shape()).to(device)
     for step in range(plan.steps):

@@ -1,9 +1,9 @@
-"""What a rollout leaves behind, finished or not: the latents that training replays, and their log-probs.
+"""The record of a rollout, finished or in flight: the latents replayed by training, and their log-probs.
 
-The same record is a finished trajectory and the in-flight state of one that a reclaim interrupted: it holds the
-steps done so far. It knows neither batch nor worker, and no generator state: noise is a function of
-(seed, step), so whoever holds the same weights goes on bit for bit, if as many workers share the picture as before:
-across SP degrees, differences are rounding. So it says how many shared each step.
+The same record is a finished trajectory and the in-flight state of a trajectory interrupted by a preemption: the
+record holds the steps done until then. The record names neither batch nor worker and holds no generator state, because
+noise is a function of (seed, step). A worker with the same weights resumes bit for bit at the same SP degree. Across SP
+degrees the results differ by rounding, and therefore the record stores the SP degree of each step.
 """
 
 from dataclasses import dataclass, replace
@@ -17,12 +17,12 @@ from engine.rollout.sampler import Plan
 
 @dataclass(frozen=True, kw_only=True)
 class Trajectory:
-    """One picture on its way.
+    """The trajectory of an image after `step` denoising steps.
 
     x          [*S]      the latent after `step` denoising steps
-    latents    [n, *S]   latents at the trained steps so far, in order, and the one each of them led to at the end
-    log_probs  [n]       of the trained steps so far; the last latent has none yet
-    degrees    [step]    how many workers shared each step; uint8
+    latents    [n, *S]   latents at the trained steps until now, in order, plus the latent after the last trained step
+    log_probs  [n]       of the trained steps until now; the last latent has none yet
+    degrees    [step]    SP degree of each step; uint8
     """
 
     step: int
@@ -38,17 +38,17 @@ class Trajectory:
 
     @property
     def degree(self) -> int | None:
-        """How many workers shared it; None: not always as many, or it is not begun."""
+        """Return the SP degree of the steps. None: the degrees differ, or no step is done."""
         found = self.degrees.unique()
         return int(found) if len(found) == 1 else None
 
     def then(self, plan: Plan, next_x: Tensor, log_prob: Tensor, degree: int = 1) -> "Trajectory":
-        """The record after one more step, which `degree` workers shared."""
+        """Return the record after another step at this SP degree."""
         degrees = torch.cat([self.degrees, torch.tensor([degree], dtype=torch.uint8)])
         if not plan.stochastic[self.step]:
             return replace(self, step=self.step + 1, x=next_x, degrees=degrees)
         latents = self.latents if len(self.latents) else self.x[None]
-        # A window's steps follow one another, so each trained step starts where the one before it ended.
+        # A window's steps are consecutive, hence each trained step starts at the end of the step before.
         return Trajectory(
             step=self.step + 1,
             x=next_x,
@@ -64,6 +64,6 @@ class Trajectory:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "Trajectory":
-        """What `to_bytes` wrote; that the bytes are whole is checked by the journal."""
+        """Return the trajectory written by `to_bytes`. The journal checks the integrity of the bytes."""
         tensors = load(data)
         return cls(step=int(tensors.pop("step")), **tensors)

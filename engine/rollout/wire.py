@@ -1,6 +1,6 @@
-"""How requests, tasks and replies travel: JSON for what they say, raw bytes beside it for tensors.
+"""Wire format of requests, tasks and replies: a JSON head, with raw bytes beside the head for tensors.
 
-No pickle: what comes from a worker is data. `pack` and `unpack` frame one message as
+No pickle: bytes from a worker are only data. `pack` and `unpack` frame a message as
 [8 bytes: length of the head][head: JSON][blobs, one after another].
 """
 
@@ -34,7 +34,7 @@ _LENGTH = struct.Struct("<Q")
 
 
 def pack(head: Mapping[str, Any], blobs: Blobs | None = None) -> bytes:
-    """One message as bytes."""
+    """Return a message as bytes."""
     blobs = blobs or {}
     sizes = [[name, len(data)] for name, data in blobs.items()]
     text = json.dumps({"head": head, "blobs": sizes}, separators=(",", ":"), allow_nan=False).encode()
@@ -42,7 +42,7 @@ def pack(head: Mapping[str, Any], blobs: Blobs | None = None) -> bytes:
 
 
 def unpack(body: bytes) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """The message in these bytes. Raises ValueError when they are cut short or not one of ours."""
+    """Return the message in these bytes. Raises ValueError if the bytes are truncated or not a spotrl message."""
     if len(body) < _LENGTH.size:
         raise ValueError(f"message of {len(body)} bytes has no head")
     (length,) = _LENGTH.unpack_from(body)
@@ -88,7 +88,7 @@ def task_from_dict(raw: Mapping[str, Any]) -> Task:
 
 
 def finished_to_dict(result: Finished) -> dict[str, Any]:
-    """A reward that is not finite travels as null: JSON has no other word for it."""
+    """Return the wire form of a result. A non-finite reward becomes null, because JSON has no NaN or infinity."""
     score = {name: _or_null(value) for name, value in result.score.metrics.items()}
     return {
         "request": request_to_list(result.request),
@@ -102,7 +102,7 @@ def finished_to_dict(result: Finished) -> dict[str, Any]:
 def finished_from_dict(raw: Mapping[str, Any]) -> Finished:
     metrics = {name: _or_nan(value) for name, value in raw["metrics"].items()}
     score = Score(reward=_or_nan(raw["reward"]), metrics=metrics)
-    request, node = request_from_list(raw["request"]), raw.get("node", "")  # none in what an earlier version wrote
+    request, node = request_from_list(raw["request"]), raw.get("node", "")  # earlier versions wrote no node
     return Finished(request=request, score=score, trajectory=raw["trajectory"], node=node)
 
 
@@ -141,7 +141,7 @@ def reply_to_dict(reply: Reply) -> dict[str, Any]:
 
 
 def reply_from_dict(raw: Mapping[str, Any]) -> Reply:
-    """Raises ValueError for an order this version does not know."""
+    """Return the reply in this wire form. Raises ValueError for an unknown order."""
     body = {name: value for name, value in raw.items() if name != "do"}
     match raw["do"]:
         case "wait":

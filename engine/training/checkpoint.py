@@ -1,17 +1,17 @@
-"""Checkpoints: everything a machine that never saw this run needs to go on exactly where it was.
+"""Checkpoints: the full state for a new machine to continue the run exactly from the last iteration.
 
     checkpoints/l0001-i000012/{weights,ema,optimizer}.safetensors, then manifest.json
     lineages/0001                                                  one per lineage, created once
     start/weights.safetensors, then manifest.json                  start weights, written by the launcher (model.from)
 
-A checkpoint counts when its manifest is there, and the manifest is written last; the files may be written earlier,
-while what the manifest says is not all known. It carries the manifest of the
-*next* batch too: exploration for that batch used weights that are gone by then, so choosing again could choose
-otherwise. The newest is the highest lineage, then the highest iteration: a zombie trainer that wakes after its
-machine was given up writes under an old lineage, and nobody reads it.
+A checkpoint counts once its manifest exists, and the manifest is written last. The files may be written earlier, while
+parts of the manifest are still unknown. The checkpoint also contains the manifest of the *next* batch: exploration for
+the next batch used weights that no longer exist, and a new choice of seeds could differ. The newest checkpoint is the
+highest lineage, then the highest iteration. A zombie trainer whose machine was given up writes under an old lineage,
+and no process reads an old lineage.
 
-What writes raises OSError when the store is a disk that is full; everything does, when it is a bucket that does not
-answer. It may then be done again: nothing counts yet.
+Writing raises OSError if the store is a full disk. Every call raises OSError if the store is a bucket that does not
+answer. The caller may then retry: nothing counts yet.
 """
 
 import hashlib
@@ -39,17 +39,17 @@ START_WEIGHTS, START_MANIFEST = "start/weights.safetensors", "start/manifest.jso
 
 
 class CheckpointDamaged(Exception):
-    """A checkpoint's files are not the ones its manifest names."""
+    """The files of a checkpoint do not match its manifest."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """State after `iteration` trained batches.
+    """The state after `iteration` trained batches.
 
-    `files`: safetensors bytes by name: weights, ema, optimizer. `evaluations`: (iteration, metrics) so far.
-    `std`: the running reward std (std: ema), or None. `config_digest`: of the engine's config. `exploration`: what
-    the explorer knows, as JSON values (engine/exploration/explorer.py); empty: nothing yet. `base`: the look of the
-    base model's evaluation pictures (engine/drift.py); None in what an earlier version wrote.
+    `files`: safetensors bytes by name: weights, ema, optimizer. `evaluations`: all (iteration, metrics) until now.
+    `std`: the running reward std (std: ema), or None. `config_digest`: of the engine's config. `exploration`: the
+    explorer's state as JSON values (engine/exploration/explorer.py); empty: no state yet. `base`: the look of the base
+    model's evaluation images (engine/drift.py); None in checkpoints of earlier versions.
     """
 
     iteration: int
@@ -74,16 +74,16 @@ def checkpoint_name(lineage: int, iteration: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """Weights that a run starts from. `text`: whose they are, in words."""
+    """Start weights of a run. `text`: the origin of the weights, in words."""
 
     text: str
     weights: bytes
 
 
 class CheckpointStore:
-    """Checkpoints of one run, in a bucket or a folder (obstore URL).
+    """The checkpoints of a run, in a bucket or a folder (obstore URL).
 
-    Making one raises OSError when S3 does not say in which region the bucket is.
+    Creating a store raises OSError if S3 does not return the region of the bucket.
     """
 
     def __init__(self, url: str) -> None:
@@ -91,7 +91,7 @@ class CheckpointStore:
         self._store: ObjectStore = open_store(url)
 
     def claim_lineage(self) -> int:
-        """A lineage that nobody had before, the first is 1."""
+        """Claim and return a new lineage number. The first lineage is 1."""
         lineage = 1 + max((int(path.rsplit("/", 1)[1]) for path in self._paths("lineages/")), default=0)
         while True:
             try:
@@ -102,21 +102,26 @@ class CheckpointStore:
                 lineage += 1
 
     def write_files(self, name: str, files: Mapping[str, bytes]) -> dict[str, str]:
-        """The files of a checkpoint that counts only once it is saved. Returns their digests, for `save`."""
+        """Write the files of a checkpoint and return their digests for `save`.
+
+        The checkpoint counts only after `save`.
+        """
 
         def put(item: tuple[str, bytes]) -> tuple[str, str]:
             file, data = item
             self.put(f"checkpoints/{name}/{file}.safetensors", data)
             return file, hashlib.sha256(data).hexdigest()
 
-        # Side by side: hashing and writing both let other threads run, and the trainer waits for nothing else.
+        # In parallel: hashing and writing both let further threads run, and the trainer only waits for them.
         with ThreadPoolExecutor() as pool:
             return dict(pool.map(put, files.items()))
 
     def save(self, checkpoint: Checkpoint, *, keep: int, digests: Mapping[str, str] | None = None) -> str:
-        """Write it, the manifest last; then drop what is older but the newest `keep`. Returns the weights' digest.
+        """Write a checkpoint, the manifest last, and return the digest of its weights.
 
-        digests: of its files, when they are written already
+        After the write, delete all older checkpoints except the newest `keep`.
+
+        digests: of the checkpoint's files, if the files are written already
         """
         folder = f"checkpoints/{checkpoint.name}"
         if digests is None:
@@ -136,25 +141,25 @@ class CheckpointStore:
         }
         self.put(f"{folder}/manifest.json", json.dumps(manifest, indent=1).encode())
         kept = self.names()[-keep:]
-        # Also what never got its manifest: a trainer ended in between, or its machine was lost.
+        # Also delete folders without a manifest: the trainer or its machine stopped during the write.
         for old in sorted({path.split("/")[1] for path in self._paths("checkpoints/")}.difference(kept)):
             if old > checkpoint.name:
-                continue  # ours is an old lineage by now: the new one's are none of our business
-            # The manifest goes first, so that a half-deleted checkpoint does not count.
+                continue  # our lineage is old by now: leave the checkpoints of the new lineage alone
+            # Delete the manifest first: a half-deleted checkpoint then does not count.
             for path in sorted(self._paths(f"checkpoints/{old}/"), key=lambda path: not path.endswith(".json")):
                 with self._trouble_is_an_oserror():
                     obstore.delete(self._store, path)
         return digests["weights"]
 
     def names(self) -> list[str]:
-        """Complete checkpoints, oldest first."""
+        """Return the names of complete checkpoints, oldest first."""
         paths = self._paths("checkpoints/")
         return sorted(path.split("/")[1] for path in paths if path.endswith("/manifest.json"))
 
     def newest(self) -> Checkpoint | None:
-        """The checkpoint to go on from; one whose manifest was cut short does not count, and is said.
+        """Return the newest checkpoint with a complete manifest, or None. Print the name of each skipped checkpoint.
 
-        Raises CheckpointDamaged when a file does not match its digest.
+        Raises CheckpointDamaged if a file does not match its digest.
         """
         for name in reversed(self.names()):
             try:
@@ -181,12 +186,12 @@ class CheckpointStore:
             std=raw["std"],
             skipped_in_a_row=raw["skipped_in_a_row"],
             config_digest=raw["config_digest"],
-            exploration=raw.get("exploration", {}),  # none in what an earlier version wrote
+            exploration=raw.get("exploration", {}),  # missing in checkpoints of earlier versions
             base=Look.from_dict(raw["base"]) if raw.get("base") is not None else None,
         )
 
     def start(self) -> Start:
-        """Return the start weights of the run. Raises CheckpointDamaged when they are not there, or not whole."""
+        """Return the start weights of the run. Raises CheckpointDamaged if the weights are missing or incomplete."""
         try:
             raw = json.loads(self._get(START_MANIFEST))
             data, digest, text = self._get(START_WEIGHTS), str(raw["sha256"]), str(raw["text"])
@@ -201,12 +206,12 @@ class CheckpointStore:
         return Start(text=text, weights=data)
 
     def put(self, path: str, data: bytes) -> None:
-        """One object, e.g. something to look at beside the checkpoints: evaluation/000012.png."""
+        """Write an object, for example an image to view beside the checkpoints: evaluation/000012.png."""
         with self._trouble_is_an_oserror():
             obstore.put(self._store, path, data)
 
     def size(self, path: str) -> int:
-        """Return an object's size in bytes; 0 when there is none."""
+        """Return an object's size in bytes, or 0 if the object does not exist."""
         with self._trouble_is_an_oserror():
             try:
                 return int(obstore.head(self._store, path)["size"])
@@ -223,9 +228,10 @@ class CheckpointStore:
 
     @contextmanager
     def _trouble_is_an_oserror(self) -> Iterator[None]:
-        """obstore has one error for everything a disk can say, the number is in its text, and for a bucket's silence.
+        """Raise OSError for a full disk or a bucket that does not answer.
 
-        What a bucket means for good (no permission, no such bucket) has errors of its own, and they come through.
+        obstore has a single error type for both cases; a disk's error number is in the error's text. Permanent errors
+        of a bucket (no permission, no such bucket) have their own types and pass through unchanged.
         """
         try:
             yield

@@ -1,7 +1,7 @@
-"""The GRPO loss of one denoising step, per row, and the numbers that say whether training is healthy.
+"""The GRPO loss of a denoising step, per row, and its diagnostics.
 
-Every (picture, step) pair is a training row of its own. Losses are returned unreduced: the transactional update
-decides what they are divided by, before the first of them arrives (invariant 4).
+Every (image, step) pair is a separate training row. Losses are returned unreduced: the transactional update fixes
+the divisor before the first loss arrives (invariant 4).
 """
 
 from dataclasses import dataclass
@@ -12,21 +12,21 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class LossHealth:
-    """Of some rows. Ratios are 1 before the first update; if not, rollout and training disagree."""
+    """Diagnostics of some rows. Ratios are 1 before the first update; otherwise rollout and training disagree."""
 
     ratio_mean: float
     ratio_max: float
     clip_share: float
-    """Share of rows whose ratio left the clip range."""
+    """Share of rows with a ratio outside the clip range."""
 
 
 def grpo_loss(
     log_prob: Tensor, old_log_prob: Tensor, advantage: Tensor, clip_range: float
 ) -> tuple[Tensor, LossHealth]:
-    """Clipped policy-gradient loss (research notes rl 1.2).
+    """Return the clipped policy-gradient loss (research notes rl 1.2).
 
-    log_prob, old_log_prob, advantage  [B]  now, at the time of the rollout, and of the row's picture
-    returns                            [B]  max(-A ratio, -A clip(ratio)), and its health
+    log_prob, old_log_prob, advantage  [B]  log-prob now, log-prob at the rollout, advantage of the row's image
+    returns                            [B]  max(-A ratio, -A clip(ratio)), and the diagnostics
     """
     ratio = (log_prob - old_log_prob).exp()
     clipped = ratio.clamp(1.0 - clip_range, 1.0 + clip_range)
@@ -35,9 +35,10 @@ def grpo_loss(
 
 
 def gaussian_kl(mean: Tensor, reference_mean: Tensor, std: Tensor) -> Tensor:
-    """KL divergence of one step's Gaussian from the reference's, the mean over elements as log-probs are.
+    """Return the KL divergence of a step's Gaussian from the reference's, averaged over elements like log-probs.
 
-    Exact, because both have the same std, which is that of the transition. Flow-GRPO's is `flow_grpo_kl_scale` of it.
+    The value is exact, because both Gaussians have the std of the transition. Flow-GRPO's KL term is
+    `flow_grpo_kl_scale` times the value.
 
     mean, reference_mean  [B, *S]
     std                   [B]      0 marks an ODE step: no Gaussian, and 0 is returned

@@ -1,6 +1,6 @@
-"""Training metrics for people and their tools: JSON lines always, TensorBoard when it is installed.
+"""Training metrics for people and their tools: JSON lines always, TensorBoard events if TensorBoard is installed.
 
-Nothing goes by them, so a full disk may delay or lose some and stops nobody.
+No decision depends on the metrics. A full disk may delay or lose some metrics and stops no process.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from engine.events import Evaluated, IterationDone
 
 
 class MetricsLog:
-    """Appends to `metrics.jsonl` in a folder, and to TensorBoard's event files beside it."""
+    """Appends to `metrics.jsonl` in a folder, and to TensorBoard's event files beside the file."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)

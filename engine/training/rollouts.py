@@ -1,6 +1,6 @@
-"""The rollouts of one batch as they come in, sorted into groups, so that complete groups can be trained at once (GAP).
+"""The rollouts of a batch on arrival, sorted into groups: complete groups can be trained at once (GAP).
 
-While nothing has come that could be trained, the trainer rolls out too: a waiting trainer is a worker like any other.
+While no complete group waits for training, the trainer samples too: a waiting trainer is a normal worker.
 """
 
 import math
@@ -17,38 +17,38 @@ from engine.runtime.worker import Worker
 from engine.training.transaction import FinishedGroup
 
 Collect = Callable[[int, int, bool], dict[str, Any]]
-"""(batch, how many results are here already, whether to wait) -> {"results": ..., "blobs": ...}."""
+"""(batch, number of results received, wait or not) -> {"results": ..., "blobs": ...}."""
 
 
 OwnLogProbs = Callable[[str, Trajectory], Trajectory]
-"""(prompt, trajectory) -> the same with log-probs that the trainer computed (`Trainer.with_own_log_probs`)."""
+"""(prompt, trajectory) -> the trajectory with log-probs computed by the trainer (`Trainer.with_own_log_probs`)."""
 
 
 class Rollouts:
-    """What a manifest asks for, as far as it is here."""
+    """The results received for a manifest."""
 
     def __init__(self, manifest: Manifest, collect: Collect, worker: Worker, own_log_probs: OwnLogProbs) -> None:
-        """`worker`: the trainer's own, which helps while there is nothing to train."""
+        """Start without results. `worker`: the trainer's own worker, which samples while no group can be trained."""
         self._manifest = manifest
         self._collect = collect
         self._worker = worker
         self._own_log_probs = own_log_probs
         self._found: dict[tuple[str, int], tuple[float, Trajectory]] = {}
         self.made_by: Counter[str] = Counter()
-        """How many rollouts each node finished."""
+        """Number of finished rollouts by node."""
 
     def only(self, manifest: Manifest) -> "Rollouts":
-        """Of the same batch, what another manifest asks for."""
+        """Return the rollouts of another manifest of the same batch, with the results received until now."""
         chosen = Rollouts(manifest, self._collect, self._worker, self._own_log_probs)
         chosen._found, chosen.made_by = self._found, self.made_by
         return chosen
 
     def look(self) -> bool:
-        """Take what has come, without waiting; whether there was anything."""
+        """Take new results without waiting. Return True if there was a result."""
         return self._take(wait=False)
 
     def wait(self) -> None:
-        """Something to do until more comes: roll out ourselves, or wait."""
+        """Take new results, or sample with the trainer's own worker, or wait for results."""
         if self.look():
             return
         with torch_threads(1):
@@ -73,15 +73,15 @@ class Rollouts:
         )
 
     def rewards(self) -> list[tuple[float, ...]]:
-        """Of every group, in the manifest's order."""
+        """Return the rewards of every group, in the manifest's order."""
         return [self.group(number).rewards for number in range(len(self._manifest.groups))]
 
     def reward_of(self) -> dict[tuple[str, int], float]:
-        """By (prompt, seed), of what is here."""
+        """Return the received rewards by (prompt, seed)."""
         return {key: reward for key, (reward, _) in self._found.items()}
 
     def std(self) -> float:
-        """Of all finite rewards of the batch."""
+        """Return the std of all finite rewards of the batch."""
         finite = [reward for rewards in self.rewards() for reward in rewards if math.isfinite(reward)]
         return float(torch.tensor(finite, dtype=torch.float64).std(correction=0)) if finite else 0.0
 
@@ -91,7 +91,7 @@ class Rollouts:
             self.made_by[result.node] += 1
             prompt, trajectory = result.request.prompt, Trajectory.from_bytes(answer["blobs"][result.trajectory])
             if trajectory.degree is None:
-                # No optimiser step is taken before all of a batch is here, so the weights still are those that made it.
+                # No optimiser step happens before the whole batch is here: the weights still are the rollout's weights.
                 trajectory = self._own_log_probs(prompt, trajectory)
             self._found[prompt, result.request.seed] = (result.score.reward, trajectory)
         return bool(answer["results"])
@@ -99,7 +99,7 @@ class Rollouts:
 
 @contextmanager
 def torch_threads(count: int) -> Iterator[None]:
-    """Run with so many torch threads; 0 leaves them alone."""
+    """Run with this number of torch threads. 0 keeps the current number."""
     before = torch.get_num_threads()
     if count and count != before:
         torch.set_num_threads(count)

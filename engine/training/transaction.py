@@ -1,14 +1,14 @@
-"""The transactional update: groups come one by one, one optimiser step comes of them, or nothing at all.
+"""The transactional update: collect groups one by one, then take a single optimiser step or none.
 
     begin(manifest, minibatch) -> add(group)* -> commit() | abort()
 
-`begin` fixes which groups belong to the step and what the loss is divided by, so the streamed update equals the
-one-shot update whatever the order of arrival. With `order: fixed` gradients are added up by group number, and the
-result is equal bit for bit. A group without variance adds nothing but stays in the denominator; a group whose reward
-or loss is not finite is skipped and counted. `abort` leaves no trace.
+`begin` fixes the groups of the step and the divisor of the loss. The streamed update therefore equals the one-shot
+update in every order of arrival. With `order: fixed`, gradients are added by group number, and the
+result is equal bit for bit. A group without variance adds nothing but stays in the denominator. A group with a
+non-finite reward or loss is skipped and counted. `abort` leaves no trace.
 
-All trained steps of a group go through the network together (time-step parallelism, TSP): the rows of one forward
-pass are (picture, step) pairs.
+All trained steps of a group go through the network together (time-step parallelism, TSP): the rows of a forward
+pass are (image, step) pairs.
 """
 
 import itertools
@@ -30,12 +30,12 @@ from engine.training.advantages import group_advantages
 from engine.training.loss import gaussian_kl, grpo_loss
 
 LEAST_ROWS_OF_A_THREAD = 64
-"""Fewer rows than this, and a thread of their own gains nothing on a CPU."""
+"""Fewest rows per thread on a CPU. With fewer rows, a further thread gains nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FinishedGroup:
-    """One prompt's finished rollouts, in the order of its seeds in the manifest."""
+    """A prompt's finished rollouts, in the order of its seeds in the manifest."""
 
     prompt: str
     trajectories: tuple[Trajectory, ...]
@@ -44,7 +44,7 @@ class FinishedGroup:
 
 @dataclass(kw_only=True)
 class Health:
-    """Numbers that say whether training is sound, gathered over the groups of a step. Rows: (picture, step) pairs."""
+    """Diagnostics of training, summed over the groups of a step. Rows are (image, step) pairs."""
 
     rows: int = 0
     ratio_sum: float = 0.0
@@ -56,10 +56,10 @@ class Health:
     groups: int = 0
     without_variance: int = 0
     skipped: list[int] = field(default_factory=list)
-    """Numbers of the groups that were left out because something in them was not finite."""
+    """Numbers of the groups skipped because of a non-finite value."""
 
     def add(self, more: "Health") -> None:
-        """Count the rows of one more forward pass."""
+        """Add the rows of another forward pass."""
         self.rows += more.rows
         self.ratio_sum += more.ratio_sum
         self.ratio_max = max(self.ratio_max, more.ratio_max)
@@ -82,7 +82,7 @@ class Health:
 
 
 class Trainer:
-    """Owns the optimiser; hands out one transaction at a time."""
+    """Owns the optimiser and begins transactions, one at a time."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class Trainer:
         config: AlgorithmConfig,
         reference: ReferencePolicy | None = None,
     ) -> None:
-        """`reference`: needed when config.kl_beta is above 0."""
+        """Create the optimiser. `reference`: needed if config.kl_beta is above 0."""
         self.adapter = adapter
         self.parameters = parameters
         self.config = config
@@ -105,13 +105,17 @@ class Trainer:
         )
 
     def begin(self, manifest: Manifest, minibatch: int, plan: Plan, *, std: float | None = None) -> "Transaction":
-        """One optimiser step over the groups of one mini-batch. `std`: of the batch or of earlier ones, by mode."""
+        """Begin an optimiser step over the groups of a mini-batch.
+
+        `std`: of the batch or of earlier batches, by mode.
+        """
         return Transaction(self, manifest, minibatch, plan, std)
 
     def with_own_log_probs(self, prompt: str, trajectory: Trajectory, plan: Plan) -> Trajectory:
-        """The trajectory with log-probs as the weights give them now: those that made it, before the first step.
+        """Recompute the trajectory's log-probs with the trainer's weights.
 
-        For one whose steps were not all shared by as many workers: its own were computed in several ways.
+        Call before the first optimiser step of the batch. Needed for a trajectory with steps at different SP degrees,
+        whose log-probs were computed with different rounding.
         """
         steps = torch.tensor(plan.trained_steps)
         device = next(iter(self.parameters.values())).device
@@ -122,7 +126,7 @@ class Trainer:
         return replace(trajectory, log_probs=log_prob(next_x, mean, std).cpu())
 
     def optimizer_state(self) -> dict[str, Tensor]:
-        """AdamW's moments by parameter name; empty before the first step."""
+        """Return AdamW's moments by parameter name. Empty before the first step."""
         state = {}
         for name, parameter in self.parameters.items():
             for key, value in self.optimizer.state.get(parameter, {}).items():
@@ -130,17 +134,17 @@ class Trainer:
         return state
 
     def load_optimizer_state(self, state: dict[str, Tensor]) -> None:
-        """Go on exactly where `optimizer_state` was taken."""
+        """Restore the exact state returned by `optimizer_state`."""
         self.optimizer.state.clear()
         for full_name, value in state.items():
             name, key = full_name.rsplit("|", 1)
             parameter = self.parameters[name]
-            # Fused AdamW counts its steps beside the moments, on a GPU too.
+            # Fused AdamW keeps its step count beside the moments, on a GPU too.
             self.optimizer.state[parameter][key] = value.to(parameter.device, copy=True)
 
 
 class Transaction:
-    """See the module's story. Use it once."""
+    """The update of a mini-batch. Single use. See the module docstring."""
 
     def __init__(self, trainer: Trainer, manifest: Manifest, minibatch: int, plan: Plan, std: float | None) -> None:
         self._trainer = trainer
@@ -161,11 +165,11 @@ class Transaction:
 
     @property
     def missing(self) -> list[int]:
-        """Group numbers that were not added yet."""
+        """Return the group numbers not added yet."""
         return [number for number in self._wanted if number not in self._added]
 
     def add(self, number: int, group: FinishedGroup) -> None:
-        """Add one group's gradient. Raises ValueError for a group that is not in this step or was added before."""
+        """Add a group's gradient. Raises ValueError for a group outside this step or added before."""
         if number not in self._wanted or number in self._added:
             raise ValueError(f"group {number} of batch {self._manifest.batch} is not wanted: missing {self.missing}")
         self._added.add(number)
@@ -185,7 +189,7 @@ class Transaction:
     def commit(self) -> Health:
         """Take the optimiser step. Raises ValueError while groups are missing.
 
-        A gradient that is not finite takes no step: its groups count as skipped.
+        A non-finite gradient takes no step: all groups of the step count as skipped.
         """
         if self.missing:
             raise ValueError(f"groups {self.missing} of batch {self._manifest.batch} have not been added")
@@ -194,7 +198,7 @@ class Transaction:
         norm = torch.nn.utils.clip_grad_norm_(parameters, trainer.config.gradient_clip)
         self.health.gradient_norm = float(norm)
         if math.isfinite(self.health.gradient_norm):
-            # Every parameter takes part in every step, so that the step does not depend on which groups had variance.
+            # Give every parameter a gradient: the step must not depend on the groups that happened to have variance.
             for parameter in parameters:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
@@ -206,12 +210,12 @@ class Transaction:
         return self.health
 
     def abort(self) -> None:
-        """Forget it all: weights and optimiser are as they were."""
+        """Discard all gradients. Weights and optimiser are unchanged."""
         self._held.clear()
         self._trainer.optimizer.zero_grad(set_to_none=True)
 
     def _accumulate(self, groups: Mapping[int, FinishedGroup]) -> None:
-        """Add the gradients of some groups: together if all is well, one by one if a loss is not finite."""
+        """Add the gradients of some groups: together if all losses are finite, otherwise group by group."""
         found = (self._rows_of(number, group) for number, group in groups.items())
         together = [one for one in found if one is not None]
         if together and not self._backward(together):
@@ -220,7 +224,7 @@ class Transaction:
                     self.health.skipped.append(alone.number)
 
     def _rows_of(self, number: int, group: FinishedGroup) -> "_Rows | None":
-        """A group as training rows; None when it has nothing to add."""
+        """Return a group as training rows, or None if the group adds nothing."""
         self.health.groups += 1
         if not all(math.isfinite(reward) for reward in group.rewards):
             self.health.skipped.append(number)
@@ -246,7 +250,7 @@ class Transaction:
         )
 
     def _backward(self, groups: Sequence["_Rows"]) -> bool:
-        """Backpropagate the rows of some groups. False, and nothing added, when a loss is not finite."""
+        """Backpropagate the rows of some groups. If a loss is not finite, add nothing and return False."""
         trainer, config = self._trainer, self._trainer.config
         parameters = list(trainer.parameters.values())
         device = parameters[0].device
@@ -256,8 +260,8 @@ class Transaction:
             torch.cat([getattr(group, name) for group in groups]).to(device)
             for name in ("x", "next_x", "old", "step", "advantage")
         )
-        # Buffers of our own: what autograd hands out may be shared by two parameters, or lie otherwise in memory than
-        # its parameter, and clipping and fused AdamW, which work in place and in memory order, look at neither.
+        # Use our own buffers. Autograd's gradients may be shared by two parameters, or have another memory layout than
+        # the parameter. Clipping and fused AdamW work in place and in memory order, and check neither.
         gradients = [torch.zeros_like(parameter) for parameter in parameters]
         seen = Health()
         for some in torch.arange(len(x)).split(config.rows_per_forward):
@@ -288,10 +292,10 @@ class Transaction:
         return True
 
     def _side_by_side(self, batch: "_Batch") -> "list[tuple[Sequence[Tensor | None], Health] | None]":
-        """The gradients of a batch: on a CPU of parts of it at once, a thread each.
+        """Return the gradients of a batch. On a CPU, compute parts of the batch at once, each in a thread.
 
-        Two threads with half the rows each take a sixth less time than one pass that divides every operation
-        between two threads and waits for both. The sum is over parts in order, whichever is ready first.
+        Two threads with half the rows each take a sixth less time than a single pass that divides every operation
+        between two threads and waits for both. The sum runs over the parts in order, whichever part is ready first.
         """
         threads = torch.get_num_threads() if batch.x.device.type == "cpu" else 1
         parts = min(threads, max(1, len(batch.x) // LEAST_ROWS_OF_A_THREAD))
@@ -299,14 +303,17 @@ class Transaction:
             return [self._gradient(batch)]
 
         def one(some: Tensor) -> tuple[Sequence[Tensor | None], Health] | None:
-            torch.set_num_threads(threads // parts)  # of this thread
+            torch.set_num_threads(threads // parts)  # limit of this thread
             return self._gradient(batch.at(some))
 
         with ThreadPoolExecutor(parts) as pool:
             return list(pool.map(one, torch.arange(len(batch.x)).chunk(parts)))
 
     def _gradient(self, batch: "_Batch") -> tuple[Sequence[Tensor | None], Health] | None:
-        """Of every parameter, None for one that had no part in it. None at all when the loss is not finite."""
+        """Return a gradient for every parameter, or None in the place of an unused parameter.
+
+        If the loss is not finite, return None instead of the gradients.
+        """
         trainer, config = self._trainer, self._trainer.config
         mean, std = policy(trainer.adapter, self._plan, batch.conditioning, batch.x, batch.step)
         new = log_prob(batch.next_x, mean, std)
@@ -325,7 +332,7 @@ class Transaction:
             loss = loss + config.kl_beta * kl
             seen.kl_sum = float(kl.detach().sum())
         total = loss.sum() / self._planned_rows
-        # Clipping can hide a ratio that is not finite from the loss, but not from its gradient.
+        # Clipping can hide a non-finite ratio from the loss, but not from the loss's gradient.
         if not torch.isfinite(total) or not math.isfinite(ratios.ratio_max):
             return None
         return torch.autograd.grad(total, list(trainer.parameters.values()), allow_unused=True), seen
@@ -333,7 +340,7 @@ class Transaction:
 
 @dataclass(frozen=True, kw_only=True)
 class _Batch:
-    """Rows of one forward pass, each a (picture, step) pair; see `_Rows`. reference: means [R, *S], for the KL term."""
+    """The rows of a forward pass, (image, step) pairs; see `_Rows`. reference: means [R, *S], for the KL term."""
 
     conditioning: Mapping[str, Tensor]
     x: Tensor
@@ -344,7 +351,7 @@ class _Batch:
     reference: Tensor | None
 
     def at(self, some: Tensor) -> "_Batch":
-        """Some of the rows."""
+        """Return some of the rows."""
         return _Batch(
             conditioning=rows(self.conditioning, some),
             x=self.x[some],
@@ -358,7 +365,7 @@ class _Batch:
 
 @dataclass(frozen=True, kw_only=True)
 class _Rows:
-    """One group as (picture, step) pairs: x and next_x [R, *S]; old log-probs, step and advantage [R]."""
+    """A group as (image, step) pairs: x and next_x [R, *S]; old log-probs, step and advantage [R]."""
 
     number: int
     prompt: str
@@ -370,7 +377,7 @@ class _Rows:
 
 
 class Average:
-    """Exponential moving average of the trained weights: what evaluation and `spotrl pull` use."""
+    """Exponential moving average of the trained weights, used by evaluation and `spotrl pull`."""
 
     def __init__(self, parameters: dict[str, nn.Parameter], decay: float) -> None:
         self._parameters = parameters
@@ -379,6 +386,6 @@ class Average:
 
     @torch.no_grad()
     def follow(self) -> None:
-        """Move towards the live weights; once per iteration."""
+        """Move the average towards the live weights. Call once per iteration."""
         for name, value in self._parameters.items():
             self.tensors[name].lerp_(value.detach(), 1.0 - self._decay)
