@@ -212,8 +212,8 @@ def refresh(
 def validate(folder: Path | None, reseal: bool, as_json: bool) -> int:
     """Check price tables against their manifest, and compare all prices.
 
-    Without FOLDER, the command checks the tables used by plans. Exit code 9 means a damaged table, or a row with a
-    wrong quality.
+    Without FOLDER, the command checks the tables used by plans. Exit code 9 means a damaged table, or a row whose
+    quality differs from the rules.
 
     \b
     Example:

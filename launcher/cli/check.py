@@ -62,8 +62,8 @@ def check(
     """Check whether JOB can run on real clouds. Nothing is bought.
 
     The command checks credentials, permissions, quotas, prices, buckets and this machine's clock. Without JOB, the
-    command checks the needs of every job. Exit code 0: OK, perhaps with warnings; 4: credentials or permissions; 3:
-    the job; 1: any further problem.
+    command checks the requirements of every job. Exit code 0: OK, perhaps with warnings; 4: credentials or
+    permissions; 3: the job; 1: any other problem.
 
     \b
     Example:

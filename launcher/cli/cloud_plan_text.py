@@ -80,7 +80,7 @@ def _share(estimate: Estimate) -> str:
 
 
 def _prices(plan: CloudPlan, now_ms: int) -> Iterator[str]:
-    """Yield the source and age of each price. Outdated prices get a loud warning, because buying is refused."""
+    """Yield the source and age of each price. If a price is too old for `launch` to buy by, print a loud warning."""
     places = [slots[0].placement for slots in _grouped(plan.slots)]
     for place in places:
         name = f"{place.instance_type} {place.market.value} in {place.zone}"

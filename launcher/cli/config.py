@@ -26,7 +26,7 @@ def config() -> None:
 @click.option("--origin", is_flag=True, help="Say where each value comes from.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 def show(job: Path | None, origin: bool, as_json: bool) -> None:
-    """Print every field of JOB. Without JOB, print the values before any job file.
+    """Print every field of JOB. Without JOB, print the values that every job starts from.
 
     Priority: flag > SPOTRL_* variable > job file > user's config file > default.
 

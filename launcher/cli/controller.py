@@ -18,7 +18,7 @@ from launcher.exit_codes import ExitCode
 @click.argument("run_name", metavar="RUN")
 @click.pass_obj
 def controller(sessions: sessionmaker[Session], run_name: str) -> ExitCode:
-    """Manage RUN until its end: buy, replace, bill and release nodes.
+    """Manage RUN until its end: buy and release nodes, record costs.
 
     `launch` and `resume` start the controller. The controller keeps no state in memory, so a killed controller can be
     started again at any moment. A run has one controller at a time. The exit code is 0 after the run's end; the

@@ -25,7 +25,7 @@ def down(sessions: sessionmaker[Session], run_name: str, timeout: float | None, 
 
     The run's checkpoints and its records in the ledger are kept.
 
-    Exit code 10 means: after the timeout, a node may still run and cost money. The output names each node.
+    Exit code 10 means: after the timeout, a node or process may still run and cost money. The output names each.
 
     \b
     Example:

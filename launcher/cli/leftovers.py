@@ -117,11 +117,12 @@ def take(
 ) -> ExitCode:
     """Run the whole cleanup command, and return its exit code.
 
-    `known`: clouds where the ledger or a folder expects resources. A known but unreachable cloud counts as not clean.
-    `late_too`: also terminate resources found during the cleanup, of any run. If False, only resources of runs in the
-    list are terminated.
+    `known`: clouds expected to hold the user's resources. If a known cloud cannot be searched, the cleanup counts as
+    incomplete.
+    `late_too`: also terminate resources that appear during the cleanup, of any run. If False, the command terminates
+    only resources of the runs in the list.
     `first` is called before the cleanup. `last` is called after the cleanup if `first` failed. Both return messages
-    about failed steps, to be finished by the user.
+    about failed steps. The user has to finish failed steps by hand.
     """
     accounts, refused = sign_in(apis, all_owners=wish.all_owners, patience_s=min(SIGN_IN_SECONDS, wish.timeout))
     unasked = [one for one in refused if one.silent or one.cloud in {*known, *wish.clouds}]

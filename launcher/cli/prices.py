@@ -124,7 +124,8 @@ def history(
 ) -> int:
     """Show the price history of PLACE.
 
-    PLACE is the name of a zone, an AWS zone id, or a region. A region shows the prices of the whole region.
+    PLACE is the name of a zone, an AWS zone id, or a region. A region selects the region-wide prices only, not the
+    prices of its zones.
 
     \b
     Example:
