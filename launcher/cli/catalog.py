@@ -1,4 +1,4 @@
-"""`spotrl catalog`: the price tables that plans are made from: where they are from, how old, what looks wrong."""
+"""`spotrl catalog`: the price tables used by plans, with the source, age and quality of each price."""
 
 import json
 import os
@@ -47,7 +47,7 @@ CloudChoice = click.Choice(CLOUDS)
 
 @click.group()
 def catalog() -> None:
-    """Look after the price tables that plans are made from.
+    """Show, refresh and check the price tables used by plans.
 
     \b
     Example:
@@ -57,7 +57,7 @@ def catalog() -> None:
 
 
 def tables_folder() -> Path:
-    """Where refreshed tables are kept."""
+    """Return the folder of the refreshed tables."""
     return home() / "catalogs"
 
 
@@ -72,7 +72,7 @@ def now_ms() -> int:
 @click.option("--shipped", is_flag=True, help="The tables that ship with spotrl, whatever was refreshed since.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 def show(cloud: str | None, gpu: str | None, market: str | None, shipped: bool, as_json: bool) -> None:
-    """Show offers with their price, its age, where it is from and whether it is to be believed.
+    """Show offers with the price, and the price's quality, source and age.
 
     \b
     Example:
@@ -128,7 +128,7 @@ def _cells(offer: Offer) -> tuple[str, ...]:
 
 
 def summary(found: Catalog, offers: Sequence[Offer], now: int) -> list[str]:
-    """How much of it may be bought by."""
+    """Return lines with the number of offers, the number of untrusted prices, and the number of outdated prices."""
     doubted = sum(offer.quality not in USABLE for offer in offers)
     too_old = sum(age_of(offer.observed_at, offer.market, now) in TOO_OLD for offer in offers)
     lines = [f"{len(offers)} offers, {found.place}; {doubted} not to be believed, which plans leave out."]
@@ -156,10 +156,10 @@ def summary(found: Catalog, offers: Sequence[Offer], now: int) -> list[str]:
 def refresh(
     sessions: sessionmaker[Session], cloud: str | None, origin: Origin, dry_run: bool, as_json: bool
 ) -> ExitCode:
-    """Make the tables anew from what clouds say now; they are replaced in one step, in your own folder.
+    """Rebuild the price tables from current prices.
 
-    What nobody answered for keeps its row and its date. If a source fails, the tables of its cloud stay as they are,
-    and the exit code is not 0.
+    The new tables are written to your own folder and replace the old tables in one step. An offer without a new price
+    keeps its row and its date. If a source fails, the tables of its cloud stay unchanged and the exit code is not 0.
 
     \b
     Example:
@@ -172,7 +172,7 @@ def refresh(
     after = merged(before, found.offers)
     changed = changes(before, after)
     answered = {offer.cloud for offer in found.offers}
-    failures = list(dict.fromkeys(map(str, found.failures)))  # both sources of a cloud may miss the same credentials
+    failures = list(dict.fromkeys(map(str, found.failures)))  # both sources of a cloud may lack the same credentials
     if answered and not dry_run:
         own = read_folder(folder).tables if (folder / MANIFEST).exists() else {}
         written = [offer for offer in after if offer.cloud in answered]
@@ -210,9 +210,10 @@ def refresh(
 @click.option("--seal", "reseal", is_flag=True, help="Write verdicts and manifest anew, after you corrected a table.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 def validate(folder: Path | None, reseal: bool, as_json: bool) -> int:
-    """Check tables against their manifest, and every price against the others.
+    """Check price tables against their manifest, and compare all prices.
 
-    Without FOLDER: the tables that plans are made from. Exit code 9 if a table must not be believed.
+    Without FOLDER, the command checks the tables used by plans. Exit code 9 means a damaged table, or a row whose
+    quality differs from the rules.
 
     \b
     Example:
@@ -254,7 +255,9 @@ def validate(folder: Path | None, reseal: bool, as_json: bool) -> int:
 @click.argument("new", required=False, default="current")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 def diff(old: str, new: str, as_json: bool) -> None:
-    """Show what changed from table set OLD to NEW: `shipped`, `current`, or a folder.
+    """Show the changes from table set OLD to NEW.
+
+    OLD and NEW are `shipped`, `current` or a folder (default: `shipped` and `current`).
 
     \b
     Example:
@@ -280,7 +283,7 @@ def changes_json(found: Iterable[Change]) -> list[dict[str, Any]]:
 
 
 def change_lines(found: Sequence[Change]) -> list[str]:
-    """One line a change, and how many of each kind."""
+    """Return one line for each change, and a line with the number of changes of each kind."""
     if not found:
         return ["Nothing changed."]
     lines = [_change_line(change) for change in found]

@@ -1,4 +1,4 @@
-"""`spotrl check`: what a launch on real clouds would fail by, before anything is bought."""
+"""`spotrl check`: find the problems of a launch on real clouds before buying."""
 
 import json
 import os
@@ -59,11 +59,11 @@ def check(
     policy: str | None,
     as_json: bool,
 ) -> ExitCode:
-    """Check what JOB needs on real clouds. Nothing is bought.
+    """Check whether JOB can run on real clouds. Nothing is bought.
 
-    It looks at credentials, permissions, quotas, prices, buckets and this machine's clock; without JOB, at what
-    every job needs. Exit code 0: OK, perhaps with warnings; 4: credentials or permissions; 3: the job; 1: something
-    else.
+    The command checks credentials, permissions, quotas, prices, buckets and this machine's clock. Without JOB, the
+    command checks the requirements of every job. Exit code 0: OK, perhaps with warnings; 4: credentials or
+    permissions; 3: the job; 1: any other problem.
 
     \b
     Example:
@@ -96,7 +96,7 @@ def _on_clouds(checked: CheckedJob) -> list[Check]:
     asks = [*without_a_job(), *_clouds(checked.job.clouds, limits, named)]
     try:
         plan = _plan(checked)
-    except Failure as failure:  # a job that cannot be planned has no regions to ask about
+    except Failure as failure:  # without a plan, the job has no regions to check
         return [*run_checks(asks), failed("plan", failure)]
     from launcher.cluster.provide import cloud_apis, ssh_from
 
@@ -122,7 +122,7 @@ def _clouds(
 
 
 def _plan(checked: CheckedJob) -> Plan:
-    from launcher.cluster.planning import cloud_plan  # numpy, and everything that a plan takes
+    from launcher.cluster.planning import cloud_plan  # imports numpy and the planner
 
     return cloud_plan(open_ledger(ledger_path(), is_held), checked.job, home() / "catalogs", _now_ms()).as_plan()
 
@@ -151,7 +151,7 @@ def _end(checks: Sequence[Check], as_json: bool) -> ExitCode:
 
 
 def _print_policy(cloud: str, job: Path | None) -> None:
-    """The policy alone on stdout, so that it can be sent to a file; what else is to be known of AWS's on stderr."""
+    """Print the policy alone on stdout, so the output can go to a file. Print notes on the AWS policy on stderr."""
     from launcher.cluster.clouds.aws import node_policy
     from launcher.cluster.clouds.policies import AWS_NAMED_NOTES, AWS_NOTES, BUCKETS, aws_policy, gcp_role
 

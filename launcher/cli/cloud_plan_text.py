@@ -1,4 +1,4 @@
-"""A plan for real clouds as a person reads it: what, where, for how much, how sure, and what else there is."""
+"""A plan for real clouds as text: nodes, zones, prices, cost with intervals, and the alternatives."""
 
 from collections.abc import Iterator, Sequence
 
@@ -14,11 +14,11 @@ from launcher.placement.plan import Slot
 
 ALTERNATIVES_SHOWN = 12
 LEFT_OUT_SHOWN = 6
-"""A screen; `--json` has them all."""
+"""Most lines shown, to fit a screen. `--json` prints every alternative."""
 
 
 def cloud_plan_lines(job: Job, plan: CloudPlan, now_ms: int) -> Iterator[str]:
-    """Return the plan as lines that fit 80 columns."""
+    """Return the plan as lines of at most 80 columns."""
     return fitted(_lines(job, plan, now_ms))
 
 
@@ -41,7 +41,7 @@ def _lines(job: Job, plan: CloudPlan, now_ms: int) -> Iterator[str]:
 
 
 def _nodes(plan: CloudPlan) -> Iterator[str]:
-    """Slots of one pool on one line."""
+    """Yield the tables of nodes, with one row for all slots of a pool, and the estimates of each pool."""
     named = [
         (slots[0].name if len(slots) == 1 else f"{len(slots)} x {slots[0].name.rpartition('-')[0]}", slots[0])
         for slots in _grouped(plan.slots)
@@ -80,7 +80,7 @@ def _share(estimate: Estimate) -> str:
 
 
 def _prices(plan: CloudPlan, now_ms: int) -> Iterator[str]:
-    """Where each price is from and how old it is; loudly, if nothing may be bought by it."""
+    """Yield the source and age of each price. If a price is too old for `launch` to buy by, print a loud warning."""
     places = [slots[0].placement for slots in _grouped(plan.slots)]
     for place in places:
         name = f"{place.instance_type} {place.market.value} in {place.zone}"

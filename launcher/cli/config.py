@@ -1,4 +1,4 @@
-"""`spotrl config`: what a job means once flags, environment, files and defaults are put together."""
+"""`spotrl config`: show a job's final values from flags, environment, files and defaults."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from launcher.settings import config_path, home
 
 @click.group()
 def config() -> None:
-    """Show what a job means, and where each value comes from.
+    """Show a job's final values, and where each value comes from.
 
     \b
     Example:
@@ -26,9 +26,9 @@ def config() -> None:
 @click.option("--origin", is_flag=True, help="Say where each value comes from.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 def show(job: Path | None, origin: bool, as_json: bool) -> None:
-    """Print every field of JOB; without JOB, what every job starts from.
+    """Print every field of JOB. Without JOB, print the values that every job starts from.
 
-    Flag > SPOTRL_* variable > job file > user's config file > default.
+    Priority: flag > SPOTRL_* variable > job file > user's config file > default.
 
     \b
     Example:
@@ -47,7 +47,7 @@ def show(job: Path | None, origin: bool, as_json: bool) -> None:
 
 
 def flat(section: dict[str, Any], above: str = "") -> dict[str, Any]:
-    """Leaves by dotted field."""
+    """Return the leaf values by dotted field name."""
     leaves: dict[str, Any] = {}
     for key, value in section.items():
         leaves |= flat(value, f"{above}{key}.") if isinstance(value, dict) and value else {above + key: value}

@@ -1,4 +1,4 @@
-"""`spotrl controller`: the process that looks after one run. `launch` starts it, detached; so may anybody."""
+"""`spotrl controller`: the process managing one run. `launch` starts the process detached; users may start it too."""
 
 import logging
 from importlib.metadata import version
@@ -18,10 +18,11 @@ from launcher.exit_codes import ExitCode
 @click.argument("run_name", metavar="RUN")
 @click.pass_obj
 def controller(sessions: sessionmaker[Session], run_name: str) -> ExitCode:
-    """Look after RUN until it is over: buy, replace, account, stop. Started by `launch` and `resume`.
+    """Manage RUN until its end: buy and release nodes, record costs.
 
-    It keeps no state, so it may be killed at any moment and started again; a run has one at a time. The exit code is 0
-    when the run is over; then a service that was installed for it is removed.
+    `launch` and `resume` start the controller. The controller keeps no state in memory, so a killed controller can be
+    started again at any moment. A run has one controller at a time. The exit code is 0 after the run's end; the
+    controller then removes the service installed by `launch --service`.
 
     \b
     Example:
@@ -32,6 +33,6 @@ def controller(sessions: sessionmaker[Session], run_name: str) -> ExitCode:
     logging.info("spotrl %s looks after %s, from %s", version("spotrl"), run_name, Path(__file__).parents[2])
     run_controller(sessions, run_name)
     if run_view(sessions, run_name).status not in OVER:
-        return ExitCode.FAILURE  # its lease is lost: a service starts it again, in case the other one dies
+        return ExitCode.FAILURE  # lease lost to another controller: a service retries, in case the new holder dies
     remove_service(run_name)
     return ExitCode.OK

@@ -1,4 +1,4 @@
-"""`spotrl down`: end a run, and make sure that nothing of it is left."""
+"""`spotrl down`: end a run, and wait until all its nodes are gone."""
 
 import json
 
@@ -21,11 +21,11 @@ from launcher.ledger.store import find_run
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_obj
 def down(sessions: sessionmaker[Session], run_name: str, timeout: float | None, as_json: bool) -> ExitCode:
-    """End RUN: release every node, and wait until they are gone.
+    """End RUN: release every node, and wait until all are gone.
 
-    Its checkpoints and its ledger are kept.
+    The run's checkpoints and its records in the ledger are kept.
 
-    Exit code 10 when something may still run, and cost money, after the timeout; it is named.
+    Exit code 10 means: after the timeout, a node or process may still run and cost money. The output names each.
 
     \b
     Example:

@@ -1,4 +1,4 @@
-"""End a command that failed with one sentence and an exit code, and without a traceback."""
+"""End a failed command with one sentence and an exit code, without a traceback."""
 
 import errno
 import json
@@ -21,7 +21,7 @@ EXTRAS = {
     "sky": ("requests", "sky"),
     "ray": ("ray",),
 }
-"""Packages that a plain `pip install spotrl` leaves out, by the extra that brings them."""
+"""Packages missing after a plain `pip install spotrl`, by the extra to install."""
 
 REMEDIES = {
     errno.ENOENT: "make its folder, or name another place",
@@ -37,8 +37,8 @@ REMEDIES = {
 
 
 def ending(error: BaseException, argv: Sequence[str]) -> int:
-    """Say on stderr what happened, and as JSON on stdout where `--json` was asked for. Returns the exit code."""
-    if isinstance(error, BrokenPipeError):  # whoever read our output has gone, like `head`
+    """Print the error on stderr, with `--json` also as JSON on stdout. Return the exit code."""
+    if isinstance(error, BrokenPipeError):  # the reader of stdout, like `head`, has exited
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ExitCode.FAILURE
     code = error.exit_code if isinstance(error, Failure | click.ClickException) else ExitCode.FAILURE
@@ -57,11 +57,11 @@ def ending(error: BaseException, argv: Sequence[str]) -> int:
 
 
 def sentence(error: BaseException) -> str | None:
-    """Return what was found and what would do, or None if the error is a fault of spotrl's own."""
+    """Return the problem and the remedy as a sentence, or None if the error is a bug of spotrl."""
     match error:
         case Failure():
             return str(error)
-        case LookupError() if type(error) is LookupError:  # a KeyError is a fault of ours
+        case LookupError() if type(error) is LookupError:  # a KeyError is a bug of spotrl
             return str(error.args[0])
         case ModuleNotFoundError() if (extra := _extra_of(error.name or "")) is not None:
             return f"this needs {error.name}, which is not installed; `pip install 'spotrl[{extra}]'`"
@@ -85,7 +85,7 @@ def _extra_of(module: str) -> str | None:
 
 
 def _own_fault(error: BaseException, argv: Sequence[str]) -> str:
-    if argv[:1] == ["controller"]:  # its stderr is its log
+    if argv[:1] == ["controller"]:  # the controller's stderr is its log file
         traceback.print_exception(error)
         return f"spotrl failed by a fault of its own: {type(error).__name__}"
     with tempfile.NamedTemporaryFile("w", prefix="spotrl-error-", suffix=".txt", delete=False) as file:

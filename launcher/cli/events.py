@@ -1,4 +1,4 @@
-"""`spotrl events`: everything that happened to a run, in order."""
+"""`spotrl events`: show all events of a run in order."""
 
 import json
 import time
@@ -21,7 +21,7 @@ LOOK_SECONDS = 0.5
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object a line.")
 @click.pass_obj
 def events(sessions: sessionmaker[Session], run_name: str, follow: bool, as_json: bool) -> None:
-    """Show what happened to RUN: its stages, its nodes, its engine.
+    """Show the events of RUN: status changes, nodes and engine.
 
     Times are on the run's clock.
 

@@ -1,4 +1,4 @@
-"""`spotrl init`: a job file to start from, or an example job with the files it needs."""
+"""`spotrl init`: write a commented job file, or an example job with its prompt files."""
 
 import json
 from importlib.resources import files
@@ -12,7 +12,7 @@ EXAMPLES = {
     "digits_ocr_shared": ("digits_ocr_shared.yaml",),
     "qwen_image_ocr": ("qwen_image_ocr.yaml", "qwen_image_ocr_prompts.txt", "qwen_image_ocr_test_prompts.txt"),
 }
-"""Files of each example in the package `sky_yamls`, the job first."""
+"""Files of each example in the package `sky_yamls`. The job file comes first."""
 
 
 @click.command()
@@ -21,9 +21,9 @@ EXAMPLES = {
 @click.option("--force", is_flag=True, help="Replace files that exist.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: the job file, and the files written beside it.")
 def init(file: Path | None, example: str | None, force: bool, as_json: bool) -> None:
-    """Write a commented job file to FILE (job.yaml).
+    """Write a commented job file to FILE (default: job.yaml).
 
-    With --example, an example job is written to FILE, or to NAME.yaml here, and the files it needs beside it:
+    With --example, the command writes an example job to FILE (default: NAME.yaml), and its prompt files beside FILE:
 
     \b
       quickstart         four digits, trained on this machine in minutes
@@ -38,7 +38,7 @@ def init(file: Path | None, example: str | None, force: bool, as_json: bool) -> 
     """
     names = EXAMPLES[example] if example else ("template.yaml",)
     job = file or Path(names[0] if example else "job.yaml")
-    # The job is written last: while it is missing, the command can be repeated without --force.
+    # Write the job last: as long as the job file is missing, the command can be repeated without --force.
     beside = [job.with_name(name) for name in names[1:]]
     texts = {path: (files("sky_yamls") / name).read_text("utf-8") for path, name in zip(beside, names[1:], strict=True)}
     texts[job] = (files("sky_yamls") / names[0]).read_text("utf-8")

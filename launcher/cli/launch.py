@@ -1,7 +1,7 @@
 """`spotrl launch`: check the job, show the plan, start the controller, follow it.
 
-The run belongs to its controller, a process of its own; this command only follows. However following ends
-(Ctrl-C, a lost terminal, an error), it says what still runs and how to stop it.
+The controller is a separate process and manages the run; this command only follows the run. Following may end by
+Ctrl-C, a lost terminal or an error. In each case the command prints which nodes still run and how to stop the run.
 """
 
 import json
@@ -59,13 +59,13 @@ from launcher.preflight import ask_engine, preflight
 from launcher.settings import config_path, home, runs_folder
 
 LOOK_SECONDS = 0.5
-"""How often the ledger is read: one short query, on this machine."""
+"""Seconds between reads of the ledger. A read is one short query on this machine."""
 
 QUIET_SECONDS = 30.0
-"""A log gets a line when something happened, and after this long without."""
+"""Longest time without a line in a log. A log also gets a line after every change."""
 
 ALONE_SECONDS = 10.0
-"""A run without a controller for so long has lost it: its lease has run out, and nobody took it."""
+"""Seconds without a controller until `launch` starts a new controller: the lease has expired without a successor."""
 
 SETTLE_SECONDS = 5.0
 
@@ -122,7 +122,10 @@ def launch(
     html: Path | None,
     **flags: Any,
 ) -> int:
-    """Plan JOB, ask, start it, and follow it until it ends.
+    """Check JOB, show its plan, start the run and follow it.
+
+    A separate controller process manages the run, so a run survives a closed terminal. Ctrl-C asks whether to keep or
+    stop the run; --on-exit gives the answer in advance.
 
     \b
     Example:
@@ -191,7 +194,7 @@ def launch(
 
 
 def overrides(flags: Mapping[str, Any], settings: tuple[str, ...]) -> dict[str, Any]:
-    """Flags by dotted field of the job. `--set` comes first, so that a flag with a name of its own wins."""
+    """Return the flags by dotted field of the job. `--set` comes first, so a flag with its own name wins."""
     fields: dict[str, Any] = {}
     for setting in settings:
         name, equals, value = setting.partition("=")
@@ -208,7 +211,7 @@ def overrides(flags: Mapping[str, Any], settings: tuple[str, ...]) -> dict[str, 
 
 
 def _plan_on_clouds(sessions: sessionmaker[Session], checked: CheckedJob, out: Console) -> CloudPlan:
-    """Decide what to buy, and show it."""
+    """Plan the nodes to buy, print the plan, and return the plan."""
     now_ms = time.time_ns() // 1_000_000
     plan = cloud_plan(sessions, checked.job, home() / "catalogs", now_ms)
     for line in cloud_plan_lines(checked.job, plan, now_ms):
@@ -219,8 +222,8 @@ def _plan_on_clouds(sessions: sessionmaker[Session], checked: CheckedJob, out: C
 def _check_clouds(
     checked: CheckedJob, plan: Plan, out: Console, allow_old_prices: bool, weights: Path | None = None
 ) -> None:
-    """Whether buying can work, before anything is bought. Raises Failure."""
-    from launcher.cluster.provide import cloud_apis, ssh_from  # the clouds' libraries: not for a local launch
+    """Check the job, prices, this machine and the clouds before buying. Raises Failure on a failed check."""
+    from launcher.cluster.provide import cloud_apis, ssh_from  # imports cloud libraries, unused by a local launch
 
     check_job(checked, plan.slots)
     if not allow_old_prices:
@@ -240,12 +243,12 @@ def _check_clouds(
 
 
 def _own_prices(job: Job, offers: Sequence[Offer]) -> Sequence[Offer]:
-    """Offers at what the user says to pay for them."""
+    """Return the offers with the job's price overrides and discounts applied."""
     return as_you_pay(offers, job.price_overrides, job.discounts, time.time_ns() // 1_000_000)
 
 
 def check_budget(plan: Plan) -> None:
-    """Refuse at once what the brakes would refuse at the first purchase. Raises BudgetError."""
+    """Refuse a plan above max_hourly, before the budget guard refuses the first purchase. Raises BudgetError."""
     limit, expected = plan.max_hourly_micro_usd, plan.expected_micro_usd_per_hour
     if limit is not None and expected > limit:
         raise BudgetError(
@@ -255,7 +258,7 @@ def check_budget(plan: Plan) -> None:
 
 
 def exit_code(view: RunView) -> ExitCode:
-    """How a run that ended counts for a script."""
+    """Return the exit code for the final status and reason of a run."""
     match view.status, view.reason.partition(":")[0].strip():
         case "finished", _:
             return ExitCode.OK
@@ -271,16 +274,16 @@ def exit_code(view: RunView) -> ExitCode:
 
 
 class Hangup(Exception):
-    """The terminal went away."""
+    """The terminal was closed (SIGHUP)."""
 
 
 class Terminated(Exception):
-    """Somebody asked this command to end."""
+    """This command received SIGTERM."""
 
 
 @dataclass(kw_only=True)
 class Follow:
-    """This command's view of a run that others carry."""
+    """State of following a run: the output, the answer to an interruption, and the rewards so far."""
 
     name: str
     out: Console
@@ -304,7 +307,7 @@ class Follow:
         return view
 
     def _views(self, sessions: sessionmaker[Session]) -> Iterator[RunView]:
-        """Looks until the run has ended; the last view is of the end. A controller that died is started again."""
+        """Yield views of the run until the run has ended; the last view shows the end. Restart a dead controller."""
         iteration, alone_since = -1, None
         while True:
             view = run_view(sessions, self.name)
@@ -322,7 +325,7 @@ class Follow:
             time.sleep(LOOK_SECONDS)
 
     def say(self, text: str) -> None:
-        """A line; a terminal that is gone hears nothing."""
+        """Print a line. After the first failed write to a lost terminal, discard all output."""
         try:
             self.out.print(text, highlight=False, markup=False, soft_wrap=True)
         except OSError:
@@ -336,9 +339,9 @@ def _send_and_start(
     sessions: sessionmaker[Session],
     name: str,
 ) -> object:
-    """Put the start weights into the run's stores, then start its controller. Returns what `start` does."""
+    """Put the start weights into the run's stores, then start the controller. Return the result of `start`."""
     send_start(weights, job, runs_folder() / name)
-    weights.file.unlink()  # a run is followed for hours, and weights may be large
+    weights.file.unlink()  # following takes hours, and weights may be large
     return start(sessions, name)
 
 
@@ -351,7 +354,7 @@ def _start_and_follow(
     files: Mapping[str, Path | None],
     start: Callable[[sessionmaker[Session], str], object],
 ) -> dict[str, Any]:
-    """Returns what `--json` prints."""
+    """Create the run, start its controller and follow the run. Return the object printed by `--json`."""
     name = create_run(sessions, checked, plan, follow.name)
     code = ExitCode.FAILURE
     try:
@@ -369,7 +372,7 @@ def _start_and_follow(
     except Terminated:
         code = _interrupted(sessions, follow, may_ask=False)
     except Hangup:
-        code = ExitCode.OK  # the run goes on; only following ended
+        code = ExitCode.OK  # the run continues; only following ended
     except BaseException:
         if follow.on_exit == "down":
             _stop(sessions, follow, "launch failed")
@@ -388,9 +391,9 @@ def _start_and_follow(
 
 
 def _settle(sessions: sessionmaker[Session], follow: Follow, job: Job) -> None:
-    """Wait for what is left when a run is over: here the last process, on clouds what was made for its nodes.
+    """Wait for the cleanup after the run's end: the last local process, or the resources made for cloud nodes.
 
-    That takes minutes at worst. Ctrl-C ends the waiting, not what is waited for.
+    The cleanup takes minutes at worst. Ctrl-C ends the waiting; the cleanup continues.
     """
     if not job.clouds:
         wait_released(sessions, follow.name, SETTLE_SECONDS)
@@ -401,7 +404,7 @@ def _settle(sessions: sessionmaker[Session], follow: Follow, job: Job) -> None:
 
 
 def _interrupted(sessions: sessionmaker[Session], follow: Follow, may_ask: bool = True) -> ExitCode:
-    """Ctrl-C: keep or stop. Where nobody can be asked, stopping is the answer that costs least."""
+    """Keep or stop the run after an interruption. If nobody can be asked, stop the run: stopping costs least."""
     choice = follow.on_exit
     if choice == "ask":
         choice = "down"
@@ -423,7 +426,7 @@ def _interrupted(sessions: sessionmaker[Session], follow: Follow, may_ask: bool 
 
 
 def _stop(sessions: sessionmaker[Session], follow: Follow, reason: str) -> bool:
-    """Whether everything was released in time."""
+    """Stop the run. Return True if every node was released in time."""
     request_stop(sessions, follow.name, reason)
     follow.say(f"Stopping {follow.name} (Ctrl-C again: do not wait) ...")
     try:
@@ -433,7 +436,7 @@ def _stop(sessions: sessionmaker[Session], follow: Follow, reason: str) -> bool:
 
 
 def last_words(view: RunView, left: Sequence[str]) -> Iterator[str]:
-    """What every `launch` ends with: how the run stands, what still runs, and how to stop it."""
+    """Yield the last lines of every `launch`: the run's status, the running nodes, and the command to stop the run."""
     if view.status in ENDED:
         why = f" ({view.reason})" if view.reason else ""
         yield f"{view.name} {view.status}{why}: {score_text(view)}; {dollars(view.spent_micro_usd)} spent."
@@ -446,11 +449,11 @@ def last_words(view: RunView, left: Sequence[str]) -> Iterator[str]:
 
 @contextmanager
 def _signals() -> Iterator[None]:
-    """SIGHUP and SIGTERM as exceptions, while following."""
+    """Turn SIGHUP and SIGTERM into exceptions while following the run."""
 
     def hang_up(number: int, frame: Any) -> None:
         silence = os.open(os.devnull, os.O_WRONLY)
-        for stream in (1, 2):  # nobody listens; a write to the lost terminal would be an error
+        for stream in (1, 2):  # a write to the lost terminal would raise an error
             os.dup2(silence, stream)
         raise Hangup
 
@@ -472,7 +475,7 @@ def _signals() -> Iterator[None]:
 
 
 def _check_name_is_free(sessions: sessionmaker[Session], checked: CheckedJob) -> None:
-    """`create_run` refuses a used name too; this says so before anything else is done."""
+    """Refuse a used name before any other work; `create_run` also refuses a used name. Raises JobError."""
     with sessions() as session:
         used = set(session.scalars(select(Run.name)))
     name = checked.job.name
@@ -486,7 +489,7 @@ def _check_name_is_free(sessions: sessionmaker[Session], checked: CheckedJob) ->
 
 
 def can_ask() -> bool:
-    """Whether somebody sits there."""
+    """Return True if a user at a terminal can answer questions."""
     return sys.stdin.isatty()
 
 
@@ -497,11 +500,11 @@ def _confirm(out: Console) -> None:
 
 
 def _write_files(sessions: sessionmaker[Session], name: str, *, result: Path | None, html: Path | None) -> None:
-    """Also of a run that failed: that is when somebody looks."""
+    """Write result.json and the HTML report, also for a failed run: users need both files most after a failure."""
     if not (result or html):
         return
     from launcher.cli.report import pictures_of
-    from launcher.report.build import build_report  # draws charts, which takes a second to import
+    from launcher.report.build import build_report  # charts take a second to import
     from launcher.report.html import render_html
     from launcher.report.result import result_dict
 

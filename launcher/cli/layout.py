@@ -1,18 +1,18 @@
-"""Plain text that fits 80 columns: sentences are wrapped, and tables have columns as wide as their cells."""
+"""Plain text for 80 columns: sentences are wrapped, and the columns of tables are as wide as their cells."""
 
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 
 COLUMNS = 80
-"""The width of a terminal that nobody has resized, and of most logs."""
+"""Default width of a terminal, and the width of most logs."""
 
 HANGING = 4
-"""Columns by which the second line of a sentence is indented further than the first."""
+"""Extra indent, in columns, of a sentence's second and later lines."""
 
 
 def fitted(lines: Iterable[str]) -> Iterator[str]:
-    """Wrap lines that are too long between words. A word that is longer than a line stays whole, to be copied."""
-    for line in (line for text in lines for line in text.split("\n")):  # a run's reason may end with lines of a log
+    """Wrap long lines between words. A word longer than a line stays whole, so the user can copy the word."""
+    for line in (line for text in lines for line in text.split("\n")):  # a run's reason may contain log lines
         indent = line[: len(line) - len(line.lstrip())]
         yield from textwrap.wrap(
             line,
@@ -25,7 +25,7 @@ def fitted(lines: Iterable[str]) -> Iterator[str]:
 
 
 def columns(rows: Sequence[Sequence[str]], words: int) -> Iterator[str]:
-    """Align the cells of `rows`, a heading first. The first `words` columns hold words, the others numbers."""
+    """Align the cells of `rows`, starting with the heading. The first `words` columns hold text, the rest numbers."""
     widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
     for row in rows:
         cells = [

@@ -1,6 +1,6 @@
-"""What `spotrl reap` and `spotrl panic` share: list first, ask, take away, and name what is left.
+"""Cleanup shared by `spotrl reap` and `spotrl panic`: list, ask, terminate, and name every resource still left.
 
-Progress goes to stderr, the list and the result to stdout (one JSON object with --json).
+Progress goes to stderr. The list and the result go to stdout (one JSON object with --json).
 """
 
 import json
@@ -36,11 +36,11 @@ from launcher.money import duration, hourly
 from launcher.settings import home, runs_folder
 
 SIGN_IN_SECONDS = 30.0
-"""A cloud that does not say at once who asks may be busy with other calls; after so long it is said to be silent."""
+"""Longest wait for a cloud to identify the caller. A busy cloud may be slow; after the wait, it counts as silent."""
 
 
 class NobodyKnown(Failure):
-    """No cloud lets us ask."""
+    """No cloud accepts the credentials."""
 
     exit_code = ExitCode.CREDENTIALS
 
@@ -53,7 +53,7 @@ class NothingKnown(Failure):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wish:
-    """What a person asked for."""
+    """Options of a cleanup command, as given by the user."""
 
     clouds: tuple[str, ...] = ()
     all_owners: bool = False
@@ -65,7 +65,7 @@ class Wish:
 
 
 def what_to_take(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The options of both commands, as the fields of a Wish."""
+    """Add the options of both commands. The option names match the fields of `Wish`."""
     for option in (
         click.option("--json", "as_json", is_flag=True, help="One JSON object; progress goes to stderr."),
         click.option(
@@ -89,7 +89,7 @@ def what_to_take(command: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """What may go of what was found, and lines about what stays or happens besides."""
+    """Resources to terminate, resources to keep, and notes for the user."""
 
     goes: Inventory
     stays: Inventory = field(default_factory=Inventory)
@@ -97,8 +97,8 @@ class Choice:
 
 
 def where_to_look(wish: Wish) -> dict[str, CloudApi]:
-    """Return the clouds that are meant, and this machine unless clouds were named."""
-    from launcher.cluster.provide import cloud_apis  # the clouds' libraries
+    """Return the APIs of the named clouds. If the user named no cloud, return all clouds and this machine."""
+    from launcher.cluster.provide import cloud_apis  # imports the clouds' libraries
 
     here = {} if wish.clouds else {LOCAL: LocalNodes(runs_folder())}
     return {**cloud_apis(wish.clouds or CLOUDS), **here}
@@ -115,10 +115,14 @@ def take(
     last: Callable[[], Sequence[str]] = tuple,
     clear: Callable[..., Cleared] = clear_away,
 ) -> ExitCode:
-    """The whole command. `known`: clouds where something of ours is to be expected.
+    """Run the whole cleanup command, and return its exit code.
 
-    `late_too`: what shows up while it works goes too, whosever run it is of; else only runs that were listed.
-    `first` is called before anything ends, `last` after; what they return failed, and is left to a person.
+    `known`: clouds expected to hold the user's resources. If a known cloud cannot be searched, the cleanup counts as
+    incomplete.
+    `late_too`: also terminate resources that appear during the cleanup, of any run. If False, the command terminates
+    only resources of the runs in the list.
+    `first` is called before the cleanup. `last` is called after the cleanup if `first` failed. Both return messages
+    about failed steps. The user has to finish failed steps by hand.
     """
     accounts, refused = sign_in(apis, all_owners=wish.all_owners, patience_s=min(SIGN_IN_SECONDS, wish.timeout))
     unasked = [one for one in refused if one.silent or one.cloud in {*known, *wish.clouds}]
@@ -127,7 +131,7 @@ def take(
     if accounts == here and look(here).is_empty:
         _nobody(wish, refused, first)
     _check_account(wish, accounts)
-    # Of everybody, once: who logs in under another name than before would find nothing, and believe it.
+    # List the resources of all owners. A user with a new login name would otherwise find nothing, and be misled.
     found, others = of_owners(look([replace(account, owner=None) for account in accounts], _progress), accounts)
     choice = choose(found)
     choice = replace(choice, notes=[*choice.notes, *_of_others(others)])
@@ -168,9 +172,10 @@ def _end(
     failed: Sequence[str] = (),
     others: Inventory | None = None,
 ) -> ExitCode:
-    """Say how it went. What may still cost money makes the exit code.
+    """Print the result, and return exit code 10 if any resource may still cost money.
 
-    Also what bears another owner's label: it may be ours, made under a name that we logged in with before.
+    Resources with another owner's label also give exit code 10: the user may have created the resources under an
+    earlier login name.
     """
     left_alone = others or Inventory()
     is_complete = cleared.left.is_empty and not unasked and not failed and left_alone.is_empty
@@ -205,7 +210,7 @@ def _end(
 
 
 def _nobody(wish: Wish, refused: Sequence[Unasked], first: Callable[[], Sequence[str]]) -> NoReturn:
-    """Nothing can be ended; what stops more from being bought is done all the same."""
+    """Raise an error, because no cloud was searched. With --yes, first stop the controllers from buying more nodes."""
     failed = first() if wish.yes and not wish.dry_run else ()
     words = "; ".join([*(one.why for one in refused), *failed])
     text = f"no cloud was looked at: {words}. What may run there has to be looked for by hand until this works"
@@ -277,7 +282,7 @@ def _age_ms(machine: Machine) -> int | None:
 
 
 def _offers() -> Sequence[Offer]:
-    """Prices are for reading only: what cannot be priced is ended all the same."""
+    """Return the offers with prices for the list; empty without a price table. The cleanup does not need prices."""
     try:
         return current_catalog(home() / "catalogs").all_offers()
     except Failure as failure:
@@ -292,7 +297,7 @@ def _say_unasked(refused: Iterable[Unasked], counted: Collection[Unasked]) -> No
 
 
 def _progress(text: str) -> None:
-    """One line that changes on a terminal, none in a log."""
+    """Show progress as one changing line on a terminal. Print nothing to a log."""
     if sys.stderr.isatty():
         click.echo(f"\r\033[K{text}", nl=False, err=True)
 
@@ -305,18 +310,18 @@ def _say(text: str) -> None:
 
 
 def is_a_person() -> bool:
-    """Whether somebody sits there."""
+    """Return True if a user at a terminal can answer questions."""
     return sys.stdin.isatty()
 
 
 def _check_account(wish: Wish, accounts: Sequence[Account]) -> None:
-    """Everybody's things are ended only by someone who knows which account they are in."""
+    """With --all-owners, require the id of each cloud account. Raises UsageError if an id is missing or different."""
     if not wish.all_owners:
         return
     typed = set(wish.account)
     for account in accounts:
         if account.cloud == LOCAL:
-            continue  # its nodes are this user's
+            continue  # local nodes belong to the current user
         wanted = account.caller.account
         if wanted not in typed and not typed and is_a_person():
             typed.add(

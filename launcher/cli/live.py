@@ -1,4 +1,4 @@
-"""What a running run looks like: a panel on a terminal, plain lines anywhere else. Views in, text out."""
+"""The display of a live run: a panel on a terminal, plain lines in a pipe or log. Pure functions of a `RunView`."""
 
 from collections.abc import Sequence
 
@@ -16,11 +16,11 @@ BARS = "▁▂▃▄▅▆▇█"
 
 ENDED = ("finished", "stopped", "failed")
 OVER = ("gone", "reclaimed", "released", "denied", "no_capacity")
-"""States of a node that costs nothing any more."""
+"""Node states without further cost."""
 
 
 def sparkline(values: Sequence[float], width: int = 40) -> str:
-    """The last `width` values as bars, lowest to highest of them."""
+    """Return the last `width` values as bars, scaled from the lowest to the highest value."""
     values = list(values)[-width:]
     if not values:
         return ""
@@ -31,12 +31,12 @@ def sparkline(values: Sequence[float], width: int = 40) -> str:
 
 
 def still_running(view: RunView) -> list[NodeView]:
-    """Nodes that may cost money now."""
+    """Return the nodes that may cost money now."""
     return [node for node in view.nodes if node.status not in OVER]
 
 
 def score_text(view: RunView) -> str:
-    """`exact_match 0.71 (best 0.72, target 0.78)`."""
+    """Return the score, like `exact_match 0.710 (best 0.720, target 0.78)`."""
     if view.score is None:
         return "not evaluated yet"
     details = [f"best {view.best_score:.3f}"] if view.best_score is not None else []
@@ -45,13 +45,13 @@ def score_text(view: RunView) -> str:
 
 
 def money_text(view: RunView) -> str:
-    """`$1.20 of at most $10.00, $2.49/h`."""
+    """Return the spending and the rate, like `$1.20 of at most $10.00, $2.49/h`."""
     limit = f" of at most {dollars(view.max_total_micro_usd)}" if view.max_total_micro_usd is not None else ""
     return f"{dollars(view.spent_micro_usd)}{limit}, {hourly(view.micro_usd_per_hour)}"
 
 
 def time_text(view: RunView) -> str:
-    """`1h 5m (1m 5s here, clock x60), about 40s left`. What is left is wall time."""
+    """Return the time, like `1h 5m (1m 5s here, clock x60), about 40s left`. The remaining time is wall time."""
     here = duration(round(view.wall_seconds) * 1000) if view.wall_seconds >= 1 else "0s"
     clock = f" ({here} here, clock x{view.clock_factor:g})" if view.clock_factor != 1 else ""
     left = (
@@ -61,7 +61,7 @@ def time_text(view: RunView) -> str:
 
 
 def plain_line(view: RunView) -> str:
-    """One line for a log."""
+    """Return the run's state as one log line."""
     reward = f"reward {view.reward:.3f}" if view.reward is not None else "no reward yet"
     return (
         f"{view.name}: {view.status}, iteration {view.iteration}/{view.iterations}, {reward}, {score_text(view)}, "
@@ -71,7 +71,7 @@ def plain_line(view: RunView) -> str:
 
 
 def panel(view: RunView, rewards: Sequence[float], header: str) -> RenderableType:
-    """The whole picture, for a terminal."""
+    """Return the run's state as a panel for a terminal."""
     facts = Table.grid(padding=(0, 2))
     facts.add_column(style="bold")
     facts.add_column(overflow="fold")

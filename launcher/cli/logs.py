@@ -1,4 +1,4 @@
-"""`spotrl logs`: what the controller and the nodes of a run wrote, also nodes that are gone."""
+"""`spotrl logs`: show the logs of a run's controller and nodes, including terminated nodes."""
 
 import json
 import time

@@ -1,4 +1,4 @@
-"""`spotrl ls`: every run, newest first."""
+"""`spotrl ls`: list all runs, newest first."""
 
 import json
 from dataclasses import asdict
@@ -17,7 +17,7 @@ from launcher.money import dollars, hourly
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_obj
 def ls(sessions: sessionmaker[Session], show_all: bool, as_json: bool) -> None:
-    """Show every run: how it goes, and what it has cost.
+    """List all runs with their status, score and cost.
 
     \b
     Example:

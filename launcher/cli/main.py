@@ -1,8 +1,8 @@
-"""`spotrl`: finds the command and says how it ended.
+"""`spotrl`: find and run a command, and exit with its code.
 
-A command is a file of this folder with a click command of the same name in it. It is imported when it is called, so
-that `spotrl --help` answers at once; the list reads each file's first lines without running it. `ctx.obj` is the
-ledger (a sessionmaker), opened when a command runs. A command may return an `ExitCode`.
+A command is a file in this folder with a click command of the same name. The file is imported only when the command
+is called, so `spotrl --help` answers at once. The list of commands parses the source of each file without running the
+file. `ctx.obj` is the ledger (a sessionmaker), opened when a command runs. A command may return an `ExitCode`.
 """
 
 import ast
@@ -22,7 +22,7 @@ from launcher.exit_codes import ExitCode
 HERE = Path(__file__).parent
 
 WITHOUT_LEDGER = ("init", "config", "check", "panic")
-"""Commands that must leave no trace."""
+"""Commands that do not open the ledger, because they must leave no file on the machine."""
 
 OTHER_NAMES = {
     "cancel": "down",
@@ -39,7 +39,7 @@ OTHER_NAMES = {
     "start": "launch",
     "stop": "down",
 }
-"""What other tools call a command of ours."""
+"""Command names of other tools, and the matching `spotrl` command for the error message."""
 
 GROUPS: dict[str, tuple[str, ...]] = {
     "Start and end runs": ("init", "config", "check", "launch", "down", "resume"),
@@ -48,15 +48,15 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Prices and plans": ("prices", "catalog"),
     "Clean up": ("rm", "reap", "panic"),
 }
-"""Headings of `spotrl --help` with their commands, in the order in which a person needs them."""
+"""Headings of `spotrl --help` with their commands, in the order of a typical session."""
 
 HIDDEN = ("controller",)
-"""What `launch` starts by itself; `spotrl controller --help` explains it."""
+"""Commands left out of `spotrl --help`. `launch` starts the controller; `spotrl controller --help` describes it."""
 
 
 @cache
 def summaries() -> dict[str, str]:
-    """Every command with the first line of its help, from the source text alone."""
+    """Return every command with the first line of its help. The text comes from the source, without an import."""
     found = {}
     for file in sorted(HERE.glob("*.py")):
         for node in ast.parse(file.read_text("utf-8")).body:
@@ -66,14 +66,14 @@ def summaries() -> dict[str, str]:
 
 
 def _is_held(lease: Any) -> bool:
-    """Whether a controller holds this lease. Asked only when the ledger is of an older version."""
+    """Return True if a controller holds the lease. Called only for a ledger of an older version."""
     from launcher.cluster.lease import is_held
 
     return is_held(lease)
 
 
 class CommandFolder(click.Group):
-    """Commands by file name, imported late."""
+    """Group of commands by file name. A command's file is imported on the first use of the command."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return [name for name in summaries() if name not in HIDDEN]
@@ -96,7 +96,7 @@ class CommandFolder(click.Group):
             if near:
                 ctx.fail(f"there is no command {args[0]}; did you mean `spotrl {near[0]}`?")
         name, command, rest = super().resolve_command(ctx, args)
-        is_asked = ctx.resilient_parsing or {"-h", "--help"} & set(rest)  # for a completion, or for help
+        is_asked = ctx.resilient_parsing or {"-h", "--help"} & set(rest)  # shell completion, or --help
         if ctx.obj is None and name not in WITHOUT_LEDGER and not is_asked:
             from launcher.ledger.store import open_ledger
             from launcher.settings import ledger_path
@@ -105,7 +105,7 @@ class CommandFolder(click.Group):
         return name, command, rest
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the commands under their headings, without importing them."""
+        """Write the commands under their headings, without importing any command."""
         width = max(map(len, self.list_commands(ctx)))
         for heading, names in GROUPS.items():
             with formatter.section(heading):

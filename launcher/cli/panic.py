@@ -1,4 +1,4 @@
-"""`spotrl panic`: stop every run and end everything of yours on the clouds, now."""
+"""`spotrl panic`: stop every cloud run and terminate all your cloud nodes and resources, now."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,15 +19,17 @@ REASON = "spotrl panic"
 @click.command()
 @what_to_take
 def panic(**options: Any) -> ExitCode:
-    """Stop every run on a cloud and end everything of yours there.
+    """Stop all cloud runs and terminate all your cloud nodes now.
 
-    Live runs too, in every region. Controllers are told to stop first, and SkyPilot to stop what it is launching;
-    nodes are ended at once, without waiting for either, through the clouds' own APIs: it works when SkyPilot does
-    not, and when the ledger is locked, broken or gone. Checkpoints in buckets stay. Runs of this machine (infra
-    local) go on if the ledger knows them; nodes here of any other run are ended.
+    The command terminates nodes and deletes disks and other resources in every region, of live runs too. First,
+    controllers get the order to stop, and SkyPilot gets the order to stop its launches. Then the clouds' own APIs
+    terminate the nodes without waiting for controllers or SkyPilot. The command also works when SkyPilot fails, and
+    when the ledger is locked, broken or missing. Checkpoints in buckets stay.
 
-    Exit code 10 when something is left, a region could not be asked, or another owner's things were left alone; each
-    is named.
+    Live local runs (infra local) in the ledger continue. All remaining nodes on this machine are terminated.
+
+    Exit code 10 means: a resource is left, a region did not answer, or another owner's resources were left alone. The
+    output names each case.
 
     \b
     Example:
@@ -49,7 +51,7 @@ def panic(**options: Any) -> ExitCode:
             troubles.append(f"SkyPilot did not stop its launches ({why}): what they make may come up after this")
         return troubles
 
-    # A controller that cannot be told may buy anew as soon as the ledger is free again: it is told at the end, too.
+    # A controller behind a locked ledger may buy again after the lock. Repeat a failed stop order after the cleanup.
     return take(
         wish,
         where_to_look(wish),

@@ -1,4 +1,4 @@
-"""A plan as a person reads it before saying yes, and as a script does."""
+"""A local plan as text for the user's confirmation, and as a dictionary for `--json`."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -13,7 +13,7 @@ from launcher.placement.plan import Plan, Slot
 
 
 def header(job: Job, plan: Plan) -> str:
-    """`local: priced as aws gr6.4xlarge in us-east-2, nothing was bought`."""
+    """Return a header like `local: priced as aws gr6.4xlarge in us-east-2, nothing was bought`."""
     kinds = sorted({f"{slot.placement.cloud} {slot.placement.instance_type}" for slot in plan.slots})
     if job.clouds:
         return f"{' and '.join(kinds)} in {plan.region}"
@@ -21,12 +21,12 @@ def header(job: Job, plan: Plan) -> str:
 
 
 def plan_lines(job: Job, plan: Plan) -> Iterator[str]:
-    """Return the plan as lines that fit 80 columns."""
+    """Return the plan as lines of at most 80 columns."""
     return fitted(_plan_lines(job, plan))
 
 
 def place_table(slots: Iterable[tuple[str, Slot]]) -> Iterator[str]:
-    """Say what is bought and where. Each slot comes with its name, or with one for several slots of its kind."""
+    """Yield a table of placements: market, GPUs, instance type and zone. A row covers one slot or equal slots."""
     rows = [("nodes", "market", "GPUs", "instance", "zone")]
     for name, slot in slots:
         place = slot.placement
@@ -66,7 +66,7 @@ def _plan_lines(job: Job, plan: Plan) -> Iterator[str]:
 
 
 def exploration_text(job: Job) -> str:
-    """What exploration is expected to add, as far as that can be said before anything was measured."""
+    """Return a sentence on the expected gain of exploration, before any measurement in the run."""
     mode, outlook = job.exploration.mode, exploration_outlook(job)
     if mode == "none":
         return (
@@ -100,11 +100,11 @@ RESUME = {
     "close": "goes on whoever shares it, equal to about 5e-7",
     "restart": "begins anew",
 }
-"""What becomes of a picture that was interrupted (engine/config.py)."""
+"""Text for each `resume` mode: the handling of an interrupted image (engine/config.py)."""
 
 
 def sharing_text(job: Job) -> str:
-    """How many workers of a node share a picture, and what becomes of it when they change."""
+    """Return a sentence on the SP degree of a node's workers, and on interrupted images after a regroup."""
     degree, resume, workers = job.runtime.sp_degree, job.runtime.resume, job.resources.rollout.gpus
     if workers == 1:
         return f"sp_degree {degree}: a rollout node's only worker works alone"

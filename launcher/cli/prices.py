@@ -1,4 +1,4 @@
-"""`spotrl prices`: what clouds ask now and asked before, as the ledger heard it, and asking them again."""
+"""`spotrl prices`: show current and past prices from the ledger, and fetch new prices from the clouds."""
 
 import json
 import os
@@ -29,11 +29,11 @@ Sessions = sessionmaker[Session]
 REFUSALS_SHOWN = 5
 
 LEAST_SINCE_MS = 3_600_000
-"""`watch` asks AWS for an hour at least: what changed while one question failed is then in the next answer."""
+"""Shortest AWS history fetched by `watch`: an hour. The next fetch then contains the changes during a failed fetch."""
 
 
 class Duration(click.ParamType):
-    """`10m`, `1d`: milliseconds."""
+    """A duration like `10m` or `1d`, converted to milliseconds."""
 
     name = "duration"
 
@@ -45,7 +45,7 @@ class Duration(click.ParamType):
 
 
 def for_what(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The options by which every command chooses offers."""
+    """Add the options for choosing offers, shared by the commands."""
     for option in (
         click.option("--gpu", "accelerators", multiple=True, help="Only this accelerator, like H100; repeatable."),
         click.option("--region", "regions", multiple=True, help="Only this region; repeatable."),
@@ -57,7 +57,7 @@ def for_what(command: Callable[..., Any]) -> Callable[..., Any]:
 
 @click.group()
 def prices() -> None:
-    """See what GPUs cost now and cost before, by cloud, region and zone.
+    """Show current and past GPU prices by cloud, region and zone.
 
     \b
     Example:
@@ -79,9 +79,9 @@ def show(
     market: str | None,
     as_json: bool,
 ) -> int:
-    """Show the price that holds now in each zone, where it is from and how old it is.
+    """Show the current price in each zone, with its source and age.
 
-    With none in the ledger yet, the clouds are asked first.
+    If the ledger has no matching price, the command fetches prices from the clouds first.
 
     \b
     Example:
@@ -122,7 +122,10 @@ def history(
     page: Path | None,
     as_json: bool,
 ) -> int:
-    """Show how prices of PLACE changed: the name of a zone, an AWS zone id, or a region for prices of all of it.
+    """Show the price history of PLACE.
+
+    PLACE is the name of a zone, an AWS zone id, or a region. A region selects the region-wide prices only, not the
+    prices of its zones.
 
     \b
     Example:
@@ -145,7 +148,7 @@ def history(
             near = f"prices are known of {', '.join(known)}" if known else "no price is known yet"
             raise Failure(f"no such price of {place} up to now; {near}. Next: spotrl prices refresh")
     if page is not None:
-        from launcher.report.price_page import price_page  # altair is slow to import
+        from launcher.report.price_page import price_page  # altair takes long to import
 
         title = f"Prices in {place}, last {duration(last_ms)}"
         html = price_page(title, points, since_ms=since_ms, until_ms=until_ms, until=_minute(until_ms))
@@ -174,9 +177,10 @@ def refresh(
     since_ms: int,
     as_json: bool,
 ) -> int:
-    """Ask the clouds for prices, and keep what is believed.
+    """Fetch prices from the clouds, and record the plausible prices.
 
-    A source that fails is said, and the others are kept. Exit code 4 if a cloud does not know who asks.
+    Implausible prices are refused and listed. If a source fails, the command names the source and records the prices
+    of the remaining sources. Exit code 4 means missing credentials for a cloud.
 
     \b
     Example:
@@ -206,7 +210,9 @@ def watch(
     times: int | None,
     as_json: bool,
 ) -> int:
-    """Ask again and again, keep what is believed, and say what changed. Missing credentials end it with exit code 4.
+    """Fetch prices repeatedly, and print the changes.
+
+    Plausible prices are recorded. Missing credentials end the command with exit code 4.
 
     \b
     Example:
@@ -231,7 +237,7 @@ def watch(
         time.sleep(every_ms / 1000)
 
 
-# --- what commands share -----------------------------------------------------------------------------
+# --- shared by the commands --------------------------------------------------------------------------
 
 
 def now_ms() -> int:
@@ -276,7 +282,7 @@ def _latest(
 
 
 def _types(clouds: Sequence[str], accelerators: Sequence[str]) -> tuple[str, ...]:
-    """Instance types with these GPUs; empty if no GPU was named. An unknown GPU is a mistake of usage."""
+    """Return the instance types with these GPUs; empty if no GPU was named. Raises UsageError for an unknown GPU."""
     for name in accelerators:
         if not machines(clouds, (name,)):
             known = ", ".join(sorted({machine.accelerator for machine in machines(clouds)}))
@@ -296,7 +302,7 @@ def _exact(point: PricePoint | None) -> str | None:
     return None if point is None else exact_dollars(point.micro_usd_per_hour)
 
 
-# --- for machines ------------------------------------------------------------------------------------
+# --- JSON --------------------------------------------------------------------------------------------
 
 
 def price_json(point: PricePoint, at_ms: int) -> dict[str, Any]:
@@ -339,7 +345,7 @@ def refreshed_json(refreshed: Refreshed) -> dict[str, Any]:
     }
 
 
-# --- for people --------------------------------------------------------------------------------------
+# --- tables and lines --------------------------------------------------------------------------------
 
 
 def price_table(points: Sequence[PricePoint], at_ms: int) -> Table:
@@ -393,7 +399,7 @@ def answer_table(refreshed: Refreshed) -> Table:
 
 
 def watch_lines(refreshed: Refreshed, changed: Sequence[tuple[PricePoint | None, PricePoint]]) -> list[str]:
-    """One line a question, and one a price that is new or moved."""
+    """Return one line for the fetch, and one line for each new or changed price."""
     heard = sum(len(answer.points) for answer in refreshed.answers)
     refused = sum(len(answer.refused) for answer in refreshed.answers)
     lines = [f"{_minute(now_ms())} UTC: {heard} prices heard, {len(changed)} moved or new, {refused} refused"]
@@ -405,7 +411,7 @@ def watch_lines(refreshed: Refreshed, changed: Sequence[tuple[PricePoint | None,
 
 
 def _tell(answers: Sequence[Answer]) -> None:
-    """What did not come, and why: on stderr, so that a table can be piped."""
+    """Print refused prices, notes and failures with their reasons. Use stderr, so a table on stdout can be piped."""
     for answer in answers:
         for refusal in answer.refused[:REFUSALS_SHOWN]:
             click.echo(f"Refused: {refusal} ({answer.source})", err=True)
@@ -413,7 +419,7 @@ def _tell(answers: Sequence[Answer]) -> None:
             click.echo(f"Refused: {more} more of {answer.source}; --json lists them all", err=True)
         for note in answer.notes:
             click.echo(f"Note: {note}", err=True)
-    # Two sources of one cloud lack the same credentials: once is enough.
+    # Two sources of one cloud may report the same missing credentials. Print equal failures once.
     for failure in dict.fromkeys(str(failure) for answer in answers for failure in answer.failures):
         click.echo(f"Error: {failure}", err=True)
 

@@ -1,4 +1,4 @@
-"""`spotrl pull`: the trained weights and metrics of a run, copied out of its stores."""
+"""`spotrl pull`: copy the trained weights and metrics of a run from its stores."""
 
 import json
 from pathlib import Path
@@ -26,17 +26,18 @@ from launcher.report.weights import pull_metrics, pull_weights, write_pulled_man
 def pull(sessions: sessionmaker[Session], run_name: str, to: Path | None, as_json: bool) -> None:
     """Copy the trained weights of RUN to a folder.
 
-    They are those of its newest complete checkpoint; of a run on a cloud, out of its bucket.
+    The weights come from the newest complete checkpoint. For a run on a cloud, the checkpoint is in the run's bucket.
 
-    weights.safetensors is what training goes on from; ema.safetensors is their average, which evaluations use. That
-    average is also written for diffusers: pytorch_lora_weights.safetensors (`load_lora_weights`), or the folder
-    transformer (`from_pretrained`) where the engine is installed.
+    weights.safetensors holds the weights for further training. ema.safetensors holds the moving average, used by
+    evaluations. The average is also written for diffusers: as pytorch_lora_weights.safetensors (`load_lora_weights`),
+    or, if the engine is installed, as the folder transformer (`from_pretrained`).
 
-    manifest.json says whose weights these are: a job with `model: {name: ..., from: ./FOLDER}` starts from them.
+    manifest.json names the run and the checkpoint. A job with `model: {name: ..., from: ./FOLDER}` starts from the
+    weights in FOLDER.
 
-    README.md is a model card: the job, the curve of its metric, the cost, and how to load the weights.
+    README.md is a model card with the job, the curve of the metric, the cost and loading instructions.
 
-    Of a run on a cloud, metrics/NODE holds metrics.jsonl and TensorBoard's files of each trainer node.
+    For a run on a cloud, metrics/NODE holds metrics.jsonl and TensorBoard's files of each trainer node.
 
     \b
     Example:
@@ -77,9 +78,9 @@ def pull(sessions: sessionmaker[Session], run_name: str, to: Path | None, as_jso
 
 
 def write_card(folder: Path, card: str, report: Report) -> Path:
-    """Write the model card, and the curve that it shows if there is one."""
+    """Write the model card and its curve, and return the path of the card. A run without evaluations has no curve."""
     if report.curve:
-        from launcher.report.charts import reward_chart  # The charts' libraries take a second to load.
+        from launcher.report.charts import reward_chart  # the charts' libraries take a second to import
 
         (folder / CURVE).write_text(reward_chart(report).svg, encoding="utf-8")
     (folder / CARD).write_text(card, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""`spotrl reap`: end what runs left behind on the clouds."""
+"""`spotrl reap`: terminate nodes and delete resources left behind by runs."""
 
 from typing import Any
 
@@ -16,16 +16,17 @@ from launcher.settings import runs_folder
 @what_to_take
 @click.pass_obj
 def reap(sessions: sessionmaker[Session], **options: Any) -> ExitCode:
-    """End machines, disks and the like that no live run wants.
+    """Terminate nodes and delete resources that no live run owns.
 
-    Whatever of yours no live run of this ledger wants is ended, in every region and on this machine. It is found by
-    its labels on the clouds themselves, and nodes on this machine by the mark of their processes, so it does not
-    matter who has forgotten it: no ledger is needed. What is found is listed first. Runs that go on are left alone
-    (`spotrl down RUN` ends one); a run of yours that another machine's ledger looks after is not known here, so look
-    at the list.
+    The command finds your nodes, disks and other resources in every region by their labels on the cloud, and nodes on
+    this machine by a mark on their processes. The search needs no ledger. The command prints the list, and asks
+    before terminating anything.
 
-    Exit code 10 when something is left, a region could not be asked, or another owner's things were left alone; each
-    is named.
+    Live runs in the ledger are left alone (`spotrl down RUN` ends a run). Check the list for live runs started from
+    another machine: the ledger does not contain them, so the command would terminate their nodes.
+
+    Exit code 10 means: a resource is left, a region did not answer, or another owner's resources were left alone. The
+    output names each case.
 
     \b
     Example:

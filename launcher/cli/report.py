@@ -1,4 +1,4 @@
-"""`spotrl report`: what a run reached, and what that cost."""
+"""`spotrl report`: show a run's results and costs."""
 
 import json
 import os
@@ -33,7 +33,7 @@ def report(
 ) -> None:
     """Show the dollars and hours that RUN took to its target.
 
-    Costs are split by role, market, node and phase.
+    The report splits the costs by role, market, node and phase, and lists the preemptions with their cost.
 
     \b
     Example:
@@ -48,7 +48,7 @@ def report(
                 f"{run.name} was removed with `spotrl rm`: its pictures and logs are gone, its facts are not", err=True
             )
     if html is not None:
-        from launcher.report.html import render_html  # The charts' libraries take a second to load.
+        from launcher.report.html import render_html  # the charts' libraries take a second to import
 
         unfinished = html.with_name(f"{html.name}.part")
         unfinished.write_text(render_html(built, pictures_of(run)), encoding="utf-8")
@@ -61,7 +61,7 @@ def report(
 
 
 def pictures_of(run: Run) -> Callable[[str], bytes | None]:
-    """Return a reader of pictures in the run's stores. Where a bucket cannot be read, a report has none and says so."""
+    """Return a reader of images in the run's stores. If a bucket cannot be read, the reader warns and returns None."""
 
     def read(path: str) -> bytes | None:
         try:

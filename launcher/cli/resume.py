@@ -1,4 +1,4 @@
-"""`spotrl resume`: go on with a run whose controller died, or that was stopped."""
+"""`spotrl resume`: continue a stopped or failed run, or a run with a dead controller."""
 
 import json
 
@@ -14,9 +14,9 @@ from launcher.cluster.runs import resume_run
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_obj
 def resume(sessions: sessionmaker[Session], run_name: str, as_json: bool) -> None:
-    """Start RUN's controller again, from the last checkpoint.
+    """Continue RUN from its last checkpoint with a new controller.
 
-    Nodes that are still there are kept.
+    Use the command after a stop or a failure, or if the controller died. Running nodes are kept.
 
     \b
     Example:

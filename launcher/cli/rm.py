@@ -1,4 +1,4 @@
-"""`spotrl rm`: delete the files of a run that is over."""
+"""`spotrl rm`: delete the local files of a finished, stopped or failed run."""
 
 import json
 from dataclasses import asdict
@@ -19,14 +19,15 @@ from launcher.money import dollars
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_obj
 def rm(sessions: sessionmaker[Session], run_name: str, yes: bool, as_json: bool) -> None:
-    """Delete the files of RUN, which is over, from this machine.
+    """Delete the local files of RUN after the run's end.
 
-    Its folder goes: logs, journals, and checkpoints and weights if they are here. `spotrl pull RUN` copies the weights
-    before. Its ledger stays: `spotrl report RUN` works, its costs count in every limit on all runs, and `spotrl ls
-    --all` shows it. So its name cannot be used again, and it cannot be resumed.
+    The command deletes the run's folder: logs, journals, and local checkpoints and weights. To keep the weights, copy
+    them before with `spotrl pull RUN`. The records in the ledger stay: `spotrl report RUN` still works, `spotrl ls
+    --all` shows the run, and the run's costs count in every limit across all runs. The run's name cannot be used
+    again, and the run cannot be resumed.
 
-    Files in buckets are not deleted; the command says where they are and how to delete them. A run that is not over,
-    or whose nodes may still cost money, is refused. If the command is cut short, call it again.
+    Files in buckets are not deleted; the command prints their address and a command to delete them. The command
+    refuses a live run, and a run with nodes that may still cost money. After an interruption, repeat the command.
 
     \b
     Example:
@@ -61,7 +62,7 @@ def deletion(url: str) -> str:
 
 
 def size_text(count: int) -> str:
-    """`512 bytes`, `3.4 MiB`, `1.2 GiB`."""
+    """Return a size as text, like `512 bytes`, `3.4 MiB` or `1.2 GiB`."""
     if count < 1 << 10:
         return f"{count} bytes"
     unit, shift = next((unit, shift) for unit, shift in (("GiB", 30), ("MiB", 20), ("KiB", 10)) if count >> shift)

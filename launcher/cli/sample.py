@@ -1,4 +1,4 @@
-"""`spotrl sample`: pictures of a run's trained weights for prompts of your own."""
+"""`spotrl sample`: generate images with a run's trained weights for your own prompts."""
 
 import contextlib
 import json
@@ -49,12 +49,12 @@ def sample(
     model_folder: Path | None,
     as_json: bool,
 ) -> None:
-    """Draw pictures with the trained weights of RUN.
+    """Generate images with the trained weights of RUN.
 
-    The weights are those that evaluations use, of the newest complete checkpoint. Pictures are drawn on this machine,
-    as an evaluation draws them: one prompt, one seed and the same weights give the same picture.
+    The weights are the EMA weights of the newest complete checkpoint, as used by evaluations. Images are generated on
+    this machine with the sampler of evaluations: equal prompts, seeds and weights give equal images.
 
-    Files are named after the prompt's number and the seed: 001-seed0.png. With --base, 001-seed0-base.png. Videos
+    A file is named after the prompt's number and the seed: 001-seed0.png, or 001-seed0-base.png with --base. Videos
     become animated PNG files.
 
     \b
@@ -109,7 +109,7 @@ def sample(
 
 
 def drawn(command: list[str], request: dict[str, Any]) -> Iterator[str]:
-    """Yield a line for each picture that is written. Raises Failure with the engine's words."""
+    """Yield one line for each written image. Raises Failure with the engine's error message."""
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, bufsize=1
@@ -117,7 +117,7 @@ def drawn(command: list[str], request: dict[str, Any]) -> Iterator[str]:
         assert process.stdin is not None
         assert process.stdout is not None
         try:
-            with contextlib.suppress(BrokenPipeError):  # it ended already; its error says why
+            with contextlib.suppress(BrokenPipeError):  # the engine ended early; stderr has the error
                 process.stdin.write(json.dumps(request))
                 process.stdin.close()
             yield from process.stdout

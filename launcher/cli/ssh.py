@@ -1,4 +1,4 @@
-"""`spotrl ssh`: a shell, or one command, on a node of a run."""
+"""`spotrl ssh`: open a shell or run one command on a node of a run."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from launcher.ledger.models import Node
 from launcher.ledger.store import check_kept, find_run, nodes_of
 
 MACHINE = "machine.json"
-"""What the provisioner knows of a node's machine, in the node's folder here."""
+"""File in the node's local folder with the provisioner's record of the instance, including the login."""
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
@@ -32,13 +32,14 @@ MACHINE = "machine.json"
 def ssh(
     sessions: sessionmaker[Session], run_name: str, node_name: str, command: tuple[str, ...], as_json: bool
 ) -> int | None:
-    """Log in to NODE of RUN, or run COMMAND there.
+    """Open a shell on NODE of RUN, or run COMMAND on NODE.
 
-    NODE is a node's name, with or without its run's, or its slot (`trainer`, `spot-0`): then the newest of that slot.
-    The node's own files are in ~/spotrl there. The exit code is that of ssh.
+    NODE is a node's name, with or without the name of the run, or a slot (`trainer`, `spot-0`). A slot means the
+    newest node of the slot. The node's files are in ~/spotrl on the node. The exit code is the exit code of ssh.
 
-    With --json and COMMAND: its exit code, stdout and stderr. With --json alone: the node's address and the ssh
-    command that logs in. A node of this machine (infra local) has a folder and takes no COMMAND.
+    With --json and COMMAND, the output is the command's exit code, stdout and stderr. With --json alone, the output
+    is the node's address and the ssh command for the login. A node on this machine (infra local) has a folder and
+    accepts no COMMAND.
 
     \b
     Example:
@@ -74,7 +75,10 @@ def ssh(
 
 
 def newest(run_name: str, nodes: Sequence[Node], wanted: str) -> Node:
-    """The node of that name, or the newest of that slot. LookupError names those that there are."""
+    """Return the node named `wanted`, or the newest node of the slot `wanted`.
+
+    Raises LookupError with the names of the run's slots.
+    """
     named = [node for node in nodes if wanted in (node.name, node.slot, short_name(run_name, node.name))]
     if not named:
         known = ", ".join(dict.fromkeys(node.slot for node in nodes)) or "none yet"
@@ -83,7 +87,7 @@ def newest(run_name: str, nodes: Sequence[Node], wanted: str) -> Node:
 
 
 def login_of(name: str, folder: Path) -> Mapping[str, Any]:
-    """How to get in, as the provisioner wrote it down. Raises Failure where nobody can get in, or not any more."""
+    """Return the login written by the provisioner. Raises Failure if the node has ended or has no login yet."""
     if (folder / "ended.json").exists():
         raise Failure(f"{name} has ended; `spotrl logs` shows what it wrote, and `spotrl status` which nodes there are")
     try:
@@ -98,7 +102,11 @@ def login_of(name: str, folder: Path) -> Mapping[str, Any]:
 
 
 def ssh_command(login: Mapping[str, Any], folder: Path, command: Sequence[str]) -> list[str]:
-    """What to run. A node's host key is believed the first time and kept in its own folder: addresses come again."""
+    """Return the ssh command line.
+
+    The node's host key is accepted on the first login and kept in the node's own folder, because clouds reuse
+    addresses.
+    """
     options = {
         "IdentitiesOnly": "yes",
         "IdentityAgent": "none",
@@ -109,7 +117,7 @@ def ssh_command(login: Mapping[str, Any], folder: Path, command: Sequence[str]) 
         **({"ProxyCommand": str(login["proxy"])} if login.get("proxy") else {}),
     }
     words = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
-    # The user's own ssh configuration is for the user's machines, and the user's agent is no business of a node.
+    # Ignore the user's ssh configuration and ssh agent: both are for the user's own machines, not for nodes.
     port = str(login.get("port") or 22)
     ssh = ["ssh", "-F", "none", "-a", "-x", "-i", str(login["key"]), "-p", port, *words]
     return [*ssh, f"{login['user']}@{login['host']}", *(["--", *command] if command else [])]

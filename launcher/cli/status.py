@@ -1,4 +1,4 @@
-"""`spotrl status`: one run, its nodes and what happened to it last."""
+"""`spotrl status`: show a run, its nodes and its last events."""
 
 import json
 import time
@@ -29,9 +29,9 @@ PIPE_WIDTH = 200
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; with --watch, one object a line.")
 @click.pass_obj
 def status(sessions: sessionmaker[Session], run_name: str, watch: bool, as_json: bool) -> None:
-    """Show how RUN stands: progress, money, nodes and last events.
+    """Show the progress, cost, nodes and last events of RUN.
 
-    A node's age and its SP groups are shown beside it.
+    Each node is shown with its age, its rate and its SP groups.
 
     \b
     Example:
@@ -51,7 +51,7 @@ def _show(sessions: sessionmaker[Session], run_name: str, as_json: bool) -> None
     view = run_view(sessions, run_name)
     with sessions() as session:
         happened = event_lines(session, find_run(session, run_name))
-    # Groups may change many times a minute; the nodes show them.
+    # Leave out regroups: SP groups may change many times a minute, and the table of nodes shows the groups.
     lines = [line for line in happened if line.kind != Regrouped.KIND][-LAST_EVENTS:]
     if as_json:
         document: dict[str, Any] = {**asdict(view), "events": [asdict(line) for line in lines]}
@@ -65,15 +65,15 @@ def _show(sessions: sessionmaker[Session], run_name: str, as_json: bool) -> None
 
 
 def print_table(table: Table) -> None:
-    """As wide as it needs to be where no terminal limits it: a name that is cut short cannot be copied."""
-    console = Console(markup=False)  # `spotrl[sky]` is no style
+    """Print a table. Without a terminal, print at full width: a truncated name cannot be copied."""
+    console = Console(markup=False)  # `spotrl[sky]` is text, not a style
     (console if console.is_terminal else Console(width=PIPE_WIDTH, markup=False)).print(table)
 
 
 def headline(view: RunView) -> list[str]:
-    """The run in a few lines."""
+    """Return the run's status, progress and cost in a few lines."""
     reason = f" ({view.reason})" if view.reason else ""
-    # On a line of its own, so that the command is not wrapped and can be copied.
+    # Put the warning on its own line: an unwrapped command can be copied.
     warning = [f"{view.name} has no controller; start one: spotrl resume {view.name}"] if view.lacks_controller else []
     removed = "; its files were removed" if view.is_removed else ""
     limit = f" of {dollars(view.max_total_micro_usd)}" if view.max_total_micro_usd is not None else ""
@@ -105,6 +105,6 @@ def node_table(view: RunView) -> Table:
 
 
 def event_text(line: EventLine, run_name: str) -> str:
-    """One event as a line: when (run's clock), where, what."""
+    """Return one event as a line: time (run's clock), source, kind and text."""
     source = short_name(run_name, line.source)
     return f"{duration(max(0, line.elapsed_ms)):>10}  {source:<12} {line.kind} {line.text}".rstrip()

@@ -1,4 +1,4 @@
-"""`spotrl trace`: what every worker of a run did and when, as a file that Perfetto opens."""
+"""`spotrl trace`: write a timeline of a run's workers as a file for Perfetto."""
 
 import json
 import os
@@ -22,7 +22,8 @@ from launcher.report.trace import chrome_trace
 def trace(sessions: sessionmaker[Session], run_name: str, out: Path | None, as_json: bool) -> None:
     """Write a timeline of RUN's workers and nodes for Perfetto.
 
-    It shows the phases of every worker, the lives of the nodes, iterations and regroups; also while the run goes on.
+    The timeline shows the phases of every worker, the lifecycle of the nodes, iterations and regroups. The command
+    also works during the run.
 
     Open the file at https://ui.perfetto.dev or chrome://tracing.
 

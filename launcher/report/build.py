@@ -1,9 +1,9 @@
-"""The report of a run, as one value: what it reached, what that cost, where the money went, what reclaims cost.
+"""The report of a run as one value: target, costs, splits of the costs, and the cost of preemptions.
 
-ledger -> costs and curve -> target, gains, preemptions, comparisons -> Report (terminal, JSON and HTML print it)
+ledger -> costs and curve -> target, gains, preemptions, comparisons -> Report (terminal, JSON and HTML print the value)
 
-Nothing here is measured again or assumed: every number is a fact of the ledger or worked out from facts, and
-what it is worth is said beside it (`money_basis`, price sources with their age, what a saving is against).
+The report measures and assumes nothing: every number is a fact in the ledger or computed from facts. The basis of
+each number is reported with the number: `money_basis`, price sources with their age, and the baseline of each saving.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,7 +27,7 @@ from launcher.report.sharing import Sharing, sharing_of
 from launcher.report.target import Evaluation, Gain, Point, best, crossing, dollars_per_gain, smoothed
 
 SCHEMA = 1
-"""Version of the report's JSON. A field may be added to a version; one that changes or leaves makes the next."""
+"""Version of the report's JSON. A new field keeps the version; a changed or removed field increments the version."""
 
 GAINS = 8
 
@@ -36,7 +36,7 @@ ENDED = ("finished", "stopped", "failed")
 DEFAULT_METRIC = "exact_match"
 
 Limits = tuple[tuple[str, float], ...]
-"""Guards of a target: metric and the most it may be."""
+"""Guards of a target: each metric with the largest value allowed."""
 
 DEFAULT_HOLD = 3
 
@@ -62,7 +62,7 @@ NOT_MODELLED_ON_CLOUDS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunFacts:
-    """Which run this is, and what would be needed to make it again. Hours are the run's clock."""
+    """Identity of the run, and the inputs needed to reproduce the run. Hours are on the run's clock."""
 
     name: str
     status: str
@@ -70,7 +70,7 @@ class RunFacts:
     infra: str
     created_at: str
     until: str
-    """The end of the run, or the moment of this report."""
+    """End of the run, or the time of the report if the run has not ended; ISO, UTC."""
     hours: float
     wall_seconds: float
     clock_factor: float
@@ -82,12 +82,12 @@ class RunFacts:
     seeds: tuple[int, ...]
     devices: str
     started_from: str = ""
-    """Whose weights the run started from; empty: the base model's."""
+    """Source of the start weights (run and checkpoint); empty if the run started from the base model."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Moment:
-    """An evaluation, with what it took to get there since the run was created."""
+    """An evaluation, with the hours and micro-dollars since the run was created."""
 
     iteration: int
     at_ms: int
@@ -99,7 +99,7 @@ class Moment:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DriftPoint:
-    """An evaluation's distance to the base model's pictures (engine/drift.py), and whether every guard held."""
+    """Distance of an evaluation's images to the base model's images (engine/drift.py), and whether every guard held."""
 
     iteration: int
     drift: float
@@ -108,7 +108,7 @@ class DriftPoint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Guard:
-    """A limit that the target depends on. `value`: of the newest evaluation; None: not reported."""
+    """A limit on a metric, required by the target. `value` is from the newest evaluation; None if not reported."""
 
     metric: str
     max: float
@@ -118,7 +118,7 @@ class Guard:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Factors:
-    """Dollars = iterations x seconds per iteration x dollars per hour (run's clock); what a saving is made of."""
+    """Factors of a cost and of a saving: iterations x seconds per iteration x dollars per hour (run's clock)."""
 
     iterations: int
     seconds_per_iteration: float
@@ -128,10 +128,11 @@ class Factors:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Target:
-    """Whether the score was reached: the smoothed score at or above `value` for `hold` evaluations in a row.
+    """The target score, and whether the run reached the target.
 
-    `confirmed` is the evaluation at which that was known, and dollars and hours are counted to there; `first`
-    is the first single evaluation at or above it. `value` None: the run had no target.
+    A target is reached when the smoothed score is at or above `value` for `hold` evaluations in a row.
+    `confirmed` is the last evaluation of the row; dollars and hours are counted up to `confirmed`. `first` is the
+    first single evaluation at or above `value`. `value` is None if the run had no target.
     """
 
     metric: str
@@ -141,22 +142,22 @@ class Target:
     confirmed: Moment | None
     first: Moment | None
     best: Moment | None
-    """Highest smoothed score so far."""
+    """Evaluation with the highest smoothed score."""
     factors: Factors | None
-    """Of the way to `confirmed`."""
+    """Factors of the cost up to `confirmed`."""
     guards: tuple[Guard, ...] = ()
-    """As they stand in the newest evaluation; the target is reached only in evaluations in which all hold."""
+    """Guards in the newest evaluation. An evaluation counts towards the target only if all guards hold."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Costs:
-    """The same total, split five ways."""
+    """Total cost in micro-dollars, and five splits of the same total."""
 
     total: int
     by_role: Mapping[str, int]
     by_market: Mapping[str, int]
     by_place: Mapping[str, int]
-    """By cloud and region."""
+    """Split by cloud and region."""
     by_node: Mapping[str, int]
     by_phase: Mapping[str, int]
     sums_equal: bool
@@ -164,10 +165,10 @@ class Costs:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExtraLine:
-    """Something of the bill that has a line of its own. `micro_usd` None: it is paid for, and nobody knows what."""
+    """A separate line of the bill. `micro_usd` is None if the cloud charges an amount that is not known."""
 
     kind: str
-    """failed_launches, setup, idle (inside the total); disk, address, egress (beside it)."""
+    """failed_launches, setup, idle (inside the total); disk, address, egress (not in the total)."""
     amount: str
     micro_usd: int | None
     in_total: bool
@@ -176,7 +177,7 @@ class ExtraLine:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeLine:
-    """One node: what it was, when it was paid for, and what it cost."""
+    """One node: its offer, the intervals in which the node was billed, and the cost."""
 
     node: str
     slot: str
@@ -196,18 +197,20 @@ class NodeLine:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreemptionLine:
-    """A node that the cloud took back, and what that cost.
+    """A preempted node, and the cost of the preemption.
 
     `micro_usd` = `cold_start_micro_usd` + `lost_work_micro_usd`:
 
-    - cold start: what the successors in the same slot were paid from their start of billing until a worker of
-      theirs called in. Successors count up to the first that was seen or was itself preempted (that one's
-      preemption pays for the next), so no cold start is counted twice.
+    - cold start: cost of the successors in the same slot, from the start of billing until a worker of the successor
+      called in. Successors count up to the first successor with a call or with a preemption. A preempted
+      successor's own preemption carries the next cold start, to count no cold start twice.
     - lost work: `lost_steps` x the run's own mean node-time per denoising step (node-time of rollouts and
       exploration / denoising steps of trained iterations and of their exploration) x the lost node's price.
-      Never more than the node cost; 0 before the first iteration is trained, as nothing is known of a step yet.
+      Lost work is at most the cost of the node. Lost work is 0 before the first trained iteration, because the
+      time of a step is not known yet.
 
-    `replaced_after_*`: from the loss to the first call of a later node of the slot; None if there was none.
+    `replaced_after_*`: time from the preemption to the first call of a later node of the slot; None if no later node
+    has called.
     """
 
     node: str
@@ -220,7 +223,7 @@ class PreemptionLine:
     lost_steps: int
     replaced_by: str | None
     replaced_after_s: float | None
-    """On the run's clock."""
+    """Seconds on the run's clock."""
     replaced_after_wall_s: float | None
     cold_start_micro_usd: int
     lost_work_micro_usd: int
@@ -229,7 +232,7 @@ class PreemptionLine:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PriceEffect:
-    """The same node-time, paid at the on-demand price of the same offers. Says nothing of a run without spot."""
+    """The run's node-time at the on-demand price of the same offers. The figure does not predict a run without spot."""
 
     paid_micro_usd: int
     on_demand_micro_usd: int
@@ -238,13 +241,13 @@ class PriceEffect:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Saving:
-    """Saved against something that is named: another run, or a counterfactual that says it is one.
+    """A saving against a named baseline: another run, or a counterfactual labelled as a counterfactual.
 
-    `saved_micro_usd` None: the two cannot be compared, and `why` says so.
+    `saved_micro_usd` is None if the two cannot be compared; `why` gives the reason.
     """
 
     kind: str
-    """run or counterfactual."""
+    """`run` or `counterfactual`."""
     against: str
     micro_usd: int | None
     saved_micro_usd: int | None
@@ -255,7 +258,7 @@ class Saving:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PriceSource:
-    """Where prices came from. The age is that of the oldest price when its node was asked for."""
+    """A source of prices. `age_days` is the price's age at the newest request for a node at the price."""
 
     source: str
     observed_at: str
@@ -274,7 +277,7 @@ class Pictures:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """Everything that `spotrl report` says of a run."""
+    """Every value `spotrl report` prints about a run."""
 
     schema: int
     run: RunFacts
@@ -284,13 +287,13 @@ class Report:
     costs: Costs
     curve: tuple[Moment, ...]
     drift: tuple[DriftPoint, ...]
-    """Evaluations that report it."""
+    """Drift of each evaluation with a drift metric."""
     gains: tuple[Gain, ...]
-    """What each part of the climb cost, in at most `GAINS` parts."""
+    """Cost of each part of the climb, in at most `GAINS` parts."""
     micro_usd_per_hundredth: int | None
-    """Of the whole climb, from the first evaluation to the best smoothed score; None when there was none."""
+    """Micro-dollars per +0.01, from the first evaluation to the best smoothed score; None if the score did not rise."""
     extras: tuple[ExtraLine, ...]
-    """Of a run on real clouds."""
+    """Separate bill lines of a run on real clouds; empty on the local infra."""
     nodes: tuple[NodeLine, ...]
     preemptions: tuple[PreemptionLine, ...]
     exploration: Exploration | None
@@ -305,21 +308,21 @@ class Report:
     notes: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Return the report as a dictionary for JSON."""
         return asdict(self)
 
 
 def clock_of(run: Run) -> ScaledClock:
-    """The clock that everything in a run's ledger was timed by."""
+    """Return the clock of the run's times in the ledger."""
     return ScaledClock(origin_ms=run.clock_origin_ms, factor=run.clock_factor)
 
 
 def build_report(
     session: Session, run: Run, now_ms: int, target_reward: float | None = None, against: Run | None = None
 ) -> Report:
-    """The report of `run` as it stands at `now_ms` (run's clock).
+    """Return the report of `run` at `now_ms` (run's clock).
 
-    `target_reward` replaces the target of the job; `against` is a run that saved dollars are told against.
+    `target_reward` replaces the target of the job. `against` is another run, the baseline of a saving.
     """
     costs = run_costs(session, run, now_ms)
     end_ms = _ended_ms(session, run) or now_ms
@@ -330,7 +333,7 @@ def build_report(
     status = current_status(session, run)
     saved = [_counterfactual(costs, preemptions)]
     if against is not None:
-        # The other run has a clock of its own; only what it spent until its last evaluation is asked for.
+        # `against` has its own clock, so count its costs only up to its last evaluation.
         told = max((row.at_ms for row in progress_of(session, against, Evaluated.KIND)), default=against.created_ms)
         theirs, _ = _target(
             session, against, run_costs(session, against, told), target.value, target.metric, _limits(run)
@@ -385,11 +388,11 @@ def build_report(
     )
 
 
-# --- what was reached ---------------------------------------------------------------------------------
+# --- target -------------------------------------------------------------------------------------------
 
 
 def _by_iteration(session: Session, run: Run, kind: str) -> dict[int, ProgressRow]:
-    """The events of one kind that count (newest lineage), one an iteration, in order."""
+    """Return one event of `kind` per iteration, ordered by iteration. The newest lineage of an iteration counts."""
     rows = {int(row.event["iteration"]): row for row in progress_of(session, run, kind)}
     return dict(sorted(rows.items()))
 
@@ -463,7 +466,7 @@ def _drift(session: Session, run: Run) -> tuple[DriftPoint, ...]:
 
 
 def _climb(curve: Sequence[Evaluation]) -> tuple[float, int]:
-    """Gain of the smoothed score from the first evaluation to the best, and the micro-dollars in between."""
+    """Return the gain of the smoothed score from the first to the best evaluation, and its cost in micro-dollars."""
     highest = best(curve)
     if highest is None:
         return 0.0, 0
@@ -510,7 +513,7 @@ def _pictures(session: Session, run: Run, metric: str) -> list[Pictures]:
     ]
 
 
-# --- what it cost -------------------------------------------------------------------------------------
+# --- costs --------------------------------------------------------------------------------------------
 
 
 def _costs(costs: RunCosts) -> Costs:
@@ -528,7 +531,7 @@ def _costs(costs: RunCosts) -> Costs:
 
 
 def _extras(session: Session, run: Run, costs: RunCosts, now_ms: int) -> tuple[ExtraLine, ...]:
-    """What a bill of a real cloud has beside machines that worked; the local infra has none."""
+    """Return the bill lines of a real cloud besides working nodes. The local infra has no lines."""
     if run.infra == LOCAL:
         return ()
     idlers = [node for node in costs.nodes if node.charges and node.seen_ms is None]
@@ -609,7 +612,7 @@ def _price_sources(nodes: Sequence[Node]) -> tuple[PriceSource, ...]:
 
 
 def _age_days(observed_at: str, at_ms: int) -> float | None:
-    """Days from an ISO date or time to a moment; None when it is not one."""
+    """Return the days from an ISO date or time to `at_ms`; None if `observed_at` is not a date."""
     try:
         seen = datetime.fromisoformat(observed_at)
     except ValueError:
@@ -618,7 +621,7 @@ def _age_days(observed_at: str, at_ms: int) -> float | None:
     return round((at_ms / 1000 - seen.timestamp()) / 86_400, 2)
 
 
-# --- what reclaims cost -------------------------------------------------------------------------------
+# --- cost of preemptions ------------------------------------------------------------------------------
 
 
 def _preemptions(session: Session, run: Run, costs: RunCosts) -> tuple[PreemptionLine, ...]:
@@ -669,7 +672,7 @@ def _preemptions(session: Session, run: Run, costs: RunCosts) -> tuple[Preemptio
 
 
 def _paid_by(later: Sequence[NodeCost], taken: set[str]) -> list[NodeCost]:
-    """The successors whose cold starts a preemption pays for: up to the first that was seen or preempted."""
+    """Return the successors with cold starts caused by the preemption: up to the first one seen or preempted."""
     paid = []
     for cost in later:
         paid.append(cost)
@@ -679,9 +682,9 @@ def _paid_by(later: Sequence[NodeCost], taken: set[str]) -> list[NodeCost]:
 
 
 def _time_of_steps(session: Session, run: Run, costs: RunCosts) -> tuple[int, int]:
-    """Node-milliseconds of rollouts and exploration in the whole run, and the denoising steps they made.
+    """Return the node-milliseconds of rollouts and exploration in the whole run, and the number of denoising steps.
 
-    Every lineage counts on both sides: what was redone took its time twice.
+    Both figures include every lineage: repeated work took its time twice.
     """
     ms = sum(costs.phase_ms.get(phase.value, 0) for phase in (Phase.ROLLOUT, Phase.EXPLORATION))
     algorithm, sampler = run.job.get("algorithm", {}), run.job.get("sampler", {})
@@ -699,11 +702,11 @@ def _value(lost_steps: int, ms: int, steps: int, micro_usd_per_hour: int) -> int
     return interval_micro_usd(0, round(lost_steps * ms / steps), micro_usd_per_hour)
 
 
-# --- saved against what -------------------------------------------------------------------------------
+# --- savings ------------------------------------------------------------------------------------------
 
 
 def _counterfactual(costs: RunCosts, preemptions: Sequence[PreemptionLine]) -> Saving:
-    """All nodes on demand for the same node-time, less the cold starts that preemptions caused."""
+    """Return the saving against all nodes on demand: the same node-time, minus the cold starts after preemptions."""
     taken = {line.node for line in preemptions}
     caused: dict[str, NodeCost] = {}
     for line in preemptions:
@@ -725,7 +728,7 @@ def _counterfactual(costs: RunCosts, preemptions: Sequence[PreemptionLine]) -> S
 
 
 def _saved_against(ours: Target, name: str, theirs: Target) -> Saving:
-    """Dollars to the same target in two runs, and the factors they are made of."""
+    """Compare the dollars to the same target in two runs, with the factors of each cost."""
     if ours.value is None:
         return _incomparable(name, "there is no target to compare at; name one with --target-reward")
     late = [who for who, target in (("this run", ours), (name, theirs)) if target.confirmed is None]

@@ -1,4 +1,4 @@
-"""The model card of pulled weights: what they are, how to load them, what they reached, and what that cost."""
+"""The model card of pulled weights: their origin, loading instructions, results and cost."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ CARD = "README.md"
 CURVE = "curve.svg"
 
 ROWS = 12
-"""Evaluations that the card's table shows, the first and the last among them; the curve has them all."""
+"""Number of evaluations in the card's table, including the first and the last. The curve shows every evaluation."""
 
 LOAD_LORA = """\
 pipeline.load_lora_weights("{folder}")
@@ -39,7 +39,7 @@ CLASSES = {
 def model_card(report: Report, job: Mapping[str, Any], pulled: Pulled, folder: str, has_diffusers_files: bool) -> str:
     """Return the card as Markdown.
 
-    `folder`: where the weights lie, as the reader will name it.
+    `folder`: path of the weights, as the reader will write the path.
     """
     model = ModelConfig.model_validate(job.get("model") or {})
     run, metric = report.run, report.target.metric
@@ -76,7 +76,7 @@ def model_card(report: Report, job: Mapping[str, Any], pulled: Pulled, folder: s
 
 
 def _front(model: ModelConfig) -> str:
-    """What model hubs read."""
+    """Return the metadata block read by model hubs."""
     kind = "text-to-video" if model.name == "wan" else "text-to-image"
     lines = ["library_name: diffusers", f"pipeline_tag: {kind}", "tags: [reinforcement-learning, spotrl"]
     return "\n".join(["---", *lines[:2], lines[2] + (", lora]" if model.weights == "lora" else "]"), "---"])

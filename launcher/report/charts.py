@@ -1,7 +1,8 @@
-"""The report's three pictures as SVG text: reward against dollars, spend rate, and the nodes' timeline.
+"""The report's three charts as SVG text: reward against dollars, spend rate, and the nodes' timeline.
 
-Altair describes them and vl-convert draws them here, so the page needs no script and no network. Colours are
-Okabe and Ito's, which people with any common colour blindness can tell apart; shape says what colour says.
+Altair describes the charts and vl-convert draws the charts on this machine, so the page needs no script and no
+network. The colours are Okabe and Ito's palette, readable with any common colour blindness. Shapes repeat the
+information of the colours.
 """
 
 import re
@@ -30,15 +31,15 @@ STAGES = {
     "spot, cold start": "#f6dca8",
 }
 SHAPES = {"without": "M-1,-1L1,1M1,-1L-1,1", "after": "triangle-down"}
-"""How a reclaim is marked: a cross without notice, a triangle after one."""
+"""Marks of a preemption: a cross without notice, a triangle after a notice."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Key:
-    """One entry of a drawing's key. The page sets it in type, because a drawing cannot know the reader's fonts."""
+    """One entry of a chart's key. The page renders the text, because an SVG cannot know the reader's fonts."""
 
     shape: str
-    """bar, circle, dot, line, dash, diamond, cross or triangle."""
+    """Name of the mark: bar, circle, dot, line, dash, diamond, cross or triangle."""
     colour: str
     text: str
 
@@ -50,7 +51,7 @@ class Drawing:
 
 
 def reward_chart(report: Report) -> Drawing:
-    """Score against dollars: every evaluation, the smoothed curve, the target and where it was crossed."""
+    """Draw score against dollars: every evaluation, the smoothed curve, the target and its crossings."""
     metric = report.target.metric.replace("_", " ")
     rows = [
         {"dollars": point.micro_usd / MICRO, "score": point.score, "smoothed": point.smoothed} for point in report.curve
@@ -100,7 +101,10 @@ def _price(moment: Moment) -> str:
 
 
 def _marked(moment: Moment, height: float, x: Any, shape: str, text: str, top: float, row: int) -> list[Any]:
-    """A marked evaluation with a line down to the dollars, and words near the axis, where a rising curve is not."""
+    """Return the layers of a marked evaluation: a mark, a line down to the dollars, and a text near the axis.
+
+    A rising curve is far from the axis, so the text does not cover the curve.
+    """
     spent = moment.micro_usd / MICRO
     before = spent > top * 0.6
     mark = alt.Chart(_data([{"dollars": spent, "height": height, "text": text}])).encode(x=x)
@@ -124,7 +128,7 @@ def _marked(moment: Moment, height: float, x: Any, shape: str, text: str, top: f
 
 
 def spend_chart(report: Report) -> Drawing:
-    """Dollars an hour over time, stacked by slot: the height is what the run paid at that moment."""
+    """Draw dollars per hour over time, stacked by slot. The total height is the run's rate at a moment."""
     slots = _slots(report.nodes)
     colours = [SLOT_COLOURS[number % len(SLOT_COLOURS)] for number in range(len(slots))]
     segments = _stacked(report, slots)
@@ -145,7 +149,7 @@ def spend_chart(report: Report) -> Drawing:
 
 
 def timeline_chart(report: Report) -> Drawing:
-    """One row a slot, one bar a node: pale while it starts, full while it works, marked where it was taken back."""
+    """Draw one row per slot, one bar per node (pale during cold start), and a mark for each preemption."""
     slots = _slots(report.nodes)
     bars = [bar for node in report.nodes for bar in _bars(report, node)]
     used = [stage for stage in STAGES if any(bar["stage"] == stage for bar in bars)]
@@ -188,13 +192,13 @@ def timeline_chart(report: Report) -> Drawing:
 
 
 def _slots(nodes: Sequence[NodeLine]) -> list[str]:
-    """Slots that were ever paid for, in the order in which they were first asked for; the trainer comes first."""
+    """Return the slots with a charge, in the order of the first request; the trainer comes first."""
     paid = [node for node in nodes if node.charges]
     return list(dict.fromkeys(node.slot for node in sorted(paid, key=lambda node: node.role != "trainer")))
 
 
 def _stacked(report: Report, slots: Sequence[str]) -> list[dict[str, Any]]:
-    """Rectangles of $/h by slot, between the moments at which any rate changes."""
+    """Return rectangles of $/h by slot, between the moments of rate changes."""
     charges = [(node.slot, charge) for node in report.nodes for charge in node.charges if charge.ms]
     moments = sorted({moment for _, charge in charges for moment in (charge.start_ms, charge.end_ms)})
     rows: list[dict[str, Any]] = []
@@ -211,7 +215,7 @@ def _stacked(report: Report, slots: Sequence[str]) -> list[dict[str, Any]]:
                 height += rate / MICRO
                 same = next((row for row in reversed(rows) if row["slot"] == slot), None)
                 if same and same | box == same and same["to_h"] == _since(report, start):
-                    same["to_h"] = _since(report, end)  # One box, not two with a seam between them.
+                    same["to_h"] = _since(report, end)  # Extend the last box, to draw no seam between two boxes.
                 else:
                     rows.append(box | {"from_h": _since(report, start), "to_h": _since(report, end)})
     return rows
@@ -253,12 +257,12 @@ def _time(field: str, report: Report, *, grid: bool) -> Any:
 
 
 def _money_format(top: float) -> str:
-    """Two decimals for most runs; more when everything happens below a few cents, none above 50 dollars."""
+    """Return the number format for an axis up to `top` dollars: two decimals, four below $0.10, none above $50."""
     return "$,.0f" if top > 50 else "$,.2f" if top > 0.1 else "$.4f"
 
 
 def _draw(chart: Any, *, height: int, prefix: str, key: Sequence[Key]) -> Drawing:
-    """Draw, and give every id a prefix: several drawings share the page."""
+    """Draw the chart as SVG. Give every id a prefix, because several charts share the page."""
     spec = (
         chart.properties(width=WIDTH, height=height, background="transparent")
         .configure(font=FONT)

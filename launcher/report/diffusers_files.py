@@ -1,10 +1,10 @@
-"""Trained weights as files that diffusers loads: low-rank adapters, or the whole transformer.
+"""Trained weights as files for diffusers: low-rank adapters, or the whole transformer.
 
     pipeline.load_lora_weights("weights")                                       low-rank adapters
     QwenImageTransformer2DModel.from_pretrained("weights", subfolder="transformer")    full weights; the model's class
 
-Adapters need only another header: safetensors is a JSON header and the bytes of the tensors. Full weights are saved by
-the model's own class, in a process of the engine, so that the launcher stays free of torch.
+Adapters need only a new header: a safetensors file is a JSON header and the bytes of the tensors. Full weights are
+saved by the model's own class. The class runs in an engine process, because the launcher must not import torch.
 """
 
 import json
@@ -19,28 +19,28 @@ from launcher.engine_process import engine_command, engine_failure
 from launcher.exit_codes import Failure
 
 LORA_FILE = "pytorch_lora_weights.safetensors"
-"""The name that `load_lora_weights` looks for in a folder."""
+"""File name expected by `load_lora_weights` in a folder."""
 
 ADAPTER = ".default."
-"""What PEFT puts into the names of parameters, and leaves out of files."""
+"""Adapter name in PEFT's parameter names. PEFT leaves the adapter name out of files."""
 
 PREFIX = "transformer."
-"""Of the part of a pipeline that an adapter is for."""
+"""Prefix of tensor names in the file: the part of the pipeline with the adapters."""
 
 EXPORT_SECONDS = 1800
-"""Loading and saving a large model takes minutes."""
+"""Time limit of the export. Loading and saving a large model takes minutes."""
 
 
 def write_for_diffusers(weights: Path, model: ModelConfig) -> Path:
-    """Write files for diffusers beside `weights`, and return where.
+    """Write files for diffusers beside `weights`, and return the path of the file or folder.
 
-    Raises Failure when the engine is not installed here, or cannot load the model.
+    Raises Failure if the engine is not installed on this machine, cannot load the model or exceeds `EXPORT_SECONDS`.
     """
     if model.weights == "lora":
         return write_lora(weights, model.lora_rank, model.lora_alpha)
     folder, unfinished = weights.with_name("transformer"), weights.with_name("transformer.part")
     command = engine_command("engine.models.export", model.model_dump_json(), str(weights), str(unfinished))
-    shutil.rmtree(unfinished, ignore_errors=True)  # left by one that was killed
+    shutil.rmtree(unfinished, ignore_errors=True)  # left by a killed export
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=EXPORT_SECONDS)
     except subprocess.TimeoutExpired:
@@ -54,9 +54,9 @@ def write_for_diffusers(weights: Path, model: ModelConfig) -> Path:
 
 
 def write_lora(weights: Path, rank: int, alpha: int) -> Path:
-    """Copy low-rank adapters to a file that `load_lora_weights` takes, and return its path.
+    """Copy low-rank adapters to a file for `load_lora_weights`, and return the path of the file.
 
-    `rank`, `alpha`: of the job; adapters are scaled by alpha / rank.
+    `rank` and `alpha` come from the job; adapters are scaled by alpha / rank.
     """
     target = weights.with_name(LORA_FILE)
     unfinished = target.with_name(f"{LORA_FILE}.part")
@@ -74,7 +74,7 @@ def write_lora(weights: Path, rank: int, alpha: int) -> Path:
 
 
 def _metadata(header: dict[str, Any], rank: int, alpha: int) -> dict[str, str]:
-    """Return what diffusers makes its LoraConfig from: without it, it takes alpha to be equal to the rank."""
+    """Return the metadata for diffusers' LoraConfig. Without metadata, diffusers assumes alpha equal to the rank."""
     config = {
         "r": rank,
         "lora_alpha": alpha,

@@ -1,4 +1,4 @@
-"""What exploration did for a run, from what the engine told of it: how much was tried, and what that was worth."""
+"""Exploration in a run, from the engine's events: the number of candidates, and the gain in reward spread."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,15 +11,15 @@ Event = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exploration:
-    """Of a whole run; what ranks and gains is the engine's last word, over its last batches (events.Ranked)."""
+    """Exploration of a whole run. Ranking and gains come from the last `Ranked` event (the last explored batches)."""
 
     candidates: int
     batches: int
-    """Batches whose seeds were chosen from candidates."""
+    """Number of batches with seeds chosen from candidates."""
     control: int
-    """Candidates that were not chosen and rolled out afresh all the same."""
+    """Number of candidates that were not chosen but rolled out again, as a random control slice."""
     micro_usd: int
-    """Of the run's cost: what spot nodes were paid for while they explored."""
+    """Part of the run's cost spent on exploration."""
     spearman: float | None
     low: float
     high: float
@@ -30,7 +30,10 @@ class Exploration:
 
 
 def exploration_of(iterations: Sequence[Event], ranked: Sequence[Event], micro_usd: int) -> Exploration | None:
-    """`iterations`: IterationDone events; `ranked`: Ranked events, newest last. None when nothing was explored."""
+    """Return the exploration of a run, or None if the run explored nothing.
+
+    `iterations`: IterationDone events; `ranked`: Ranked events, newest last.
+    """
     explored = [event["explored"] for event in iterations if event["explored"]]
     if not explored:
         return None
@@ -51,7 +54,7 @@ def exploration_of(iterations: Sequence[Event], ranked: Sequence[Event], micro_u
 
 
 def exploration_words(exploration: Exploration | None) -> str:
-    """One sentence or two."""
+    """Return one or two sentences about the run's exploration."""
     if exploration is None:
         return "Exploration: none; each prompt's first seeds were trained."
     said = f"Exploration: {exploration.candidates:,} candidates for {exploration.batches} batches"

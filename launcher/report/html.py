@@ -1,6 +1,6 @@
-"""The report as one HTML file that works offline: charts are inline SVG, pictures are data URIs, no script.
+"""The report as one offline HTML file: charts are inline SVG, images are data URIs, no script.
 
-Everything that comes from a run (names, zones, evidence) is escaped; the page forbids itself to load anything.
+All text from a run (names, zones, evidence) is escaped. The page's content security policy forbids loading anything.
 """
 
 import base64
@@ -23,7 +23,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Share:
-    """One line of a split: what, how much, and its part of the total in percent."""
+    """One line of a split: name, micro-dollars, and the percentage of the total."""
 
     name: str
     micro_usd: int
@@ -31,7 +31,7 @@ class Share:
 
 
 def render_html(report: Report, read: Callable[[str], bytes | None]) -> str:
-    """Return the page. `read` returns an object of the run's stores, where the pictures of evaluations lie, or None."""
+    """Return the page. `read` returns an object from the run's stores (images of evaluations), or None if missing."""
     page = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     page.filters.update(dollars=dollars, duration=duration, hourly=hourly, score=score, age=age, moment=moment)
     page.filters.update(phase=phase_name, short=lambda node: short_node(node, report.run.name))
@@ -75,7 +75,7 @@ KEY_SHAPES = {
 
 
 def _figure(drawing: Drawing) -> Markup:
-    """A drawing under its key. The drawing escaped its own words; those of the key are escaped here."""
+    """Return a chart below its key. The chart's text is already escaped; the key's text is escaped here."""
     items = Markup("").join(
         Markup('<li><svg viewBox="0 0 16 16" aria-hidden="true">')
         + Markup(KEY_SHAPES[entry.shape]).format(entry.colour)
@@ -94,7 +94,7 @@ def _shares(split: Mapping[str, int], total: int) -> list[Share]:
 
 
 def _picture(sheet: Pictures, read: Callable[[str], bytes | None]) -> str | None:
-    """Return the sheet as a data URI; None when no store has it or it is not a PNG."""
+    """Return the contact sheet as a data URI; None if no store has the file or the file is not a PNG."""
     data = read(sheet.path)
     if data is None or not data.startswith(PNG):
         return None

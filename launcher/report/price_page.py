@@ -1,6 +1,6 @@
-"""Prices of a place over time as one HTML file that works offline: a step per price, one colour a pool, inline SVG.
+"""Price history of a zone or region as one offline HTML file: a step per price, one colour per pool, inline SVG.
 
-Drawn like the report's pictures (charts.py): the same ink, colours and size, no script and no network.
+The page uses the style of the report's charts (charts.py): the same ink, colours and size, no script and no network.
 """
 
 from collections.abc import Mapping, Sequence
@@ -55,7 +55,7 @@ says that the price holds from; the last one is drawn to {{ until }} UTC.</p>
 
 
 def price_page(title: str, points: Sequence[PricePoint], *, since_ms: int, until_ms: int, until: str) -> str:
-    """The page. `points` oldest first and not empty, as `price_history` gives them; `until`: the end in words."""
+    """Return the page. `points` is not empty, oldest first, as from `price_history`; `until` is the end as text."""
     names = {pool: name_of(pool) for pool in dict.fromkeys(point.pool for point in points)}
     colours = {pool: SLOT_COLOURS[number % len(SLOT_COLOURS)] for number, pool in enumerate(names)}
     lines = []
@@ -85,13 +85,13 @@ def price_page(title: str, points: Sequence[PricePoint], *, since_ms: int, until
 
 
 def name_of(pool: tuple[str, ...]) -> str:
-    """`spot p5.48xlarge in us-east-1a`."""
+    """Return the name of a pool, like `spot p5.48xlarge in us-east-1a`."""
     _, region, zone, instance_type, market, _ = pool
     return f"{market.replace('_', ' ')} {instance_type} in {zone or region}"
 
 
 def steps(points: Sequence[PricePoint], since_ms: int, until_ms: int) -> list[dict[str, Any]]:
-    """Corners of the lines: when, and dollars. Every line is drawn to the end."""
+    """Return the corners of the lines, as time and dollars. Every line continues to `until_ms`."""
     rows, last = [], {}
     for point in points:
         rows.append(_corner(point, max(point.effective_ms, since_ms)))

@@ -1,4 +1,4 @@
-"""`result.json`: what a finished run says of itself in one small file, from the ledger alone."""
+"""The summary of a finished run for `result.json`, from the ledger alone."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -15,9 +15,10 @@ METRIC = "exact_match"
 
 
 def result_dict(session: Session, run_name: str, leftovers: Sequence[int]) -> dict[str, Any]:
-    """The result of a run. `leftovers`: processes of the run that are still alive when they should not be.
+    """Return the result of a run. `leftovers`: ids of the run's processes that are alive after the run's end.
 
-    `hours` and `replaced_after_s` are on the run's clock, `wall_seconds` is not; `clock_factor` is between them.
+    `hours` and `replaced_after_s` are on the run's clock, `wall_seconds` is wall time. The run's clock is
+    `clock_factor` times as fast as wall time.
     """
     run = find_run(session, run_name)
     report = build_report(session, run, clock_of(run).now_ms())
@@ -68,7 +69,7 @@ def result_dict(session: Session, run_name: str, leftovers: Sequence[int]) -> di
 
 
 def _by_cloud(by_place: Mapping[str, int]) -> dict[str, int]:
-    """Micro-dollars by cloud; a place is `aws us-east-1`."""
+    """Return micro-dollars by cloud. A key of `by_place` is a cloud and a region, like `aws us-east-1`."""
     clouds: Counter[str] = Counter()
     for place, micro_usd in by_place.items():
         clouds[place.partition(" ")[0]] += micro_usd

@@ -1,4 +1,4 @@
-"""Who shared pictures with whom (sequence parallelism), from what the engine told: compactly, and in a sentence."""
+"""SP groups of a run (workers that share an image's sequence), from the engine's events, as values and as text."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,17 +9,17 @@ Event = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sharing:
-    """Of a whole run."""
+    """Regroups of a whole run."""
 
     regroups: int
     nodes: int
-    """That ever had groups."""
+    """Number of nodes with at least one regroup."""
     degrees: tuple[int, ...]
-    """Sizes of the groups that there were, ascending; 1: a worker alone."""
+    """Distinct sizes of the SP groups, ascending. A group of size 1 is a worker alone."""
 
 
 def sharing_of(regrouped: Sequence[Event]) -> Sharing | None:
-    """`regrouped`: Regrouped events. None when every worker always worked alone."""
+    """Return the regroups of a run, or None if the run never regrouped. `regrouped`: Regrouped events."""
     if not regrouped:
         return None
     return Sharing(
@@ -30,7 +30,7 @@ def sharing_of(regrouped: Sequence[Event]) -> Sharing | None:
 
 
 def sharing_words(sharing: Sharing | None) -> str:
-    """A sentence; nothing of a run that never shared."""
+    """Return a sentence on the regroups; empty for a run without SP groups."""
     if sharing is None:
         return ""
     regroups = "1 regroup" if sharing.regroups == 1 else f"{sharing.regroups:,} regroups"
@@ -39,5 +39,5 @@ def sharing_words(sharing: Sharing | None) -> str:
 
 
 def groups_text(groups: Sequence[Sequence[str]]) -> str:
-    """`0+1 2`: the workers of one node by their places, those of a group together."""
+    """Return the groups of one node as text. `0+1 2`: workers 0 and 1 form an SP group, worker 2 is alone."""
     return " ".join("+".join(worker.rpartition("/")[2] for worker in group) for group in groups)

@@ -1,9 +1,9 @@
-"""Target: when a run's curve of evaluations reached a score, and what each bit of the way cost. Pure.
+"""Find the evaluation at which a run reached its target, and the cost of each part of the climb. Pure.
 
-One lucky evaluation is not a result. A score is *smoothed* over its last evaluations, and a target is reached
-when the smoothed score has been at or above it for `hold` evaluations in a row. Dollars and hours are counted
-up to the last of those, the moment at which it was known: the proof is paid for too. An evaluation in which a guard
-of the target does not hold counts as one below the target.
+One lucky evaluation is not a result. A score is *smoothed* over the last evaluations, and a target is reached when
+the smoothed score is at or above the target for `hold` evaluations in a row. Dollars and hours are counted up to the
+last evaluation of the row, because the evidence costs money too. An evaluation with a violated guard counts as below
+the target.
 """
 
 from collections.abc import Sequence
@@ -12,24 +12,24 @@ from itertools import pairwise
 from statistics import mean
 
 WINDOW = 3
-"""Evaluations that the smoothed score is the mean of; the first ones have fewer behind them."""
+"""Number of evaluations in the mean of a smoothed score. The first evaluations have fewer predecessors."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluation:
-    """One evaluation, and what the run had spent when it was made."""
+    """One evaluation, and the run's spending (micro-dollars) up to the evaluation."""
 
     iteration: int
     at_ms: int
     score: float
     micro_usd: int
     guards_hold: bool = True
-    """Whether every guard of the target held; the target counts as reached only where all did."""
+    """True if every guard of the target held. An evaluation counts towards the target only if all guards held."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Point:
-    """An evaluation with the mean of itself and the ones before it."""
+    """An evaluation with its smoothed score: the mean of its own score and the previous scores."""
 
     iteration: int
     at_ms: int
@@ -40,7 +40,7 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Crossing:
-    """When a score was crossed: `first` by a single evaluation, `confirmed` by the smoothed score, held."""
+    """Crossings of a target. `first`: by a single evaluation. `confirmed`: by the smoothed score, held long enough."""
 
     first: Point | None
     confirmed: Point | None
@@ -48,7 +48,7 @@ class Crossing:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gain:
-    """From one best smoothed score to the next: what was spent in between."""
+    """A rise of the smoothed score, and the micro-dollars spent during the rise."""
 
     from_score: float
     to_score: float
@@ -60,9 +60,9 @@ class Gain:
 
 
 def smoothed(curve: Sequence[Evaluation]) -> tuple[Point, ...]:
-    """The curve with the mean of the last `WINDOW` scores at each evaluation.
+    """Return the curve with the mean of the last `WINDOW` scores at each evaluation.
 
-    The mean is exact before it is rounded, so three scores of 0.7 are at 0.7 and not a hair below it.
+    The mean is computed exactly and then rounded, so three scores of 0.7 have the mean 0.7, not slightly less.
     """
     return tuple(
         Point(
@@ -77,7 +77,7 @@ def smoothed(curve: Sequence[Evaluation]) -> tuple[Point, ...]:
 
 
 def crossing(curve: Sequence[Evaluation], value: float, hold: int = 3) -> Crossing:
-    """When the curve first touched `value`, and when it was confirmed to be there."""
+    """Return the first evaluation at or above `value`, and the evaluation confirming the target."""
     points = smoothed(curve)
     held = [evaluation.guards_hold for evaluation in curve]
     first = next((point for point, guarded in zip(points, held, strict=True) if guarded and point.score >= value), None)
@@ -90,16 +90,15 @@ def crossing(curve: Sequence[Evaluation], value: float, hold: int = 3) -> Crossi
 
 
 def best(curve: Sequence[Evaluation]) -> Point | None:
-    """The evaluation with the highest smoothed score; the earliest of equals."""
+    """Return the evaluation with the highest smoothed score, the earliest of equals; None for an empty curve."""
     return max(smoothed(curve), key=lambda point: (point.smoothed, -point.iteration), default=None)
 
 
 def dollars_per_gain(curve: Sequence[Evaluation], step: float = 0.01) -> tuple[Gain, ...]:
-    """What +0.01 cost along the curve: from each smoothed score to the next that is at least `step` higher.
+    """Return the cost of +0.01 along the curve. A gain ends at the next smoothed score at least `step` higher.
 
-    Money spent while the score went sideways is in the price of the next gain. What is left of the climb, up to
-    the best smoothed score, is the last gain; so the gains tell all that was spent between the first evaluation
-    and the best one.
+    Money spent without a rise is part of the next gain's cost. The last gain is the rest of the climb, up to the best
+    smoothed score. The gains sum to all money spent between the first and the best evaluation.
     """
     points = smoothed(curve)
     highest = best(curve)

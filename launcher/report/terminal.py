@@ -1,4 +1,4 @@
-"""The report as tables for a terminal; plain text, without colour, when it is piped."""
+"""The report as tables for a terminal. A pipe gets plain text without colour."""
 
 from collections.abc import Mapping, Sequence
 
@@ -16,7 +16,7 @@ PIPED_WIDTH = 80
 
 
 def a_console() -> Console:
-    """Names come from users and clouds, so nothing in them is markup."""
+    """Return the console for reports. Names come from users and clouds, so markup is off."""
     console = Console(markup=False, emoji=False, highlight=False)
     if not console.is_terminal:
         console.width = PIPED_WIDTH
@@ -53,7 +53,7 @@ def print_report(report: Report, console: Console) -> None:
 
 
 def _table(title: str, *columns: str, words: int = 1) -> Table:
-    """The first `words` columns hold words, the others numbers."""
+    """Return an empty table. The first `words` columns hold text, the remaining columns numbers."""
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     for number, column in enumerate(columns):
         table.add_column(column, justify="left" if number < words else "right", overflow="fold")
@@ -84,7 +84,7 @@ def _splits(report: Report, console: Console) -> None:
 
 
 def _extras(report: Report, console: Console) -> None:
-    """Only real clouds have them. What nobody knows the price of says so."""
+    """Print the bill lines of a real cloud. A line of unknown price says `not priced`."""
     if not report.extras:
         return
     table = _table("Also on the bill", "what", "", "", "dollars", words=3)
@@ -135,7 +135,7 @@ def _preemptions(report: Report, console: Console) -> None:
 
 
 def _wall(report: Report, wall_seconds: float | None) -> str:
-    """The same on the wall clock, where the run's own clock runs at another speed."""
+    """Return the wall-clock seconds in brackets, if the run's clock runs at another speed."""
     return "" if wall_seconds is None or report.run.clock_factor == 1 else f" ({seconds(wall_seconds)} wall)"
 
 

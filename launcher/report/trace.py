@@ -1,9 +1,9 @@
-"""What every worker did and when, as a Chrome trace: Perfetto (ui.perfetto.dev) and chrome://tracing open it.
+"""Timeline of a run's workers and nodes as a Chrome trace, for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
-One process per node, in the order they were asked for; one thread per worker with its phases, one thread for the
-node's own life, and on the trainer's node one for the iterations. What the cloud did is marked on the node it did it
-to; so is every change of who shares pictures there. Times are real ones: microseconds since the run was created,
-whatever its clock's factor.
+The trace has one process per node, in the order of the requests. A node's process has one thread per worker with the
+worker's phases, and one thread for the node's lifecycle. The trainer's process also has a thread for the iterations.
+Instant marks on a node show cloud events (notice, gone) and regroups of its SP groups. Times are wall time:
+microseconds since the run was created, independent of the clock's factor.
 
 The format: Trace Event Format, complete (X), instant (i) and metadata (M) events.
 """
@@ -19,13 +19,13 @@ from launcher.ledger.store import node_events, nodes_of, progress_of
 from launcher.report.sharing import groups_text
 
 LIFE, ITERATIONS, FIRST_WORKER = 0, 1, 2
-"""Threads of a node's process."""
+"""Thread numbers in a node's process."""
 
 ENDS = ("gone", "released", "denied", "no_capacity")
 
 
 def chrome_trace(session: Session, run: Run) -> dict[str, Any]:
-    """The whole run as far as the ledger knows it; what still goes on ends at the newest thing that was heard."""
+    """Return the trace of the whole run from the ledger. A span without an end lasts until the newest event."""
     return _Trace(session, run).whole()
 
 
@@ -39,7 +39,7 @@ class _Trace:
 
     def whole(self) -> dict[str, Any]:
         events = [*self._phases(), *self._iterations(), *self._evaluations(), *self._regroups()]
-        events += self._lives()  # last: what still lives ends with the newest of the others
+        events += self._lives()  # last: the spans of live nodes end at the newest time of all events
         return {
             "traceEvents": [*self._names(), *events],
             "displayTimeUnit": "ms",
@@ -61,7 +61,7 @@ class _Trace:
     def _iterations(self) -> Iterator[dict[str, Any]]:
         trainers = [node for node in self._nodes.values() if node.role == "trainer"]
         for row in progress_of(self._session, self._run, IterationDone.KIND):
-            # The trainer that told it: the newest that was asked for by then.
+            # The event belongs to the newest trainer requested before the event.
             asked = [node for node in trainers if node.requested_ms <= row.at_ms]
             if asked:
                 begun = row.at_ms - row.event["wall_seconds"] * 1000 * self._run.clock_factor
@@ -117,7 +117,7 @@ class _Trace:
         }  # fmt: skip
 
     def _instant(self, pid: int, thread: int, name: str, at_ms: int, *, scope: str) -> dict[str, Any]:
-        """`scope`: g draws it over everything, p over the process."""
+        """Return an instant event. `scope`: g draws the mark over the whole trace, p over the process."""
         self._newest_ms = max(self._newest_ms, at_ms)
         return {"ph": "i", "pid": pid, "tid": thread, "name": name, "cat": "spotrl", "ts": self._us(at_ms), "s": scope}
 

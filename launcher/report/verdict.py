@@ -1,9 +1,10 @@
-"""Say in one line whether a run taught its model something. `make quickstart` ends with it.
+"""Print in one line whether a run improved its model. The last step of `make quickstart`.
 
     python -m launcher.report.verdict EXIT_CODE result.json report.html
 
-EXIT_CODE is that of `spotrl launch`. Exits 0 if the run reached its target, or if the held-out score rose by at least
-`ENOUGH` before a budget or a deadline stopped it; 1 otherwise.
+EXIT_CODE is the exit code of `spotrl launch`. The program exits with 0 if the run ended by its target, its iterations,
+its budget or its deadline, and if the run reached its target or raised the held-out score by at least `ENOUGH`.
+Otherwise the program exits with 1.
 """
 
 import json
@@ -15,14 +16,14 @@ from launcher.exit_codes import ExitCode
 from launcher.report.result import METRIC
 
 ENOUGH = 0.10
-"""A rise of the held-out score that noise does not explain: 512 prompts have a standard error of about .02."""
+"""Rise of the held-out score not explained by noise: 512 prompts have a standard error of about .02."""
 
 ENDED = (ExitCode.OK, ExitCode.STOPPED_BY_BUDGET, ExitCode.DEADLINE_MISSED)
-"""Exit codes of a launch whose run came to an end and left nothing behind."""
+"""Exit codes of a launch whose run ended and left nothing running."""
 
 
 def verdict(exit_code: int, result: dict[str, Any] | None, report: str) -> tuple[bool, str]:
-    """Return whether the run did well, and the line that says so. `result`: the content of result.json, or None."""
+    """Return True if the run succeeded, and the line to print. `result`: the content of result.json, or None."""
     if result is None or exit_code not in ENDED:
         return (
             False,

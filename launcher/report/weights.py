@@ -1,9 +1,9 @@
-"""Trained weights and metrics of a run: find its newest complete checkpoint, check it, copy it out.
+"""Find a run's newest complete checkpoint, and copy its weights and metrics to a folder.
 
-They lie in the run's stores: a folder on the local infra, a bucket on each cloud that the run was on. A checkpoint
-counts when its manifest is there, because that is written last (engine/training/checkpoint.py). Its name,
-`l0002-i000012`, sorts by lineage and then by iteration. What is copied is byte for byte what the manifest names, and a
-file appears in the target folder whole or not at all.
+Checkpoints lie in the run's stores: a folder on the local infra, a bucket on each cloud used by the run. A checkpoint
+counts when its manifest exists, because the manifest is written last (engine/training/checkpoint.py). A checkpoint's
+name, `l0002-i000012`, sorts by lineage and then by iteration. The copied bytes match the digests in the manifest. A
+file appears in the target folder complete or not at all.
 """
 
 import hashlib
@@ -24,11 +24,11 @@ from launcher.exit_codes import Failure
 WANTED = ("weights.safetensors", "ema.safetensors")
 
 PULLED_MANIFEST = "manifest.json"
-"""In the folder that `spotrl pull` writes: whose weights these are, and their digests. Another run can start from them
-(launcher/cluster/start.py)."""
+"""File in the folder written by `spotrl pull`, with the run, the checkpoint and the digests of the weights. Another
+run can start from the weights (launcher/cluster/start.py)."""
 
 METRICS = "metrics/"
-"""In a store: `metrics/NODE/metrics.jsonl` and TensorBoard's event files (engine/runtime/ship.py)."""
+"""Folder in a store with `metrics/NODE/metrics.jsonl` and TensorBoard's event files (engine/runtime/ship.py)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,11 +45,11 @@ class Pulled:
 
 
 def pull_weights(run_name: str, stores: Sequence[ObjectStore], to: Path, wanted: Sequence[str] = WANTED) -> Pulled:
-    """Copy weights and EMA weights of the newest complete checkpoint in any of `stores` to the folder `to`.
+    """Copy the weights and EMA weights of the newest complete checkpoint in any of `stores` to the folder `to`.
 
-    `wanted`: some of WANTED.
+    `wanted`: the files to copy, a subset of `WANTED`.
 
-    Raises Failure when there is none or it is damaged, StoreError when a store cannot be read.
+    Raises Failure if no complete checkpoint exists or the checkpoint is damaged, StoreError if a store cannot be read.
     """
     with bucket_errors(f"the checkpoints of {run_name}"):
         found = [(name, store) for store in stores if (name := newest_checkpoint(store)) is not None]
@@ -73,7 +73,7 @@ def pull_weights(run_name: str, stores: Sequence[ObjectStore], to: Path, wanted:
 
 
 def write_pulled_manifest(folder: Path, run_name: str, model: Mapping[str, Any], pulled: Pulled) -> Path:
-    """Write what the weights in `folder` are. `model`: of the job, as the ledger has it."""
+    """Write the manifest of the pulled weights in `folder`, and return its path. `model`: the job's model section."""
     file = folder / PULLED_MANIFEST
     content = {
         "run": run_name,
@@ -87,7 +87,10 @@ def write_pulled_manifest(folder: Path, run_name: str, model: Mapping[str, Any],
 
 
 def pull_metrics(run_name: str, stores: Sequence[ObjectStore], to: Path) -> tuple[Path, ...]:
-    """Copy metrics.jsonl and TensorBoard's files of every trainer node to `to`/metrics/NODE. Raises StoreError."""
+    """Copy metrics.jsonl and TensorBoard's files of every trainer node to `to`/metrics/NODE. Return the copied files.
+
+    Raises StoreError if a store cannot be read.
+    """
     copied = []
     with bucket_errors(f"the metrics of {run_name}"):
         for store in stores:
@@ -99,7 +102,7 @@ def pull_metrics(run_name: str, stores: Sequence[ObjectStore], to: Path) -> tupl
 
 
 def _copy(store: ObjectStore, source: str, target: Path, digest: str | None = None) -> str:
-    """Copy an object piece by piece and return its sha256. Raises Failure when it is not `digest`."""
+    """Copy an object piece by piece and return its sha256. Raises Failure if the sha256 differs from `digest`."""
     unfinished, found = target.with_name(f"{target.name}.part"), hashlib.sha256()
     try:
         with unfinished.open("wb") as file:

@@ -1,11 +1,11 @@
-"""How the report says things: the same words in the terminal and on the page."""
+"""Sentences and number formats of the report, shared by the terminal and the HTML page."""
 
 from launcher.money import dollars, duration
 from launcher.report.build import Report
 
 
 def headline(report: Report) -> str:
-    """The answer in a sentence: what the target cost, or plainly that it was not reached."""
+    """Return one sentence with the cost of the reached target, or with the best score if the target was not reached."""
     target = report.target
     name = target.metric
     if target.value is None:
@@ -26,7 +26,7 @@ def headline(report: Report) -> str:
 
 
 def drift_words(report: Report) -> str:
-    """The newest distance to the base model's pictures, and the guards on the target; empty when neither is known."""
+    """Return sentences on the newest drift from the base model and on each guard; empty without drift and guards."""
     words = []
     if report.drift:
         newest = report.drift[-1]
@@ -46,14 +46,14 @@ def hours(value: float) -> str:
 
 
 def age(days: float | None) -> str:
-    """How old a price was when it was used."""
+    """Return the age of a price at its use, as text."""
     if days is None:
         return "unknown age"
     return duration(max(0, round(days * 86_400_000))) + " old" if days < 1 else f"{days:.0f} days old"
 
 
 def moment(iso: str) -> str:
-    """`2027-01-15 08:00 UTC`."""
+    """Return an ISO time as `2027-01-15 08:00 UTC`."""
     return f"{iso[:10]} {iso[11:16]} UTC"
 
 
@@ -62,7 +62,7 @@ def phase_name(name: str) -> str:
 
 
 def short_node(node: str, run: str) -> str:
-    """A node's name without its run's, which the whole report is about."""
+    """Return a node's name without the run's name: the whole report is about one run."""
     return node.removeprefix(f"{run}-")
 
 
