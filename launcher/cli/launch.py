@@ -47,6 +47,7 @@ from launcher.cluster.service import check_service, start_service
 from launcher.cluster.start import StartWeights, find_start, send_start
 from launcher.exit_codes import BudgetError, ExitCode, Failure
 from launcher.job import CheckedJob, Job, JobError, auto_clock_factor, load_job
+from launcher.ledger.billing import LOCAL
 from launcher.ledger.models import Run
 from launcher.ledger.store import find_run
 from launcher.market.offers import Offer, read_catalog
@@ -484,6 +485,14 @@ def _check_name_is_free(sessions: sessionmaker[Session], checked: CheckedJob) ->
         raise JobError(
             f"a run called {name} exists already",
             f"give this one a name (--name {free}), or look at that one: spotrl report {name}",
+            field="name",
+        )
+    store = runs_folder() / name / "store"
+    if checked.job.infra == LOCAL and store.exists():
+        raise JobError(
+            f"{store} holds checkpoints of an earlier run called {name}, which this ledger does not know, and a new run "
+            "would go on from them",
+            f"give this one another name (--name {name}-2), or move {store.parent} away",
             field="name",
         )
 

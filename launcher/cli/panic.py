@@ -68,5 +68,5 @@ def _troubles(runs: CloudRuns) -> list[str]:
         return []
     return [
         f"{runs.trouble}; its controllers were not told to stop and may buy again. End them by hand: the processes "
-        "called `spotrl controller RUN`"
+        "whose command line ends in `controller RUN` (`pgrep -af ' controller '`)"
     ]

@@ -15,7 +15,7 @@ from pathlib import Path
 from engine.config import SHIPPED
 from launcher.cluster.clouds.base import Caller, CloudApi, MachineState, refuse_wrong, wrong_of
 from launcher.cluster.gcloud import GcloudMissing, check_gcloud
-from launcher.cluster.stores import check_writable, run_store
+from launcher.cluster.stores import check_new, run_store
 from launcher.cluster.weights import bytes_of
 from launcher.exit_codes import Failure
 from launcher.job import CheckedJob, Job
@@ -144,7 +144,7 @@ def check_clouds(
     checked: CheckedJob,
     apis: Mapping[str, CloudApi],
     regions: Iterable[tuple[str, str]],
-    try_bucket: Callable[[str], None] = check_writable,
+    try_bucket: Callable[[str], None] = check_new,
 ) -> dict[str, Caller]:
     """Whose credentials these are, by cloud; that the run's buckets can be used, and that its name is free there.
 

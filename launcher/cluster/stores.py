@@ -118,6 +118,21 @@ def check_writable(url: str) -> None:
         raise StoreError(f"{url} gave back other bytes than it was given; use another bucket")
 
 
+def check_new(url: str) -> None:
+    """Try the store of a new run. Raise StoreError if it cannot be used, or holds a checkpoint of an earlier run.
+
+    A trainer goes on from the newest checkpoint in its store. A run of this name that only another ledger knows, or a
+    ledger that is lost, must not be continued by accident.
+    """
+    check_writable(url)
+    found = newest_checkpoint(open_store(url))
+    if found is not None:
+        raise StoreError(
+            f"{url} holds the checkpoint {found} of an earlier run of this name, and a new run would go on from it; "
+            "give this run another name (--name), or move that folder away"
+        )
+
+
 def bucket_region(url: str) -> str:
     """The region of an S3 bucket, `us-east-1` style. Raises StoreError."""
     import boto3  # only where a run uses AWS
