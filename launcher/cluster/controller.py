@@ -134,7 +134,7 @@ CARRY_SECONDS = 10.0
 
 LONGEST_PAUSE_SECONDS = 60.0
 """Longest pause after a failed pass. A locked ledger or a full disk makes passes fail, and the pause doubles up to this
-limit. The controller never gives up, because nodes are paid for. If the trouble lasts, spend deadlines end the nodes."""
+limit. The controller never gives up, because nodes are paid for. Spend deadlines finally end the nodes."""
 
 LOG_TAIL_CHARACTERS = 1500
 
