@@ -86,8 +86,7 @@ def must_drain(*, metered: int, reserved: int, max_total: int | None) -> bool:
 
 
 def overdraft(micro_usd_per_hour: int, allowance_ms: int) -> int:
-    """Return the allowance: the most that a run at this rate can exceed `max_total` when stopped as late as
-    possible."""
+    """Return the allowance: the most that a run at this rate can exceed `max_total` in the worst case."""
     return worst_case(micro_usd_per_hour, allowance_ms)
 
 

@@ -46,8 +46,10 @@ class WorkdirRefused(Failure):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bundle:
-    """A bundle on this machine. `setup` is the shell command that turns a VM with `folder` at REMOTE_BUNDLE into a
-    node."""
+    """A bundle on this machine.
+
+    `setup` is the shell command that turns a VM with `folder` at REMOTE_BUNDLE into a node.
+    """
 
     folder: Path
     digest: str
@@ -173,8 +175,10 @@ def _copy_work(workdir: Path, to: Path, model: Path | None) -> None:
 
 
 def _work_files(folder: Path, model: Path | None) -> Iterator[Path]:
-    """Yield regular files; a link to a file counts as a file. A link to a folder could lead anywhere, even back
-    here."""
+    """Yield regular files; a link to a file counts as a file.
+
+    A link to a folder could lead anywhere, even back here.
+    """
     for entry in sorted(folder.iterdir()):
         if entry.name.startswith(".") or entry.name in NOT_SENT or entry.resolve() == model:
             continue

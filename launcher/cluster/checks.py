@@ -123,8 +123,11 @@ def failed(what: str, failure: Failure) -> Check:
 
 
 def ending(checks: Iterable[Check]) -> ExitCode:
-    """Return the exit code. Credentials come before the job, and the job before everything else: without credentials no
-    other result is reliable."""
+    """Return the exit code.
+
+    Credentials come before the job, and the job before everything else: without credentials no other result is
+    reliable.
+    """
     codes = {check.code for check in checks if check.verdict is Verdict.FAIL}
     known = (ExitCode.CREDENTIALS, ExitCode.INVALID_JOB)
     return next((code for code in known if code in codes), ExitCode.FAILURE if codes else ExitCode.OK)
@@ -369,7 +372,7 @@ def _where_to_ask(site: SiteOptions) -> str:
     return "https://console.cloud.google.com/iam-admin/quotas (filter by the quota's name and region)"
 
 
-# --- what the job names -------------------------------------------------------------------------------
+# --- named resources ---------------------------------------------------------------------------------
 
 
 def identity(api: CloudApi, named: Named) -> list[Check]:

@@ -48,8 +48,10 @@ class Chores:
             self._done[name] = self.monotonic()
 
     def do(self, name: str, work: Callable[[], object]) -> bool:
-        """Start the task in the pool, unless the task is running or failed just now. Return whether the task was
-        started."""
+        """Start the task in the pool, unless the task is running or failed just now.
+
+        Return whether the task was started.
+        """
         if name in self._busy or self.monotonic() < self._again.get(name, (0, 0.0))[1]:
             return False
 

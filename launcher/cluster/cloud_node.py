@@ -103,7 +103,7 @@ class CloudNode:
         (self.folder / "known_hosts").unlink(missing_ok=True)
         return key
 
-    # --- what they say ----------------------------------------------------------------------------
+    # --- contents ---------------------------------------------------------------------------------
 
     def is_cleared(self) -> bool:
         """Return whether no work is left for this node. A node with an unreadable end is ended again."""

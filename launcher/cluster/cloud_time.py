@@ -33,8 +33,10 @@ class TellsTime(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Doubt:
-    """The reason to doubt the time. `is_ahead`: the run's clock is fast, so money and deadline seem used up too
-    early."""
+    """The reason to doubt the time.
+
+    `is_ahead`: the run's clock is fast, so money and deadline seem used up too early.
+    """
 
     text: str
     is_ahead: bool = False

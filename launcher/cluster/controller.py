@@ -490,8 +490,10 @@ class Controller:
             self._event(session, node, "requested", asked_ms)
 
     def _checkpoint_is_there(self, node: Node) -> bool:
-        """Return whether the run's checkpoint is in the bucket of the trainer's cloud. Start a copy after a change
-        of cloud."""
+        """Return whether the run's checkpoint is in the bucket of the trainer's cloud.
+
+        Start a copy after a change of cloud.
+        """
         if not self._sites or node.role != "trainer":
             return True
         with self._sessions() as session:
@@ -526,8 +528,10 @@ class Controller:
         session.add(NodeEvent(node_id=node.id, at_ms=at_ms, kind=kind, evidence=""))
 
     def _spec(self, node: Node, facts: Facts) -> NodeSpec:
-        """Return the NodeSpec of a node. On a real cloud the provisioner adds the folder, the addresses and the
-        digest."""
+        """Return the NodeSpec of a node.
+
+        On a real cloud the provisioner adds the folder, the addresses and the digest.
+        """
         run, folder = self._run, Path(self._run.folder)
         store = run_store(self._job.store, node.cloud, run.name) if self._sites else (folder / "store").as_uri()
         return NodeSpec(
@@ -550,7 +554,9 @@ class Controller:
 
     def _longest_ms(self, node: Node, facts: Facts) -> int | None:
         """Return the longest life of this node in ms: the time for which the money would pay for the node alone.
-        None: no limit."""
+
+        None: no limit.
+        """
         rate = node.micro_usd_per_hour + side_micro_usd_per_hour(node.cloud, Market(node.market))
         limits = (
             (facts.metered, self.wanted.limits.max_total),
@@ -579,8 +585,10 @@ class Controller:
                 self._armed[node.name] = deadline_ms
 
     def _ends_itself_ms(self, facts: Facts, now_ms: int) -> int | None:
-        """Return the time at which an unmanaged node terminates itself: the spend deadline, or on clouds the run's
-        deadline."""
+        """Return the time at which an unmanaged node terminates itself.
+
+        The time is the earliest spend deadline, or on clouds the run's own deadline if earlier.
+        """
         planned = planned_hourly(facts, self.wanted)
         deadlines = [
             brakes.money_deadline_ms(
@@ -603,8 +611,10 @@ class Controller:
         return min((deadline_ms for deadline_ms in deadlines if deadline_ms is not None), default=None)
 
     def _is_tidy(self, facts: Facts) -> bool:
-        """Return True once the resources made for the nodes are removed, or after telling the user that the removal
-        failed."""
+        """Return True once the resources made for the nodes are removed.
+
+        After `TIDY_MS` the user is told about the leftovers, and the result is also True.
+        """
         if self._provisioner.tidy():
             return True
         if facts.now_ms - facts.stage_ms < TIDY_MS:
@@ -653,8 +663,10 @@ class Controller:
         )
 
     def _post(self, path: str, body: str | dict[str, str]) -> dict[str, Any] | None:
-        """Post a message to the coordinator and return the reply. None: the coordinator is not reachable. Passes do
-        not wait."""
+        """Post a message to the coordinator and return the reply.
+
+        None: the coordinator is not reachable. Passes do not wait.
+        """
         door = self._provisioner.door(self._trainer, self._run.coordinator_port) if self._trainer is not None else None
         if door is None:
             return None
@@ -688,8 +700,10 @@ def run_controller(
     clock: Clock | None = None,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Manage a run until the run is over and nothing of the run is left. Raises LeaseHeld if another controller is
-    active."""
+    """Manage a run until the run is over and nothing of the run is left.
+
+    Raises LeaseHeld if another controller is active.
+    """
     with sessions() as session:
         run = find_run(session, run_name)
     job = Job.model_validate(run.job)
@@ -752,8 +766,10 @@ def _clock_of(sessions: sessionmaker[Session], run: Run, cloud_time: CloudTime |
 
 
 def _store_lease(run: Run, job: Job) -> StoreLease | None:
-    """Return the lease visible to controllers on other machines, in the bucket of the first cloud in the job. None:
-    no bucket."""
+    """Return the lease visible to controllers on other machines, in the bucket of the first cloud in the job.
+
+    None: no bucket.
+    """
     if not job.clouds or job.clouds[0] not in job.store:
         return None
     url = run_store(job.store, job.clouds[0], run.name)
@@ -803,7 +819,7 @@ def _refresh_prices(sessions: sessionmaker[Session], run: Run, job: Job, *, with
             log.info("no new prices from %s: %s", answer.source, failure)
 
 
-# --- the ledger, as the controller reads it -------------------------------------------------------------
+# --- reading the ledger ----------------------------------------------------------------------------------
 
 
 def metered_micro_usd(session: Session, run: Run, now_ms: int) -> int:

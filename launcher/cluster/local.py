@@ -66,7 +66,7 @@ class LocalProvisioner:
         self._folder, self._clock, self._reclaims = folder, clock, reclaims
         self._starter = AgentStarter(folder / "starter.log", agent)
 
-    # --- what the controller asks -----------------------------------------------------------------
+    # --- calls of the controller ---------------------------------------------------------------------
 
     def request(self, want: Placement, spec: NodeSpec) -> None:
         """Start the node's agent, unless the node was started or ended before. A repeated name is one node.
@@ -124,8 +124,10 @@ class LocalProvisioner:
     # --- starting ---------------------------------------------------------------------------------
 
     def _spawn(self, folder: Path) -> None:
-        """Have the agent started. `spawned.json` names the starter: while the starter lives, an agent may still
-        appear."""
+        """Have the agent started.
+
+        `spawned.json` names the starter: while the starter lives, an agent may still appear.
+        """
         starter = self._starter.start(folder / "node.json")
         _write(folder / "spawned.json", {**starter, "at_ms": self._clock.now_ms()})
 
@@ -141,7 +143,7 @@ class LocalProvisioner:
         root = nodes_folder(self._folder)
         return sorted(path for path in root.iterdir() if path.is_dir()) if root.exists() else []
 
-    # --- seeing -----------------------------------------------------------------------------------
+    # --- observing -----------------------------------------------------------------------------------
 
     def _observe(self, folder: Path) -> NodeFact | None:
         ended = self._ended_by_itself(folder)

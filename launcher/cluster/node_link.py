@@ -48,7 +48,8 @@ TAIL_BYTES = 64
 """Number of last bytes, same as in the remote console, by which a file is recognised as the file in the mirror."""
 
 UNSENT_BYTES = 1 << 20
-"""Unsent bytes above which no more heartbeats are queued. The node then ends the stalled connection by the silence."""
+"""Unsent bytes above which no more heartbeats are queued. A remote console that reads nothing is
+then detected by its silence."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,11 +115,13 @@ class NodeLink:
         self._thread = threading.Thread(target=self._work, name=f"link {mirror.name}", daemon=True)
         self._thread.start()
 
-    # --- what the controller asks -----------------------------------------------------------------
+    # --- calls of the controller ---------------------------------------------------------------------
 
     def run(self, spec: NodeSpec) -> None:
-        """Request an agent with this spec. An equal spec changes nothing; a different spec replaces the running
-        agent."""
+        """Request an agent with this spec.
+
+        An equal spec changes nothing; a different spec replaces the running agent.
+        """
         with self._lock:
             if self._spec != spec:
                 self._spec, self._spec_told = spec, self._now_told()
@@ -373,16 +376,20 @@ class _Line:
 
 
 def _free_port() -> int:
-    """Return a port without a listener. If another process takes the port first, ssh fails and the next try gets a
-    new port."""
+    """Return a port without a listener.
+
+    If another process takes the port first, ssh fails and the next try gets a new port.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def _answers(port: int) -> bool:
-    """Return whether an HTTP server answers behind the tunnel. ssh accepts every connection and drops dead ends
-    later."""
+    """Return whether an HTTP server answers behind the tunnel.
+
+    ssh itself accepts every connection, and drops the connection if no server listens.
+    """
     with contextlib.suppress(OSError):
         with socket.create_connection(("127.0.0.1", port), timeout=DOOR_SECONDS) as connection:
             connection.settimeout(DOOR_SECONDS)

@@ -21,8 +21,10 @@ rounded."""
 
 
 def is_alive(pid: int, create_time: float | None) -> bool:
-    """Return whether exactly this process runs (or is stopped): not a later process with the same pid, and not a
-    zombie."""
+    """Return whether exactly this process runs or is stopped.
+
+    A zombie, or a later process with the same pid, gives False.
+    """
     try:
         process = psutil.Process(pid)
         if create_time is not None and abs(process.create_time() - create_time) > SAME_START_SECONDS:
@@ -53,8 +55,10 @@ def is_stopped(pid: int) -> bool:
 
 
 def processes_of(folder: Path, agent: Mapping[str, Any] | None = None) -> list[int]:
-    """Return the pids of all processes of the node in `folder`; with the agent's record, also of the agent's
-    session."""
+    """Return the pids of the node's processes in `folder`.
+
+    With the agent's record, the processes of the agent's session are included.
+    """
     session = int(agent["pid"]) if agent is not None and is_recorded_alive(agent) else None
     return [pid for pid in psutil.pids() if pid != os.getpid() and _belongs(pid, str(folder), session)]
 

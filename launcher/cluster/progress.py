@@ -15,8 +15,10 @@ class ProgressFiles:
         self._offsets: dict[Path, int] = {}
 
     def read(self, node_folder: Path) -> list[Progress]:
-        """Return the lines appended since the last call. A line without its end is still being written and is left
-        for later."""
+        """Return the lines appended since the last call.
+
+        A line without its end is still being written and is left for later.
+        """
         return [line for path in sorted((node_folder / "progress").glob("*.jsonl")) for line in self._read_file(path)]
 
     def forget(self) -> None:

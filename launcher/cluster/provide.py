@@ -63,8 +63,10 @@ def controller_address() -> str:
 
 
 def ssh_from(job: Job) -> str:
-    """Return the addresses that may reach nodes by SSH, as CIDR. Empty if a network of the job decides for all
-    clouds."""
+    """Return the addresses that may reach nodes by SSH, as CIDR.
+
+    Empty if a network of the job decides for all clouds.
+    """
     if job.ssh_from is not None or not job.network.is_reached_from_here(job.clouds):
         return job.ssh_from or ""
     return f"{controller_address()}/32"

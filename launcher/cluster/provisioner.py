@@ -37,8 +37,10 @@ QUOTA_OF_ZERO = re.compile(r"limit(?: of|:) 0(?:\.0*)?(?![.\d])", re.IGNORECASE)
 
 
 def is_quota_used_up(evidence: str) -> bool:
-    """Return whether a cloud's error says that a quota is used up. A quota of 0 does not count: no ending node frees
-    a part."""
+    """Return whether a cloud's error says that a quota is used up.
+
+    A quota of 0 does not count: no ending node frees a part.
+    """
     return any(word in evidence for word in QUOTA_WORDS) and QUOTA_OF_ZERO.search(evidence) is None
 
 
@@ -85,13 +87,15 @@ class Provisioner(Protocol):
         """Send a node a later or earlier spend deadline than its NodeSpec had. A lost node is not an error."""
 
     def door(self, name: str, port: int) -> tuple[str, int] | None:
-        """Return the host and port at which this process reaches `port` of the node. None: not reachable now. Never
-        waits."""
+        """Return the host and port at which this process reaches `port` of the node.
+
+        None: not reachable now. Never waits.
+        """
 
     def tidy(self) -> bool:
-        """Remove the resources made for the nodes (groups, keys, roles) after every node has ended. True: nothing is
-        left.
+        """Remove the resources made for the nodes (groups, keys, roles) after every node has ended.
 
+        True: nothing is left.
         Returns at once. The controller calls again until the answer is True.
         """
 

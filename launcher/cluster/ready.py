@@ -180,8 +180,10 @@ def check_named(
 
 
 def _check_name_is_free(checked: CheckedJob, api: CloudApi, region: str) -> None:
-    """Raise JobError if the region has live VMs labelled with this run name: the VMs belong to a run in another
-    ledger."""
+    """Raise JobError if the region has live VMs labelled with this run name.
+
+    The VMs belong to a run in another ledger, because this ledger has no run of the name.
+    """
     name = checked.job.name
     alive = [one for one in api.machines(region, run=name) if one.state is not MachineState.GONE]
     if alive:

@@ -124,8 +124,10 @@ def sign_in(
     now_s: Callable[[], float] = time.monotonic,
     wait: Callable[[float], None] = time.sleep,
 ) -> tuple[list[Account], list[Unasked]]:
-    """Return the caller's account on every cloud, and the clouds that refused. A silent cloud is retried for
-    `patience_s`."""
+    """Return the caller's account on every cloud, and the clouds that refused.
+
+    A silent cloud is retried for `patience_s`.
+    """
     until_s = now_s() + patience_s
     callers: dict[str, Caller | Failure] = {}
     waiting = dict(apis)
@@ -171,8 +173,10 @@ def look(accounts: Sequence[Account], say: Callable[[str], None] = lambda text: 
 
 
 def split(found: Inventory, live_runs: Collection[str]) -> tuple[Inventory, Inventory]:
-    """Split the inventory into removable and kept resources. Resources of live runs, and shared resources beside a live
-    run, are kept."""
+    """Split the inventory into removable and kept resources.
+
+    Resources of live runs, and shared resources beside a live run, are kept.
+    """
     everything: list[Machine | Thing] = [*found.machines, *found.things]
     busy = {one.cloud for one in everything if one.run in live_runs}
 
@@ -216,8 +220,7 @@ def _chosen(found: Inventory, wanted: Callable[[Machine | Thing], bool]) -> Inve
 
 
 def price_of(machine: Machine, offers: Iterable[Offer]) -> int | None:
-    """Return the price in micro-dollars an hour from the price list, nearest zone first; None if no list has the
-    type."""
+    """Return the listed price in micro-dollars an hour, nearest zone first; None if no list has the type."""
     same = [
         offer
         for offer in offers
@@ -228,7 +231,7 @@ def price_of(machine: Machine, offers: Iterable[Offer]) -> int | None:
     return max((offer.micro_usd_per_hour for offer in exact or same), default=None)
 
 
-# --- taking away -------------------------------------------------------------------------------------
+# --- removal -----------------------------------------------------------------------------------------
 
 
 def clear_away(
@@ -240,8 +243,10 @@ def clear_away(
     now_s: Callable[[], float] = time.monotonic,
     wait: Callable[[float], None] = time.sleep,
 ) -> Cleared:
-    """Terminate and look until everything is gone or the time is over. `may_go` filters the result of each look
-    anew."""
+    """Terminate and look until everything is gone or the time is over.
+
+    `may_go` filters the result of each look anew.
+    """
     until_s = now_s() + timeout_s
     seen: dict[str, None] = {}
     calm = 0
@@ -336,8 +341,10 @@ class CloudRuns:
 
 
 def cloud_runs(ledger: Path) -> CloudRuns:
-    """Return the runs that `stop_cloud_runs` would stop. A missing ledger has no runs; an error is returned as
-    `trouble`."""
+    """Return the runs that `stop_cloud_runs` would stop.
+
+    A missing ledger has no runs; an error is returned as `trouble`.
+    """
     return _with_ledger(ledger, lambda sessions: None)
 
 
@@ -393,7 +400,7 @@ def _live_on_clouds(sessions: sessionmaker[Session]) -> tuple[str, ...]:
     return tuple(sorted(on_clouds & live_runs(sessions).keys()))
 
 
-# --- asking ------------------------------------------------------------------------------------------
+# --- queries -----------------------------------------------------------------------------------------
 
 
 def _all_at_once(questions: Iterable[T], ask: Callable[[T], R]) -> Iterator[R | Failure]:

@@ -20,8 +20,10 @@ TRACES = {"bamboo-p3": "p3-trace.csv"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manner:
-    """The manner of a node's end. SIGKILL closes the sockets, like a crash; SIGSTOP leaves sockets open, like a lost
-    VM."""
+    """The manner of a node's end.
+
+    SIGKILL closes the sockets, like a crash; SIGSTOP leaves sockets open, like a lost VM.
+    """
 
     with_notice: bool
     signal: str
@@ -37,8 +39,10 @@ MANNERS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reclaim:
-    """The scheduled preemption of one spot node. `lifetime_ms` counts from the moment the node is ready (run's
-    clock)."""
+    """The scheduled preemption of one spot node.
+
+    `lifetime_ms` counts from the moment the node is ready (run's clock).
+    """
 
     lifetime_ms: int
     notice_ms: int
@@ -78,8 +82,10 @@ def reclaim_rule(config: ReclaimConfig) -> ReclaimRule | None:
 
 
 def lifetimes(lines: Iterable[str]) -> tuple[int, ...]:
-    """Return the lifetime of each removed node of a trace, in order of removal. A line:
-    `milliseconds,add|remove,node`."""
+    """Return the lifetime of each removed node of a trace, in order of removal.
+
+    A line: `milliseconds,add|remove,node`.
+    """
     added: dict[str, int] = {}
     lived: list[int] = []
     for line in filter(None, map(str.strip, lines)):

@@ -138,8 +138,10 @@ class NodeRecord:
 
     @property
     def is_live(self) -> bool:
-        """Return True until an end is recorded. A node without a recorded end is billed, so the node counts as
-        running."""
+        """Return True until an end is recorded.
+
+        A node without a recorded end is billed, so the node counts as running.
+        """
         return self.ended_ms is None
 
     @property
@@ -199,8 +201,10 @@ class Facts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wanted:
-    """The plan and limits of the run. `allowance_ms`: longest time of a stop; `settle_ms`: time the engine gets to
-    stop."""
+    """The plan and limits of the run.
+
+    `allowance_ms`: longest time of a stop; `settle_ms`: time the engine gets to stop.
+    """
 
     run: str
     slots: Sequence[Slot]
@@ -233,8 +237,10 @@ class Note:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Enter:
-    """Move the run to a stage. The last lines of the log of node `log_of` are appended to the reason, to explain a
-    failure."""
+    """Move the run to a stage.
+
+    The last lines of the log of node `log_of` are appended to the reason, to explain a failure.
+    """
 
     stage: Stage
     reason: str = ""
@@ -243,8 +249,10 @@ class Enter:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Buy:
-    """Record the intent in the ledger, then request the node. `option`: the offer (zone, instance type, market) to
-    buy."""
+    """Record the intent in the ledger, then request the node.
+
+    `option`: the offer (zone, instance type, market) to buy.
+    """
 
     slot: Slot
     option: Option
@@ -275,12 +283,11 @@ class TellStop:
 Action = Enter | Buy | Ask | Release | TellStop
 
 
-# --- what is new --------------------------------------------------------------------------------------
+# --- new events ---------------------------------------------------------------------------------------
 
 
 def news(nodes: Sequence[NodeRecord], cloud: Mapping[str, NodeFact], now_ms: int) -> list[Note]:
-    """Return the events of our nodes that the cloud reports and the ledger does not have yet, in the order of
-    `nodes`."""
+    """Return the events of our nodes that the cloud reports and the ledger lacks, in the order of `nodes`."""
     return [note for node in nodes if node.is_live for note in _news_of(node, cloud.get(node.name), now_ms)]
 
 
@@ -304,15 +311,15 @@ def _news_of(node: NodeRecord, fact: NodeFact | None, now_ms: int) -> Iterator[N
 
 
 def _believed_ms(node: NodeRecord, said_ms: int, now_ms: int) -> int:
-    """Limit a reported time to the interval between the node's request and now, because the reporter's clock may be
-    wrong.
+    """Limit a reported time to the interval between the node's request and now.
 
+    The reporter's clock may be wrong.
     A fact from the far future would be paid for at once, and would end the run.
     """
     return min(max(said_ms, node.requested_ms), now_ms)
 
 
-# --- what it really costs --------------------------------------------------------------------------------
+# --- prices ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -377,7 +384,7 @@ def _moved(node: NodeRecord, price: Price) -> bool:
     return abs(price.micro_usd_per_hour - node.micro_usd_per_hour) > PRICE_MOVED * node.micro_usd_per_hour
 
 
-# --- what to do ---------------------------------------------------------------------------------------
+# --- decisions ---------------------------------------------------------------------------------------
 
 
 def decide(facts: Facts, wanted: Wanted) -> list[Action]:
@@ -495,8 +502,10 @@ def _without_numbers(evidence: str) -> str:
 
 
 def _given_up(facts: Facts, slot: Slot) -> str | None:
-    """Return the common evidence of the slot's last nodes if all of them ended young and alike. None: the slot may
-    still work."""
+    """Return the common evidence of the slot's last nodes if all of them ended young and alike.
+
+    None: the slot may still work.
+    """
     held = [node for node in facts.nodes if node.slot == slot.name and not _was_refused(node)]
     last = sorted(held, key=lambda node: node.generation)[-SAME_ENDS:]
     if any(not node.died_young or node.reclaimed or node.requested_ms < facts.planned_ms for node in last):
@@ -511,8 +520,10 @@ def _was_refused(node: NodeRecord) -> bool:
 
 
 def _was_lost(node: NodeRecord, since_ms: int) -> bool:
-    """Return True if the node ended by itself after `since_ms`. A preemption, missing capacity or a quota does not
-    count."""
+    """Return True if the node ended by itself after `since_ms`.
+
+    A preemption, missing capacity or a quota does not count.
+    """
     if node.ended_ms is None or node.ended_ms <= since_ms or node.reclaimed:
         return False
     return not _was_refused(node)
@@ -671,8 +682,10 @@ def _may_go_back(slot: Slot, held: Sequence[NodeRecord], facts: Facts) -> bool:
 
 
 def wait_ms(held: Sequence[NodeRecord], planned_ms: int) -> int:
-    """Return the wait in ms of a slot whose last nodes died young. Refused zones cool down by themselves and are
-    skipped."""
+    """Return the wait in ms of a slot whose last nodes died young.
+
+    Refused zones cool down by themselves and are skipped.
+    """
     streak = 0
     for node in sorted(held, key=lambda node: node.generation, reverse=True):
         if _was_refused(node):
@@ -683,7 +696,7 @@ def wait_ms(held: Sequence[NodeRecord], planned_ms: int) -> int:
     return min(LONGEST_WAIT_MS, FIRST_WAIT_MS * 2 ** (streak - 1)) if streak else 0
 
 
-# --- where ----------------------------------------------------------------------------------------------
+# --- offers -----------------------------------------------------------------------------------------------
 
 
 def _where(slot: Slot, tried: Tried, after: Sequence[NodeRecord], facts: Facts, wanted: Wanted) -> Move:
@@ -747,9 +760,9 @@ def _attempt(node: NodeRecord) -> Attempt:
 
 
 def _let_go(facts: Facts, wanted: Wanted, live: Sequence[NodeRecord], tried: Tried) -> list[NodeRecord]:
-    """Return the nodes to release: nodes left behind by a failover, replaced stand-ins, then nodes above the hourly
-    limit.
+    """Return the nodes to release.
 
+    First come nodes left behind by a failover, then replaced stand-ins, then nodes above the hourly limit.
     Above the limit, stand-ins go before spot nodes, and the most expensive first.
     """
     if not facts.sites:
@@ -841,8 +854,10 @@ def _hourly(nodes: Sequence[NodeRecord]) -> int:
 
 
 def _reserved(live: Sequence[NodeRecord], allowance_ms: int, now_ms: int) -> int:
-    """Return the money held for stopping the live nodes and for pending launches (cost since the request, or the
-    minimum)."""
+    """Return the money held for stopping the live nodes and for pending launches.
+
+    A pending launch holds the cost since the request, or its reserved minimum billing if larger.
+    """
     return brakes.reserved(
         _hourly(live),
         allowance_ms,
@@ -872,8 +887,7 @@ def _intended(name: str, slot: Slot, option: Option, generation: int, reserve: i
 
 
 def planned_hourly(facts: Facts, wanted: Wanted) -> int:
-    """Return the most that may run at once, for the spend deadline: the whole plan, or the live nodes if more
-    expensive."""
+    """Return the highest hourly cost for the spend deadline: the whole plan, or the live nodes if more expensive."""
     plan = sum(slot.placement.micro_usd_per_hour + _beside(slot.placement, facts) for slot in wanted.slots)
     return max(plan, _hourly([node for node in facts.nodes if node.is_live]))
 
@@ -906,9 +920,9 @@ def bound_of_plan(plan: Plan, deadline_ms: int | None = None) -> int | None:
 
 
 def _most_hourly(wanted: Wanted, sites: Sequence[SiteOptions]) -> int:
-    """Return the most that can run at once, at on-demand prices. A spot price may rise to the on-demand price before
-    a release.
+    """Return the most that can run at once, at on-demand prices.
 
+    A spot price may rise to the on-demand price before a release.
     The bound follows from `max_hourly` at purchase. Without `max_hourly`, the bound is `NODES_A_SLOT` nodes in each
     slot
     at the most expensive site.

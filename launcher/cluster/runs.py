@@ -186,8 +186,10 @@ def create_run(sessions: sessionmaker[Session], checked: CheckedJob, plan: Plan,
 
 
 def start_controller(sessions: sessionmaker[Session], run_name: str, timeout_s: float = START_SECONDS) -> int:
-    """Start the run's controller, detached from this process, and return the pid after the controller took its
-    lease."""
+    """Start the run's controller, detached from this process.
+
+    Return the pid once the controller has taken its lease. Raises ControllerFailed after `timeout_s`.
+    """
     with sessions() as session:
         run = find_run(session, run_name)
     folder = Path(run.folder)

@@ -83,8 +83,10 @@ class Failed(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """The result of a request. Without `failed` the request succeeded. `text` is evidence: the cloud's error, the
-    log's end."""
+    """The result of a request.
+
+    Without `failed` the request succeeded. `text` is evidence: the cloud's error, the log's end.
+    """
 
     failed: Failed | None = None
     text: str = ""
@@ -142,17 +144,19 @@ class Sky:
         return {one: self._outcome(one) if _is_over(known[one]) else None for one in requests if one in known}
 
     def pending(self, prefix: str) -> dict[str, str]:
-        """Return the pending launches of clusters with this name prefix: request id by name. Launches survive our
-        process."""
+        """Return the pending launches of clusters with this name prefix: request id by name.
+
+        Launches survive our process.
+        """
         self._sky()
         with _said("requests under way"):
             _start_unless_it_answers()
             return self._under_way(prefix)
 
     def cancel_all(self, runs: Sequence[str]) -> list[str]:
-        """Cancel every pending launch of nodes of these runs, and return their names. Blocks while the API server is
-        frozen.
+        """Cancel every pending launch of nodes of these runs, and return their names.
 
+        Blocks while the API server is frozen.
         No API server is started for the call: a local server that is not running launches nothing.
         """
         self._sky()
@@ -198,8 +202,10 @@ class Sky:
         return SkyLogin(host=external[0], user=credentials["ssh_user"], private_key=key, address=internal[0])
 
     def set_up(self, name: str) -> Outcome | None:
-        """Return the outcome of an UP cluster's set-up; None while pending. SkyPilot runs the set-up after the
-        launch."""
+        """Return the outcome of an UP cluster's set-up; None while pending.
+
+        SkyPilot runs the set-up after the launch.
+        """
         sky = self._sky()
         with _said(f"set-up of {name}"):
             try:
@@ -277,12 +283,14 @@ class Sky:
         return ANSI.sub("", text.getvalue())
 
 
-# --- what is asked for --------------------------------------------------------------------------------
+# --- requests -----------------------------------------------------------------------------------------
 
 
 def task_of(launch: Launch) -> dict[str, Any]:
-    """Return SkyPilot's task: one resource, a set-up, no `run`. Secrets are not part: the order to the agent carries
-    secrets."""
+    """Return SkyPilot's task: one resource, a set-up, no `run`.
+
+    Secrets are not part: the order to the agent carries secrets.
+    """
     want, labels = launch.want, dict(launch.labels)
     resources: dict[str, Any] = {
         "infra": "/".join(filter(None, [want.cloud, want.region, want.zone_name])),
@@ -307,8 +315,7 @@ def task_of(launch: Launch) -> dict[str, Any]:
 
 
 def config_of(place: Place) -> dict[str, Any]:
-    """Return SkyPilot's configuration for the request: our group and identity, and no credential upload for any
-    cloud."""
+    """Return SkyPilot's configuration for the request: our group and identity, and no credential upload."""
     from sky.utils import schemas
 
     known = schemas.get_config_schema()["properties"]
@@ -339,7 +346,7 @@ def network_config(place: Place) -> dict[str, Any]:
     return told | {"vpc_names": None, "use_ssm": False} if place.cloud == "aws" else told
 
 
-# --- what became of it --------------------------------------------------------------------------------
+# --- outcomes ------------------------------------------------------------------------------------------
 
 NO_CAPACITY_WORDS = (
     "InsufficientInstanceCapacity",
@@ -495,8 +502,10 @@ def _said(what: str) -> Iterator[None]:
 
 
 def __getattr__(name: str) -> Any:
-    """Return `OurNodes`, the plugin named in sky_plugins.yaml. Created on access, because the base class is
-    SkyPilot's."""
+    """Return `OurNodes`, the plugin named in sky_plugins.yaml.
+
+    Created on access, because the base class is SkyPilot's.
+    """
     if name != "OurNodes":
         raise AttributeError(name)
     from sky import provision

@@ -142,13 +142,15 @@ class Purchases:
     weights: Mapping[str, str] = field(default_factory=dict)
     images: Mapping[str, str] = field(default_factory=dict)
     named: Callable[[str, str], Named] = lambda cloud, region: NOTHING_NAMED
-    """Return the identity and network named in the job, by cloud and region."""
+    """The identity and network named in the job, by cloud and region."""
 
 
 @dataclass(slots=True)
 class _Seen:
-    """The last inventory of a region. `at`: time of the last answer; `trouble`: reason for missing answers since
-    then."""
+    """The last inventory of a region.
+
+    `at`: time of the last answer; `trouble`: reason for missing answers since then.
+    """
 
     machines: tuple[Machine, ...] = ()
     at: float | None = None
@@ -157,8 +159,10 @@ class _Seen:
 
 
 class SkyProvisioner:
-    """Starts and stops nodes on AWS and Google Cloud, without waiting. For use by one thread; the pool has its own
-    threads."""
+    """Starts and stops nodes on AWS and Google Cloud, without waiting.
+
+    For use by one thread; the pool has its own threads.
+    """
 
     def __init__(
         self,
@@ -173,8 +177,10 @@ class SkyProvisioner:
         monotonic: Callable[[], float] = time.monotonic,
         check_lease: Callable[[], None] = lambda: None,
     ) -> None:
-        """Create the provisioner. `check_lease` is called before each purchase and raises LeaseLost after a
-        takeover."""
+        """Create the provisioner.
+
+        `check_lease` is called before each purchase and raises LeaseLost after a takeover.
+        """
         self._check_lease = check_lease
         self._all, self._sky, self._clouds, self._clock = purchases, sky, clouds, clock
         self._make_link, self._monotonic = link, monotonic
@@ -192,7 +198,7 @@ class SkyProvisioner:
         """Private address of the newest trainer, as found by the current pass."""
         nodes_folder(purchases.folder).mkdir(parents=True, exist_ok=True, mode=0o700)
 
-    # --- what the controller asks -----------------------------------------------------------------
+    # --- calls of the controller ---------------------------------------------------------------------
 
     def request(self, want: Placement, spec: NodeSpec) -> None:
         """Write the intent; the next `observe` acts on the intent.
@@ -225,8 +231,10 @@ class SkyProvisioner:
         return facts + self._strangers()
 
     def release(self, names: Sequence[str]) -> None:
-        """Write the release; the next `observe` acts on the release. A name without a request is terminated by its
-        label."""
+        """Write the release; the next `observe` acts on the release.
+
+        A name without a request is terminated by its label.
+        """
         for name in names:
             node = self._node(name)
             if not node.is_begun("release") and not node.has("ended"):
@@ -267,7 +275,7 @@ class SkyProvisioner:
         """Return the current errors in words: clouds that do not answer, resources that cannot be removed."""
         return [f"{what}: {text}" for what, text in sorted(self._chores.troubles.items())]
 
-    # --- looking ----------------------------------------------------------------------------------
+    # --- reading ----------------------------------------------------------------------------------
 
     def _look(self) -> None:
         """Query the clouds and SkyPilot if due. The answers arrive in a later pass."""
@@ -294,8 +302,10 @@ class SkyProvisioner:
         seen.looks += 1
 
     def _machines_in(self, cloud: str, region: str) -> list[Machine]:
-        """Return the run's VMs. Another user's run may have the same name: VMs with another owner's label are left
-        alone."""
+        """Return the run's VMs.
+
+        Another user's run may have the same name: VMs with another owner's label are left alone.
+        """
         found = self._clouds[cloud].machines(region, run=self._all.run)
         return [one for one in found if one.owner in ("", self._all.owners[cloud])]
 
@@ -326,7 +336,7 @@ class SkyProvisioner:
                     self._chores.do(f"end {machine.id}", partial(self._end_again, machine))
         return facts
 
-    # --- one step further -------------------------------------------------------------------------
+    # --- advancing nodes ---------------------------------------------------------------------------
 
     def _advance(self, node: CloudNode, passed: float) -> None:
         if self._chores.is_busy(node.name):
@@ -597,7 +607,7 @@ class SkyProvisioner:
         seen = self._seen.get(place) if place is not None else None
         return seen is not None and seen.at is not None and self._monotonic() - seen.at <= FRESH_SECONDS
 
-    # --- what may block ---------------------------------------------------------------------------
+    # --- blocking calls -----------------------------------------------------------------------------
 
     def _launch(self, node: CloudNode, tries: int = 1) -> None:
         """Send the launch to SkyPilot, unless a launch from before a crash exists."""
@@ -747,8 +757,10 @@ class SkyProvisioner:
         self._look_at(machine.cloud, machine.region)
 
     def _last_words(self, node: CloudNode, ending: Mapping[str, Any], machine: Machine) -> dict[str, Any]:
-        """Return facts to record before the VM is terminated: the time, and a missing firewall rule if no connection
-        came up."""
+        """Return facts to record before the VM is terminated.
+
+        The facts are the end time, and a missing firewall rule if the node was not reachable.
+        """
         words: dict[str, Any] = {}
         if ending.get("ended_ms") is None:
             words["ended_ms"] = self._clock.now_ms()
@@ -761,8 +773,10 @@ class SkyProvisioner:
         return words
 
     def _ask_rules(self, cloud: str, region: str) -> None:
-        """Look up which of our firewall rules were removed by hand. The next `_prepare` of the region creates them
-        again."""
+        """Look up which of our firewall rules were removed by hand.
+
+        The next `_prepare` of the region creates them again.
+        """
         place = self._places.get((cloud, region))
         if place is not None:
             self._missing_rules[cloud, region] = missing = "; ".join(self._clouds[cloud].open_rules(place))
@@ -893,7 +907,7 @@ class SkyProvisioner:
         """Return True if a stopping VM was the only notice, which came too late to act."""
         return not node.has("notice")
 
-    # --- odds and ends ----------------------------------------------------------------------------
+    # --- helpers -----------------------------------------------------------------------------------
 
     def _node(self, name: str) -> CloudNode:
         if name not in self._nodes:

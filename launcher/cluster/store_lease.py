@@ -175,8 +175,10 @@ class StoreLease:
         return Claim(holder=holder, host=host, until_ms=until_ms, version=version)
 
     def _write(self, over: Claim | None) -> None:
-        """Write the lease only if the object is unchanged since the read. Of two concurrent writers, the second
-        fails."""
+        """Write the lease only if the object is unchanged since the read.
+
+        Of two concurrent writers, the second fails.
+        """
         until_ms = self._wall_ms() + round(LEASE_SECONDS * 1000)
         claim = {"holder": self._holder, "host": socket.gethostname(), "until_ms": until_ms}
         mode: Any = "create" if over is None else over.version

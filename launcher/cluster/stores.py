@@ -132,8 +132,10 @@ def bucket_region(url: str) -> str:
 
 
 def newest_checkpoint(store: ObjectStore) -> str | None:
-    """Return the name of the newest whole checkpoint (engine/training/checkpoint.py): whole means a readable
-    manifest."""
+    """Return the name of the newest whole checkpoint (engine/training/checkpoint.py).
+
+    Whole means that the manifest can be read.
+    """
     return next((name for name in sorted(_whole(store), reverse=True) if _is_manifest(store, name)), None)
 
 

@@ -49,8 +49,10 @@ def digest_of(folder: Path) -> str:
 
 
 def send(folder: Path, url: str, say: Callable[[str], None]) -> None:
-    """Send the model to the bucket, unless present. May be killed anywhere, and run twice at once. Raises
-    StoreError."""
+    """Send the model to the bucket, unless present.
+
+    May be killed anywhere, and run twice at once. Raises StoreError.
+    """
     store, sizes = open_store(url), _files(folder)
     manifest = json.dumps({"files": sizes}).encode()
     try:

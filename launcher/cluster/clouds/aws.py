@@ -76,9 +76,9 @@ SEEN_BY_NODES = ("ec2:DescribeInstances", "ec2:DescribeSecurityGroups", "ec2:Des
 
 
 def node_policy(run: str | None, buckets: Sequence[str], models: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the policy of a run's nodes: see instances, terminate the run's instances, use the run's prefix, read
-    the model.
+    """Return the policy of a run's nodes.
 
+    Nodes may see instances, terminate the run's instances, use the run's prefix and read the model.
     No `run`: an identity for nodes of all runs, which may terminate instances of any run.
     """
     label = f"ec2:ResourceTag/{RUN_LABEL}"
@@ -131,8 +131,10 @@ def owner_of(arn: str) -> str:
 
 
 class AwsApi:
-    """One account. A client is made once per service and region. Clients may be shared between threads, a session
-    may not."""
+    """One account.
+
+    A client is made once per service and region. Clients may be shared between threads, a session may not.
+    """
 
     cloud, home = "aws", HOME_REGION
 
@@ -446,8 +448,10 @@ def _ms(when: datetime | None) -> int | None:
 
 
 def _transition_ms(text: str) -> int | None:
-    """Return the end time in a text like `User initiated (2026-03-04 05:06:07 GMT)`. EC2 reports the time nowhere
-    else."""
+    """Return the end time in a text like `User initiated (2026-03-04 05:06:07 GMT)`.
+
+    EC2 reports the time nowhere else.
+    """
     found = re.search(r"\((\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) (?:GMT|UTC)\)", text)
     return _ms(datetime.fromisoformat(found[1]).replace(tzinfo=UTC)) if found else None
 

@@ -150,8 +150,7 @@ def _has_internet_gateway(subnet_id: str, tables: Sequence[Mapping[str, Any]]) -
 
 
 def missing_rules(group: Mapping[str, Any], region: str, ssh_from: str, vpc_cidr: str) -> list[str]:
-    """Return the missing inbound rules of the group, as text: SSH from `ssh_from`, and all traffic among its
-    members."""
+    """Return the group's missing inbound rules, as text: SSH from `ssh_from`, and all traffic among its members."""
     name, missing = f"security group {group['GroupName']} ({region})", []
     if not any(_comes_from(rule, group, vpc_cidr) for rule in _rules_for(group, ALL_PORTS)):
         missing.append(f"{name} lacks the rule: all traffic from itself")

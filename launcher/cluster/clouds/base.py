@@ -80,9 +80,10 @@ class Thing:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Caller:
-    """The identity behind the credentials. `owner` fits in a label (lower case, digits, -; at most 63 characters),
-    `account`
-    is the account or project id."""
+    """The identity behind the credentials.
+
+    `owner` fits in a label (lower case, digits, -; at most 63 characters), `account` is the account or project id.
+    """
 
     account: str
     identity: str
@@ -124,8 +125,10 @@ class Place:
 
 
 class Look(StrEnum):
-    """The result of checking a resource named in the job. UNSURE: the check could not see the resource, or has
-    doubts."""
+    """The result of checking a resource named in the job.
+
+    UNSURE: the check could not see the resource, or has doubts.
+    """
 
     OK = "ok"
     WRONG = "wrong"

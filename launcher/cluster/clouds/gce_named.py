@@ -18,8 +18,10 @@ Ask = Callable[..., dict[str, Any]]
 
 
 class GoogleNames:
-    """Checks of named resources by calls of one project. `ask` is `GceApi._ask`: method, service, path; raises
-    Answer."""
+    """Checks of named resources by calls of one project.
+
+    `ask` is `GceApi._ask`: method, service, path; raises Answer.
+    """
 
     def __init__(self, ask: Ask) -> None:
         self._ask = ask
@@ -80,8 +82,7 @@ class GoogleNames:
 
 
 def missing_rules(rules: Iterable[Mapping[str, Any]], named: Named, ssh_from: str, subnet: str) -> list[str]:
-    """Return the missing rules of a network, as text: all traffic among nodes of the subnet, and SSH from
-    `ssh_from`."""
+    """Return a network's missing rules, as text: all traffic among the subnet's nodes, and SSH from `ssh_from`."""
     ours = [rule for rule in rules if _is_for_nodes(rule, named.identity)]
     missing = []
     if not any(_from_nodes(rule, named.identity, subnet) for rule in ours if _lets(rule, ALL_PORTS)):

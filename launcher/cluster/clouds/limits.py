@@ -29,8 +29,7 @@ class Quota:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Permissions:
-    """The checked permissions: `missing` are denied, `unsaid` could not be checked, `why` is the reason for the
-    latter."""
+    """The result of a permission check: `missing` are denied, `unsaid` could not be checked because of `why`."""
 
     missing: tuple[str, ...] = ()
     unsaid: tuple[str, ...] = ()

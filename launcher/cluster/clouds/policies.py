@@ -267,8 +267,10 @@ MAKING_IDENTITIES = (
 
 
 def gcp_permissions(named: Named = NOTHING_NAMED) -> list[str]:
-    """Return the launching user's permissions in the project. `named`: existing resources in the job, which are not
-    created."""
+    """Return the launching user's permissions in the project.
+
+    `named`: existing resources in the job, which are not created.
+    """
     making = {*(MAKING_NETWORKS if named.network else ()), *(MAKING_IDENTITIES if named.identity else ())}
     return sorted({*SKYPILOT_ASKS, *WE_ASK} - making)
 
