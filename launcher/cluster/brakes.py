@@ -94,8 +94,8 @@ def money_deadline_ms(*, now_ms: int, metered: int, max_total: int | None, plann
     """Return the time at which the money is used up if the whole plan runs from now on. None: never.
 
     At the spend deadline a node terminates itself without a controller. `planned_hourly` is the most that can run,
-    not the
-    current cost, because running nodes are not told about later purchases. Each controller pass extends the deadline.
+    not the current cost, because running nodes are not told about later purchases. Each controller pass extends the
+    deadline.
     """
     if max_total is None or planned_hourly == 0:
         return None

@@ -1,8 +1,7 @@
 """One node on a real cloud: its files, which are the truth, and the process's memory beside the files.
 
 An unreadable file counts as absent: a power cut may have left the file empty. `is_begun` tells an unreadable file
-from a
-file that was never written.
+from a file that was never written.
 """
 
 import json

@@ -780,8 +780,7 @@ def _watch_prices(sessions: sessionmaker[Session], run: Run, job: Job, ended: th
     """Refresh the ledger's prices of the run's nodes until the run ends.
 
     AWS changes a spot price while the node runs, and bills the new price. Google's prices hold for a day at least.
-    After
-    a failed refresh (the ledger is locked, a source does not answer) the next refresh follows as usual.
+    After a failed refresh (the ledger is locked, a source does not answer) the next refresh follows as usual.
     """
     gcp_at = time.monotonic()
     while not ended.wait(SPOT_PRICE_SECONDS):

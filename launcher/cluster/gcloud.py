@@ -2,8 +2,7 @@
 
 Application-default credentials are enough for spotrl's own calls and not for SkyPilot 0.14.1
 (`sky/clouds/gcp.py`, `_check_credentials`). SkyPilot refuses every launch on Google Cloud without the program, an
-active
-account and, for a person's account, the files of a login.
+active account and, for a person's account, the files of a login.
 """
 
 import shutil

@@ -244,10 +244,8 @@ class LocalProvisioner:
         """Describe the end of the agent with this pid. Call only after the agent was seen dead.
 
         The exit code is read here, after the death was seen. Read earlier, a process could die between the two reads
-        and seem
-        to have no exit code. Only the starter learns the code, so a restarted controller knows the code only if the
-        agent wrote
-        exit.json. A second agent of the node, which found the lock taken, has a different pid.
+        and seem to have no exit code. Only the starter learns the code, so a restarted controller knows the code only
+        if the agent wrote exit.json. A second agent of the node, which found the lock taken, has a different pid.
         """
         until = time.monotonic() + REAP_SECONDS
         while (code := read_exits(folder).get(pid or 0)) is None and pid is not None and processes.is_zombie(pid):

@@ -187,8 +187,7 @@ class Facts:
     """The time at which the newest iteration was first reached."""
     still_since_ms: int | None = None
     """Start of the current standstill: since then the trainer has answered without a break, has not waited for a
-    person and
-    has reached no new iteration."""
+    person and has reached no new iteration."""
     trouble: str | None = None
     """The engine's own description of a problem that waits for a person (a full disk)."""
     others: Others = Others()
@@ -924,8 +923,7 @@ def _most_hourly(wanted: Wanted, sites: Sequence[SiteOptions]) -> int:
 
     A spot price may rise to the on-demand price before a release.
     The bound follows from `max_hourly` at purchase. Without `max_hourly`, the bound is `NODES_A_SLOT` nodes in each
-    slot
-    at the most expensive site.
+    slot at the most expensive site.
     """
     if not sites:
         return sum(slot.placement.micro_usd_per_hour for slot in wanted.slots)

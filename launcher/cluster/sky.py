@@ -47,8 +47,7 @@ PLUGINS = "SKYPILOT_SERVER_PLUGINS_CONFIG"
 
 IDENTITY_LABEL, IDENTITY_PROJECT_LABEL = "spotrl-identity", "spotrl-identity-project"
 """Labels for `OurNodes` on Google Cloud: the service account of the VM, and the account's project. Two labels are
-needed,
-because a label allows neither the @ nor the dots of an e-mail address."""
+needed, because a label allows neither the @ nor the dots of an e-mail address."""
 
 LOG_CHARACTERS = 4000
 """Characters kept from the end of a failed launch's log, as evidence of the failure."""

@@ -12,10 +12,8 @@ node by one step. Blocking calls run in a pool, one at a time for each node and 
 A node is lost when the cloud reports the VM gone, or when the node stops answering although a fresh API call shows the
 VM running. An API that does not answer proves nothing. A released name is never launched again. `ended.json` says that
 no VM and no disk of the name is left. `cleared.json` says that SkyPilot has also forgotten the name. A VM with our
-label
-and without a request is reported. A VM that lives on after its end is terminated again. The content of a file
-damaged by
-a power cut is read again from the cloud or from SkyPilot. A node with a lost spec is terminated.
+label and without a request is reported. A VM that lives on after its end is terminated again. The content of a file
+damaged by a power cut is read again from the cloud or from SkyPilot. A node with a lost spec is terminated.
 """
 
 import json
@@ -128,8 +126,7 @@ class Purchases:
     """The common facts of all nodes of a run.
 
     `owners`: our identity, by cloud. `regions`: where the run may have nodes, (cloud, region). `weights`: location
-    of the
-    model, by cloud (weights.py); empty if the model ships with spotrl. `images`: by cloud, or cloud/region.
+    of the model, by cloud (weights.py); empty if the model ships with spotrl. `images`: by cloud, or cloud/region.
     """
 
     run: str

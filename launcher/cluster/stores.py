@@ -2,9 +2,8 @@
 
 Nodes write to the bucket of their own cloud, with their own identity. After a failover to another cloud, the newest
 whole checkpoint is copied over before a trainer starts there: files first, the manifest last. So an interrupted copy
-does
-not count and is repeated.
-The launcher uses the credentials of boto3 and Google's libraries, and takes endpoints from the environment.
+does not count and is repeated. The launcher uses the credentials of boto3 and Google's libraries, and takes endpoints
+from the environment.
 """
 
 import json

@@ -19,8 +19,7 @@ from launcher.cluster.stores import StoreError, open_store
 
 MANIFEST = ".manifest.json"
 """Manifest file, {"files": {NAME: BYTES}}: the model's files, as engine/models/fetch.py reads. No sent file's name
-begins
-with a dot."""
+begins with a dot."""
 
 AT_ONCE = 4
 """Files sent in parallel."""

@@ -1,8 +1,7 @@
 """AWS's clock, permissions and quotas, for `spotrl check`.
 
 Quotas of GPUs are counted in vCPUs, by family and capacity type, separately in each region. The codes are the Amazon
-EC2
-quotas in the Service Quotas console (several public lists agree). The console lists no P6 spot quota, so none is
+EC2 quotas in the Service Quotas console (several public lists agree). The console lists no P6 spot quota, so none is
 guessed.
 """
 

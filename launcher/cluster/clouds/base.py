@@ -1,8 +1,8 @@
 """The interface to a cloud's own API, beside SkyPilot: labelled resources, the reason of an end, and termination.
 
 SkyPilot buys; this interface checks independently. An implementation reads the cloud's own inventory by label,
-region by
-region. So a forgotten VM or disk is found, and a preemption is told from a shutdown by the cloud's own report.
+region by region. So a forgotten VM or disk is found, and a preemption is told from a shutdown by the cloud's own
+report.
 
 Every call may raise CloudUnreachable (unknown state, never "gone") or CloudRefused (permission, quota: for good).
 """
@@ -107,8 +107,7 @@ class Place:
     """The prepared resources of a region for a run's nodes. SkyPilot receives the names.
 
     `group`: security group (AWS) or network tag (GCP) that opens traffic between our nodes, and SSH from the
-    controller's
-    address alone. `identity`: instance profile (AWS) or service account (GCP) of the nodes.
+    controller's address alone. `identity`: instance profile (AWS) or service account (GCP) of the nodes.
     `network`: on Google Cloud the network; on AWS the Name tag of a VPC named in the job, empty for the default VPC.
     `ssh_from`: the SSH source addresses; empty if SSH comes through a proxy with unknown addresses.
     """

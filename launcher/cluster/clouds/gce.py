@@ -307,9 +307,8 @@ class GceApi:
         """Make the role of nodes if missing. An existing role is never changed.
 
         Raises CloudRefused with an administrator's command if the role is missing and may not be made here, was
-        deleted, or has
-        different permissions. A caller with the right to change the role could give its permissions to a node, and
-        take them.
+        deleted, or has different permissions. A caller with the right to change the role could give its permissions to
+        a node, and take them.
         """
         _, project = self._credentials()
         of_project = f"{ROLE_ID} --project {project}"

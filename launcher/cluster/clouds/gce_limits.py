@@ -27,8 +27,7 @@ MODELS = {
     "A100-80GB": "NVIDIA_A100_80GB",
 }
 """Compute Engine's names of GPUs in quota names (its client's Quota.Metric). Newer GPUs have quotas by family, which
-only
-the console shows."""
+only the console shows."""
 
 SPOT_MODELS = {**MODELS, "H100": "NVIDIA_H100"}
 
