@@ -1,4 +1,5 @@
-"""The launcher's side of engine/runtime/starter.py: one process of a controller that starts the agents of its nodes."""
+"""The launcher's side of engine/runtime/starter.py: one child process of a controller, which starts the agents of
+nodes."""
 
 import os
 import subprocess
@@ -14,11 +15,11 @@ AGENT, PRELOADED = "engine.runtime.agent", "engine.runtime.processes"
 
 
 class AgentStarter:
-    """Has agents started without waiting. The process begins with the first one.
+    """Starts agents without waiting. The starter process begins with the first agent.
 
-    One that died or stands still (SIGSTOP) is replaced. Nodes that it had not started yet are found without an agent.
-
-    `log`: where it says what keeps it from starting agents.
+    A dead or stopped (SIGSTOP) starter is replaced. Nodes not yet started by the old starter are found without an
+    agent.
+    `log`: file for the starter's errors.
     """
 
     def __init__(self, log: Path, agent: str = AGENT) -> None:
@@ -29,7 +30,7 @@ class AgentStarter:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, node_file: Path) -> dict[str, Any]:
-        """Ask for the agent of a node. Return who starts it: {"pid", "create_time"}."""
+        """Order the agent of a node. Return the starter's process: {"pid", "create_time"}."""
         order = os.fsencode(node_file) + b"\n"
         if self._process is not None and is_stopped(self._process.pid):
             self._process.kill()
@@ -38,7 +39,7 @@ class AgentStarter:
             self._process = self._begin()
         try:
             self._tell(self._process, order)
-        except BrokenPipeError:  # it died just now
+        except BrokenPipeError:  # the starter died just now
             self._process = self._begin()
             self._tell(self._process, order)
         try:
@@ -48,7 +49,7 @@ class AgentStarter:
         return {"pid": self._process.pid, "create_time": create_time}
 
     def close(self) -> None:
-        """End the process. The agents that it started stay."""
+        """End the starter. Started agents continue."""
         process, self._process = self._process, None
         if process is None or process.stdin is None:
             return
@@ -66,7 +67,7 @@ class AgentStarter:
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # a Ctrl-C is for the controller
+                start_new_session=True,  # Ctrl-C is meant for the controller
             )
 
     def _tell(self, process: subprocess.Popen[bytes], order: bytes) -> None:

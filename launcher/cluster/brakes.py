@@ -1,11 +1,11 @@
-"""Budget brakes: may one more node be bought, and must the run stop now?
+"""Budget guard: decide whether a node may be bought, and whether the run must stop now.
 
 before each purchase: metered + reserved + worst case of the new node <= max_total, and $/h <= max_hourly
 every pass: drain when metered + reserved reaches max_total
-on every node: a money deadline, for the time when nobody is left to ask
+on every node: a spend deadline, for the case that no controller is left
 
-The promise: whatever happens, in whatever order, a run spends at most `max_total` plus one allowance (what its
-nodes cost while a stop is carried out), and `overdraft` prints that allowance. Pure; integers; rounds against us.
+The promise: in any order of events a run spends at most `max_total` plus one allowance (the cost of its nodes during
+a stop), and `overdraft` prints the allowance. Pure; integers; rounds against us.
 """
 
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ from launcher.money import HOUR_MS, dollars, hourly
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """What a run may spend. None: no limit, which a real cloud does not get."""
+    """The spending limits of a run. None: no limit, which a real cloud does not get."""
 
     max_total: int | None
     max_hourly: int | None
@@ -25,26 +25,27 @@ class Limits:
 NO_LIMITS = Limits(max_total=None, max_hourly=None)
 
 RELEASE_ALLOWANCE_MS = 300_000
-"""What stopping may take on a real cloud, the engine's last words included: clouds take minutes to end a machine."""
+"""Longest time of a stop on a real cloud, including the engine's last messages. Clouds take minutes to terminate a
+node."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Refusal:
-    """Why a node is not bought. `for_good`: no waiting helps, because what was spent stays spent."""
+    """The reason against a purchase. `for_good`: waiting does not help, because spent money stays spent."""
 
     text: str
     for_good: bool
 
 
 def worst_case(micro_usd_per_hour: int, duration_ms: int) -> int:
-    """What a node can cost in a time, rounded up: a brake errs on the safe side."""
+    """Return the most that a node can cost in a time, in micro-dollars. Rounded up, to err on the safe side."""
     return -(-micro_usd_per_hour * max(0, duration_ms) // HOUR_MS)
 
 
 def reserved(micro_usd_per_hour: int, allowance_ms: int, pending: Iterable[int] = ()) -> int:
-    """Money that is as good as spent: stopping what runs takes `allowance_ms`, and launches under way may bill.
+    """Return the committed money: stopping the live nodes takes `allowance_ms`, and pending launches may be billed.
 
-    `pending` holds the worst case of each node that was asked for and has no billing fact yet.
+    `pending` holds the worst case of each requested node without a billing fact.
     """
     return worst_case(micro_usd_per_hour, allowance_ms) + sum(pending)
 
@@ -60,9 +61,9 @@ def may_buy(
     max_hourly: int | None,
     section: str = "budget",
 ) -> Refusal | None:
-    """None when a node at `hourly_new` may be bought beside what runs; else the reason, for a person to read.
+    """Return None if a node at `hourly_new` may be bought beside the live nodes, else the reason as text for the user.
 
-    `section`: where the limits are written: `budget` of a job, or `all_runs` of the user's configuration.
+    `section`: origin of the limits: `budget` of a job, or `all_runs` of the user's configuration.
     """
     if max_total is not None and metered + reserved + worst_case_new > max_total:
         text = (
@@ -80,20 +81,21 @@ def may_buy(
 
 
 def must_drain(*, metered: int, reserved: int, max_total: int | None) -> bool:
-    """Whether stopping now is the last moment that keeps the run within `max_total`."""
+    """Return whether the run must stop now to stay within `max_total`."""
     return max_total is not None and metered + reserved >= max_total
 
 
 def overdraft(micro_usd_per_hour: int, allowance_ms: int) -> int:
-    """The allowance: how far a run at this rate may go past `max_total` when it is stopped as late as possible."""
+    """Return the allowance: the most that a run at this rate can exceed `max_total` in the worst case."""
     return worst_case(micro_usd_per_hour, allowance_ms)
 
 
 def money_deadline_ms(*, now_ms: int, metered: int, max_total: int | None, planned_hourly: int) -> int | None:
-    """When the money would be used up, were everything that is planned to run from now on. None: never.
+    """Return the time at which the money is used up if the whole plan runs from now on. None: never.
 
-    A node that ends itself then needs nobody to ask it to. `planned_hourly` is the most that can run, not what does,
-    because nodes bought later are not heard of by those that run: each pass with its controller alive rearms it.
+    At the spend deadline a node terminates itself without a controller. `planned_hourly` is the most that can run,
+    not the current cost, because running nodes are not told about later purchases. Each controller pass extends the
+    deadline.
     """
     if max_total is None or planned_hourly == 0:
         return None

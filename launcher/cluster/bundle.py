@@ -1,12 +1,11 @@
-"""What is sent to every node: our own code as a wheel, the exact versions it runs with, and the job's files.
+"""Build the bundle sent to every node: our own code as a wheel, its exact package versions, and the job's files.
 
     TO/DIGEST/  spotrl-VERSION-py3-none-any.whl  node.lock  set_up_node.sh  work/  environment  digest
 
-The digest is over all of it, so equal inputs are one bundle, on any machine and in any year, and a node that was set
-up from another one is found out. The wheel holds the very files that run here, installed or in a checkout.
-
-No secret travels: what begins with a dot stays at home (credentials, environments, caches live there), and a file that
-holds a private key is refused.
+The digest covers everything, so equal inputs give one bundle on any machine and in any year, and a node set up from a
+different bundle is detected. The wheel holds exactly the files that run here, installed or in a checkout.
+No secret travels: names with a leading dot are not sent (credentials, environments and caches live there), and a file
+with a private key is refused.
 """
 
 import base64
@@ -26,15 +25,15 @@ from typing import ClassVar
 from launcher.exit_codes import ExitCode, Failure
 
 REMOTE_BUNDLE = "~/spotrl/bundle"
-"""Where `Bundle.folder` has to lie on the node before `Bundle.setup` is run."""
+"""Path of `Bundle.folder` on the node, required before `Bundle.setup` is run."""
 
 PACKAGES = ("catalogs", "engine", "launcher", "sky_yamls")
 
 MOST_BYTES = 200_000_000
-"""Of a job's files. They are copied to every node that is bought, over the controller's own line."""
+"""Largest total size of a job's files. The files are copied to every new node, over the controller's own connection."""
 
 KEY_BYTES = 65_536
-"""A file up to this size is looked at: no key is larger."""
+"""Largest size in bytes of a file searched for a key: no key is larger."""
 
 NOT_SENT = frozenset({"__pycache__", "node_modules"})
 
@@ -47,7 +46,10 @@ class WorkdirRefused(Failure):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bundle:
-    """`setup` is the shell command that makes a machine with `folder` at REMOTE_BUNDLE into a node."""
+    """A bundle on this machine.
+
+    `setup` is the shell command that turns a VM with `folder` at REMOTE_BUNDLE into a node.
+    """
 
     folder: Path
     digest: str
@@ -55,10 +57,10 @@ class Bundle:
 
 
 def make_bundle(to: Path, workdir: Path | None, *, model: Path | None = None, lock: str | None = None) -> Bundle:
-    """Put a bundle together below `to`, unless it is there already. Safe to be killed, and to be run twice at once.
+    """Build a bundle below `to`, unless the bundle exists. Safe to be killed, and to be run twice at once.
 
-    `model`: a folder that is left out, because nodes get it from the bucket (weights.py). `lock`: text of the exact
-    versions, by default those that come with us.
+    `model`: a folder to leave out, because nodes get the model from the bucket (weights.py). `lock`: text of the exact
+    versions, by default the lock file of the package.
     """
     to.mkdir(parents=True, exist_ok=True, mode=0o700)
     part = Path(tempfile.mkdtemp(prefix=".part-", dir=to))
@@ -70,7 +72,7 @@ def make_bundle(to: Path, workdir: Path | None, *, model: Path | None = None, lo
         (part / _wheel_name()).write_bytes(_wheel())
         (part / "node.lock").write_text(lock or files("engine").joinpath("node.lock").read_text())
         (part / "set_up_node.sh").write_text(files("launcher.cluster").joinpath("set_up_node.sh").read_text())
-        # Of the environment apart from the job's files, so that another prompt file does not install torch anew.
+        # The environment has its own digest, so that another prompt file does not reinstall torch.
         environment = _digest(part, part.iterdir())
         digest = _digest(work, work.rglob("*"), environment)
         (part / "environment").write_text(environment)
@@ -79,7 +81,7 @@ def make_bundle(to: Path, workdir: Path | None, *, model: Path | None = None, lo
         if not folder.exists():
             try:
                 part.rename(folder)
-            except OSError:  # somebody else was quicker
+            except OSError:  # another process was quicker
                 if not folder.exists():
                     raise
         return Bundle(folder=folder, digest=digest)
@@ -88,7 +90,7 @@ def make_bundle(to: Path, workdir: Path | None, *, model: Path | None = None, lo
 
 
 def _digest(root: Path, paths: Iterable[Path], *more: str) -> str:
-    """Of the names and contents of the files among `paths`, whatever their order, their dates and where `root` lies."""
+    """Return a digest of the names and contents of the files among `paths`, independent of order, dates and `root`."""
     entries = []
     for path in paths:
         if path.is_file():
@@ -105,9 +107,9 @@ def _wheel_name() -> str:
 
 
 def _wheel() -> bytes:
-    """The code that runs here, as a wheel: neither a build tool nor a network is needed, nor the checkout.
+    """Return the running code as a wheel. Neither a build tool nor a network nor the checkout is needed.
 
-    It asks for nothing else to be installed, because node.lock says that better. Always the same bytes.
+    The wheel declares no dependencies, because node.lock is more exact. The bytes are always the same.
     """
     info = f"spotrl-{version('spotrl')}.dist-info"
     members = dict(_our_files())
@@ -140,7 +142,7 @@ def _record_hash(content: bytes) -> str:
 
 
 def _copy_work(workdir: Path, to: Path, model: Path | None) -> None:
-    """Copy the job's files. All is checked before anything is copied."""
+    """Copy the job's files. Everything is checked before the first copy."""
     workdir = workdir.resolve()
     if Path.home().resolve().is_relative_to(workdir):
         raise WorkdirRefused(
@@ -173,7 +175,10 @@ def _copy_work(workdir: Path, to: Path, model: Path | None) -> None:
 
 
 def _work_files(folder: Path, model: Path | None) -> Iterator[Path]:
-    """Regular files; a link to one counts as the file. Links to folders could lead anywhere, even back here."""
+    """Yield regular files; a link to a file counts as a file.
+
+    A link to a folder could lead anywhere, even back here.
+    """
     for entry in sorted(folder.iterdir()):
         if entry.name.startswith(".") or entry.name in NOT_SENT or entry.resolve() == model:
             continue
@@ -183,7 +188,7 @@ def _work_files(folder: Path, model: Path | None) -> Iterator[Path]:
                     f"{entry} is a link to the folder {entry.resolve()}; copy what the job needs of it, or move the "
                     "link out of the job's folder"
                 )
-            if not (entry / "pyvenv.cfg").exists():  # an environment is made anew on the node
+            if not (entry / "pyvenv.cfg").exists():  # an environment is created anew on the node
                 yield from _work_files(entry, model)
         elif entry.is_file():
             yield entry

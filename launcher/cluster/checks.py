@@ -1,9 +1,10 @@
-"""`spotrl check`: everything that a first launch on a real account usually fails by, found before anything is bought.
+"""`spotrl check`: find the usual causes of a failed first launch on a real account, before any purchase.
 
-this machine -> each cloud (who asks, clock, permissions) -> the job -> prices, buckets, quotas wherever it may be
+this machine -> each cloud (credentials, clock, permissions) -> the job -> prices, buckets, quotas in every candidate
+region
 
-Each check is one line: what was found, and what to do. Nothing is bought and nothing is left behind; a check that
-cannot be made says so and hides no other.
+Each check is one line with the finding and the remedy. Nothing is bought and nothing is left behind. A check that
+cannot run says so and hides no other check.
 """
 
 import os
@@ -35,20 +36,20 @@ from launcher.placement.plan import Plan
 from launcher.preflight import check_disk, check_secrets
 
 SKYPILOT = "0.14.1"
-"""The version that the tests ran with."""
+"""The SkyPilot version used by the tests."""
 
 SKEW_WARN_MS, SKEW_FAIL_MS = 60_000, 300_000
-"""AWS takes no signature that is more than five minutes off."""
+"""Clock differences in ms that warn and fail. AWS accepts no signature more than five minutes off."""
 
 AT_ONCE = 16
 
 FROM_OURS = "away from ours"
 
 LOGINS = ("credentials", "gcloud")
-"""Checks of a cloud that say whether somebody is logged in to it."""
+"""Checks of a cloud that tell whether the user is logged in."""
 
 SHOWN = 6
-"""So many names of a long list are printed."""
+"""Number of names printed from a long list."""
 
 IN_THE_WAY: Mapping[tuple[str, ...], str] = {
     ("admin_policy",): "may change what is bought",
@@ -67,14 +68,14 @@ IN_THE_WAY: Mapping[tuple[str, ...], str] = {
     ("gcp", "remote_identity"): "ours is used instead, with the request",
     ("gcp", "vpc_name"): "ours is used instead, with the request",
 }
-"""Keys of the user's own SkyPilot configuration, and what they mean for our nodes."""
+"""Keys of the user's own SkyPilot configuration, with their effect on our nodes."""
 
 OF_NETWORKS = ("vpc_name", "vpc_names", "subnet_names", "use_internal_ips", "ssh_proxy_command")
-"""Keys that a job's `network` sets for its nodes, whatever the user's configuration says."""
+"""Keys that a job's `network` sets for its nodes, overriding the user's configuration."""
 
 
 class Verdict(StrEnum):
-    """How a check came out. WARN: it may go well."""
+    """The result of a check. WARN: the launch may still succeed."""
 
     OK = "OK"
     WARN = "WARN"
@@ -83,7 +84,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Check:
-    """One line. `code`: how the command ends if this one failed."""
+    """One line of output. `code`: exit code of the command if the check failed."""
 
     what: str
     verdict: Verdict
@@ -96,7 +97,7 @@ Ask = Callable[[], Iterable[Check]]
 
 
 def run_checks(asks: Sequence[tuple[str, Ask]]) -> list[Check]:
-    """Every line of every check, in order, made at the same time. A Failure is a line too."""
+    """Run all checks at the same time and return their lines in order. A Failure becomes a line too."""
 
     def answer(named: tuple[str, Ask]) -> list[Check]:
         what, ask = named
@@ -104,7 +105,7 @@ def run_checks(asks: Sequence[tuple[str, Ask]]) -> list[Check]:
             return list(ask())
         except Failure as failure:
             return [failed(what, failure)]
-        except Exception as error:  # one check that breaks must not hide what the others found
+        except Exception as error:  # a broken check must not hide the results of the rest
             found = f"this check itself failed ({type(error).__name__}: {error})"
             return [Check(what=what, verdict=Verdict.FAIL, found=found)]
 
@@ -113,7 +114,7 @@ def run_checks(asks: Sequence[tuple[str, Ask]]) -> list[Check]:
 
 
 def failed(what: str, failure: Failure) -> Check:
-    """What an error says, as a line: our errors are `found; remedy`."""
+    """Convert an error to a line. Our errors have the form `found; remedy`."""
     found, _, remedy = str(failure).partition("; ")
     if isinstance(failure, CloudUnreachable):
         remedy = "see that it can be reached from here, then check again"
@@ -121,7 +122,11 @@ def failed(what: str, failure: Failure) -> Check:
 
 
 def ending(checks: Iterable[Check]) -> ExitCode:
-    """Credentials before the job before everything else: nothing else can be believed without them."""
+    """Return the exit code.
+
+    Credentials come before the job, and the job before everything else: without credentials no other result is
+    reliable.
+    """
     codes = {check.code for check in checks if check.verdict is Verdict.FAIL}
     known = (ExitCode.CREDENTIALS, ExitCode.INVALID_JOB)
     return next((code for code in known if code in codes), ExitCode.FAILURE if codes else ExitCode.OK)
@@ -155,7 +160,7 @@ def skypilot(installed: Callable[[str], str] = version) -> list[Check]:
 
 
 def skypilot_config(environ: Mapping[str, str], folder: Path) -> list[Check]:
-    """Keys of the user's own SkyPilot configuration that change what our nodes are. It is read, never written."""
+    """Check the user's own SkyPilot configuration for keys that change our nodes. The file is read, never written."""
     there = configuration_files(environ, folder)
     found = [check for path in there for check in _keys_in_the_way(path)]
     return found or [Check(what="skypilot config", verdict=Verdict.OK, found="nothing in it is in the way")]
@@ -184,7 +189,7 @@ def _keys_in_the_way(path: Path) -> Iterable[Check]:
 
 
 def address(ask: Callable[[], str]) -> list[Check]:
-    """Whether it can be said where SSH comes from, which is all that nodes let in."""
+    """Check that the SSH source address is known. Nodes let in nothing else."""
     source = ask()
     found = f"{source} may reach nodes by SSH, and nothing else" if source else "the network that the job names decides"
     return [Check(what="ssh from", verdict=Verdict.OK, found=found)]
@@ -196,11 +201,12 @@ def address(ask: Callable[[], str]) -> list[Check]:
 def cloud_lines(
     api: CloudApi, limits: CloudLimits, now_ms: Callable[[], int], named: Named = NOTHING_NAMED
 ) -> list[Check]:
-    """Who asks, the clock, and what is allowed: the last only of somebody who is known."""
+    """Check credentials, clock and permissions. Permissions are checked only with valid credentials."""
     known = credentials(api)
     time_is = _as_lines(f"{api.cloud} clock", partial(clock, limits, now_ms))
     if known.verdict is Verdict.FAIL:
-        # A clock that is off is why signatures are refused; what else it says is said already.
+        # A wrong clock makes the cloud refuse signatures. The credentials line already covers the remaining clock
+        # results.
         return [known, *(line for line in time_is if line.found.endswith(FROM_OURS))]
     return [known, *time_is, *_as_lines(f"{api.cloud} permissions", partial(permissions, limits, named))]
 
@@ -222,7 +228,7 @@ def credentials(api: CloudApi) -> Check:
 
 
 def gcloud(environ: Mapping[str, str], folder: Path) -> list[Check]:
-    """The program and the login that SkyPilot needs on Google Cloud, beside the credentials that we use ourselves."""
+    """Check the program and the login that SkyPilot needs on Google Cloud, beside the credentials used by spotrl."""
     return [Check(what="gcp gcloud", verdict=Verdict.OK, found=check_gcloud(environ, folder))]
 
 
@@ -252,7 +258,7 @@ def permissions(limits: CloudLimits, named: Named = NOTHING_NAMED) -> Check:
 
 
 def job_lines(checked: CheckedJob, plan: Plan, environ: Mapping[str, str], runs: Path) -> list[Check]:
-    """What the job lacks, by the same looks as `launch` has before it buys."""
+    """Return the job's problems, found by the same checks as `launch` runs before a purchase."""
     looks: list[Callable[[], None]] = [
         partial(check_job, checked, plan.slots),
         partial(check_secrets, checked, environ),
@@ -271,7 +277,7 @@ def job_lines(checked: CheckedJob, plan: Plan, environ: Mapping[str, str], runs:
 
 
 def prices(plan: Plan, now_ms: int) -> list[Check]:
-    """The oldest of the prices that the plan would buy by."""
+    """Check the oldest price used by the plan."""
     order = [Age.FRESH, Age.OLD, Age.EXPIRED, Age.UNKNOWN]
     worst = max(
         (slot.placement for slot in plan.slots),
@@ -290,7 +296,7 @@ def prices(plan: Plan, now_ms: int) -> list[Check]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Need:
-    """What a plan's cluster draws on in one region. `unknown`: types whose quota nobody knows."""
+    """The quotas that a plan's cluster uses in one region. `unknown`: instance types with an unknown quota."""
 
     trainer: Mapping[str, int]
     whole: Mapping[str, int]
@@ -298,7 +304,7 @@ class Need:
 
 
 def need_of(site: SiteOptions, rollouts: int, draws_on: Callable[[Placement], Mapping[str, int]]) -> Need:
-    """The cluster as it would be bought there: the first choice of each role."""
+    """Return the quota use of the cluster at a site, with the first choice of each role."""
     trainer = site.trainer[0].placement
     bought = [trainer, *(site.rollout[0].placement for _ in range(rollouts if site.rollout else 0))]
     whole: Counter[str] = Counter()
@@ -309,9 +315,9 @@ def need_of(site: SiteOptions, rollouts: int, draws_on: Callable[[Placement], Ma
 
 
 def quotas(plan: Plan, limits: Mapping[str, CloudLimits]) -> list[Check]:
-    """Each region that the run may be in: what this job needs there, and what is free.
+    """Compare quota and need in each candidate region.
 
-    A run goes on elsewhere when a quota refuses it, so only a job whose trainer fits nowhere has failed.
+    A run fails over when a quota refuses a node, so the check fails only if the trainer fits in no region.
     """
     sites = [site for site in plan.sites if site.trainer and site.cloud in limits]
     rollouts = sum(1 for slot in plan.slots if slot.role == "rollout")
@@ -327,7 +333,7 @@ def quotas(plan: Plan, limits: Mapping[str, CloudLimits]) -> list[Check]:
 
 
 def _of_site(site: SiteOptions, rollouts: int, limits: CloudLimits) -> tuple[Check, bool]:
-    """The line, and whether the trainer may fit."""
+    """Return the line of a region, and whether the trainer may fit."""
     what = f"quota {site.cloud}/{site.region}"
     need = need_of(site, rollouts, limits.draws_on)
     try:
@@ -352,7 +358,7 @@ def _of_site(site: SiteOptions, rollouts: int, limits: CloudLimits) -> tuple[Che
 
 
 def _short_of(quota: Quota | None, count: int) -> str:
-    """Empty when it is enough, or not known."""
+    """Return the shortage as text; empty if the quota is sufficient or unknown."""
     if quota is None or count <= quota.free:
         return ""
     title = quota.title if quota.title == quota.name else f"{quota.title} ({quota.name})"
@@ -365,18 +371,19 @@ def _where_to_ask(site: SiteOptions) -> str:
     return "https://console.cloud.google.com/iam-admin/quotas (filter by the quota's name and region)"
 
 
-# --- what the job names -------------------------------------------------------------------------------
+# --- named resources ---------------------------------------------------------------------------------
 
 
 def identity(api: CloudApi, named: Named) -> list[Check]:
-    """The identity that an administrator made for nodes."""
+    """Check the identity that an administrator made for nodes."""
     return [_of_finding(f"{api.cloud} identity", one) for one in api.check_identity(named)]
 
 
 def networks(job: Job, plan: Plan, apis: Mapping[str, CloudApi], ssh_from: Callable[[], str]) -> list[Check]:
-    """Each region that the run may be in: whether nodes can live in the network that the job names there.
+    """Check in each candidate region that nodes can use the network named in the job.
 
-    A run goes on elsewhere where a network will not do, so only a job that has none which will has failed.
+    A run fails over from a region with an unsuitable network, so the check fails only if no region has a suitable
+    network.
     """
     places = [site.place for site in plan.sites if site.cloud in apis and job.named(*site.place).network]
     source = ssh_from() if places else ""
@@ -415,7 +422,7 @@ def _of_finding(what: str, finding: Finding) -> Check:
 def bucket(
     cloud: str, url: str, plan: Plan, limits: CloudLimits, try_it: Callable[[str], None] = check_writable
 ) -> list[Check]:
-    """Whether it can be used, and whether checkpoints stay in the region where the run begins: traffic is paid for."""
+    """Check that the bucket is usable and near the run's first region: cross-region checkpoint traffic is billed."""
     what = f"{cloud} bucket"
     try_it(url)
     usable = Check(what=what, verdict=Verdict.OK, found=f"{url} can be written, read and deleted in")
@@ -434,7 +441,7 @@ CONTINENTS = {"us": "us-", "eu": "europe-", "asia": "asia-"}
 
 
 def is_around(location: str, region: str) -> bool:
-    """Whether a bucket of several regions is around this one."""
+    """Return whether a multi-region bucket covers the region."""
     return location in CONTINENTS and bool(re.match(CONTINENTS[location], region))
 
 
@@ -447,7 +454,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def without_a_job(environ: Mapping[str, str] = os.environ) -> list[tuple[str, Ask]]:
-    """What every job on a cloud needs of this machine."""
+    """Return the checks of this machine that every cloud job needs."""
     return [
         ("programs", programs),
         ("skypilot", skypilot),
@@ -462,7 +469,7 @@ def of_clouds(
     environ: Mapping[str, str] = os.environ,
     named: Mapping[str, Named] | None = None,
 ) -> list[tuple[str, Ask]]:
-    """Logins, clocks and permissions. `named`: what the job names, by cloud."""
+    """Return the checks of logins, clocks and permissions. `named`: identities and networks in the job, by cloud."""
     named = named or {}
     asks: list[tuple[str, Ask]] = []
     for cloud, api in apis.items():
@@ -473,7 +480,7 @@ def of_clouds(
 
 
 def one_will_do(checks: Sequence[Check]) -> list[Check]:
-    """If the user named no cloud, a login that one cloud lacks is a warning as long as another cloud has its own."""
+    """Turn a missing login into a warning if the user named no cloud and another cloud has a valid login."""
     logins = [check for check in checks if check.what.partition(" ")[2] in LOGINS]
     lacking = {check.what.partition(" ")[0] for check in logins if check.verdict is not Verdict.OK}
     if not {check.what.partition(" ")[0] for check in logins} - lacking:
@@ -494,7 +501,7 @@ def of_job(
     environ: Mapping[str, str] = os.environ,
     try_bucket: Callable[[str], None] = check_writable,
 ) -> list[tuple[str, Ask]]:
-    """What this job needs, of this machine and of the clouds it may be on."""
+    """Return the checks of one job on this machine and on its candidate clouds."""
     asks: list[tuple[str, Ask]] = [
         ("job", partial(job_lines, checked, plan, environ, runs)),
         ("prices", lambda: prices(plan, now_ms())),

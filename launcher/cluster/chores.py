@@ -1,4 +1,4 @@
-"""What may block, done by a pool: one thing at a time under each name, tried again with growing gaps when it failed."""
+"""Run blocking tasks in a pool: one at a time per name, retried with growing gaps after a failure."""
 
 import logging
 import math
@@ -13,41 +13,45 @@ from launcher.exit_codes import Failure
 log = logging.getLogger(__name__)
 
 AGAIN_SECONDS, LONGEST_AGAIN_SECONDS, LONGEST_LOOK_SECONDS = 1.0, 60.0, 5.0
-"""What failed is tried again after 1 s, 2 s, 4 s, ... 60 s; a look after 5 s at most, because much waits for it."""
+"""Retry gaps in seconds. A failed task runs again after 1 s, 2 s, 4 s, ... 60 s. A failed look runs again after at most
+5 s, because much waits for a look."""
 
 NOT_YET_SECONDS = 2.0
 
 LOOKS = ("look ", "requests")
-"""Chores whose names begin so only look."""
+"""Name prefixes of tasks that only read."""
 
 
 class NotYet(Failure):
-    """Asked for, and taking its time. No trouble: looked at again soon."""
+    """The request was made and takes its time. Not an error: the task runs again soon."""
 
 
 @dataclass(slots=True)
 class Chores:
-    """For one thread that never waits; `pool` has threads of its own."""
+    """Background tasks of a thread that never waits. `pool` has threads of its own."""
 
     pool: Executor
     monotonic: Callable[[], float] = time.monotonic
     troubles: dict[str, str] = field(default_factory=dict)
-    """By name: what went wrong when it was last tried."""
+    """By name: the error of the last try."""
     _busy: set[str] = field(default_factory=set)
     _again: dict[str, tuple[int, float]] = field(default_factory=dict)
-    """By name: how often it failed in a row, and when it may be tried again."""
+    """By name: failures in a row, and the monotonic time of the next permitted try."""
     _done: dict[str, float] = field(default_factory=dict)
 
     def is_busy(self, name: str) -> bool:
         return name in self._busy
 
     def every(self, seconds: float, name: str, work: Callable[[], object]) -> None:
-        """Do it, unless that was done less than `seconds` ago."""
+        """Run the task, unless the last start is less than `seconds` ago."""
         if self.monotonic() - self._done.get(name, -math.inf) >= seconds and self.do(name, work):
             self._done[name] = self.monotonic()
 
     def do(self, name: str, work: Callable[[], object]) -> bool:
-        """Have the pool do it, unless it is at it or failed just now. Whether it has begun."""
+        """Start the task in the pool, unless the task is running or failed just now.
+
+        Return whether the task was started.
+        """
         if name in self._busy or self.monotonic() < self._again.get(name, (0, 0.0))[1]:
             return False
 
@@ -59,7 +63,7 @@ class Chores:
                 log.debug("%s: %s", name, wait)
             except Failure as failure:
                 self._failed(name, str(failure))
-            except Exception:  # an error of ours must not stop what ends machines
+            except Exception:  # an error in spotrl itself must not stop the task that terminates nodes
                 log.exception("%s failed", name)
                 self._failed(name, "an error of spotrl's own; its log has it")
             else:
@@ -73,7 +77,7 @@ class Chores:
         return True
 
     def close(self) -> None:
-        """Begin nothing any more. What has begun ends by itself."""
+        """Start no further task. Running tasks end by themselves."""
         self.pool.shutdown(wait=False, cancel_futures=True)
 
     def _failed(self, name: str, text: str) -> None:

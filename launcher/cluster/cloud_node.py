@@ -1,7 +1,7 @@
-"""One node on a real cloud: its files, which are the truth, and what a process remembers of it beside them.
+"""One node on a real cloud: its files, which are the truth, and the process's memory beside the files.
 
-A file that cannot be read counts as absent: a power cut may have left it empty. `is_begun` tells the two apart where
-it matters that the file was written at all.
+An unreadable file counts as absent: a power cut may have left the file empty. `is_begun` tells an unreadable file
+from a file that was never written.
 """
 
 import json
@@ -22,7 +22,7 @@ from launcher.placement.placement import Placement
 
 
 class Link(Protocol):
-    """What is used of a NodeLink."""
+    """The parts of NodeLink used here."""
 
     trouble: str
 
@@ -37,20 +37,20 @@ class Link(Protocol):
 
 @dataclass(slots=True)
 class CloudNode:
-    """What one process remembers of a node: nothing that its files do not say, or that may not be forgotten."""
+    """A process's memory of a node. The memory holds only facts that the files also hold, or that may be forgotten."""
 
     folder: Path
     fresh: bool = False
-    """Asked for in this process, and not handed over before: nobody can have launched it."""
+    """True if requested in this process and not yet sent to SkyPilot: no launch can exist."""
     login: Login | None = None
-    """How to get in while the set-up runs; `login.json` afterwards."""
+    """The SSH login during the set-up; `login.json` takes over afterwards."""
     private_address: str = ""
     digest: str = ""
-    """What it was set up from, by its own word."""
+    """Digest of the bundle of the node's set-up, as the node reports."""
     words: str = ""
-    """Why nobody gets in."""
+    """The reason for a failed login."""
     set_up: Outcome | None = None
-    """What SkyPilot says of the set-up."""
+    """The outcome of the set-up, as SkyPilot reports."""
     link: Link | None = None
     told: NodeSpec | None = None
     told_at: float = 0.0
@@ -83,40 +83,40 @@ class CloudNode:
         return self.read(what) is not None
 
     def is_begun(self, what: str) -> bool:
-        """Return whether the file was ever written, even if it cannot be read any more."""
+        """Return whether the file was ever written, even if unreadable now."""
         return (self.folder / f"{what}.json").exists()
 
     def write(self, what: str, value: Mapping[str, Any]) -> None:
-        """Replace the file durably, for its owner's eyes. Raises OSError."""
+        """Replace the file durably, readable by its owner only. Raises OSError."""
         write_durably(self.folder / f"{what}.json", json.dumps(value).encode())
 
     def forget(self, what: str) -> None:
-        """Remove the file, so that its step is done again."""
+        """Remove the file, so that its step is repeated."""
         (self.folder / f"{what}.json").unlink(missing_ok=True)
 
     def write_key(self, private_key: str) -> Path:
-        """What SSH logs in with."""
+        """Write the private key for the SSH login and return its path."""
         key = self.folder / "ssh.key"
         write_durably(key, private_key.encode())
-        # Addresses are used again, by machines with other keys.
+        # Addresses are reused by VMs with other host keys.
         (self.folder / "known_hosts").unlink(missing_ok=True)
         return key
 
-    # --- what they say ----------------------------------------------------------------------------
+    # --- contents ---------------------------------------------------------------------------------
 
     def is_cleared(self) -> bool:
-        """Return whether nothing is left to do for this node. A node whose end cannot be read is ended again."""
+        """Return whether no work is left for this node. A node with an unreadable end is ended again."""
         self.cleared = self.cleared or (self.has("cleared") and self.has("ended"))
         return self.cleared
 
     @property
     def is_ending(self) -> bool:
-        """True once its end was asked for or has begun, even if the files cannot be read any more."""
+        """Return True once the node's end was requested or has begun, even with unreadable files."""
         return self.is_begun("release") or self.is_begun("ending") or self.is_begun("ended")
 
     @property
     def want(self) -> Placement | None:
-        """Return the placement that was asked for; None if nobody knows it any more."""
+        """Return the requested placement; None if the record is lost."""
         record = self.read("want")
         return None if record is None else TypeAdapter(Placement).validate_python(record)
 
@@ -125,7 +125,7 @@ class CloudNode:
 
     @property
     def region(self) -> tuple[str, str] | None:
-        """Cloud and region, of what was asked for or found."""
+        """Return the cloud and region of the request or of the found VM."""
         known = self.read("want") or self.read("machine")
         return (known["cloud"], known["region"]) if known is not None else None
 
@@ -137,12 +137,12 @@ class CloudNode:
         return TypeAdapter(Machine).validate_python({key: value for key, value in record.items() if key != "login"})
 
     def write_machine(self, machine: Machine) -> None:
-        """With the login beside it, for `spotrl ssh`."""
+        """Write the VM's record together with the login, for `spotrl ssh`."""
         self.write("machine", {**asdict(machine), "login": self.read("login")})
 
     @property
     def can_log_in(self) -> bool:
-        """True if the login and its key can be read."""
+        """Return True if the login and its key can be read."""
         login = self.read("login")
         try:
             return login is not None and Path(login["key"]).stat().st_size > 0
@@ -151,18 +151,18 @@ class CloudNode:
 
     @property
     def notice_ms(self) -> int | None:
-        """When it is taken back, by the first notice."""
+        """Return the time of the preemption by the earliest notice."""
         said = [one for what in ("notice", "stopping") if (one := self.read(what)) is not None]
         return min((int(one["deadline_ms"]) for one in said if "deadline_ms" in one), default=None)
 
     @property
     def ready_ms(self) -> int | None:
-        """When its workers first called in; of an agent before, too."""
+        """Return the time at which the node's workers first called in, also for an earlier agent."""
         said = self.read("ready")
         return int(said["at_ms"]) if said is not None and "at_ms" in said else None
 
     @property
     def is_ready(self) -> bool:
-        """Whether those of the agent that it has now have."""
+        """Return whether the workers of the current agent have called in."""
         agent, ready = self.read("agent"), self.read("ready")
         return agent is not None and ready is not None and ready.get("pid", agent.get("pid")) == agent.get("pid")

@@ -1,7 +1,7 @@
-"""The time by the clouds: a controller whose clock is wrong meters wrong amounts, and then buys nothing.
+"""Compare clocks with the clouds: a controller with a wrong clock meters wrong amounts, and therefore buys nothing.
 
-Every answer of a cloud has a date. It is compared with this machine's clock, and with the clock that the run's money is
-metered by, at the start and every few minutes.
+Every answer of a cloud has a date. The date is compared with this machine's clock, and with the clock that meters the
+run's money, at the start and every few minutes.
 """
 
 import logging
@@ -18,43 +18,46 @@ from launcher.money import duration
 log = logging.getLogger(__name__)
 
 MOST_OFF_MS = 60_000
-"""A clock that differs by more is wrong. A cloud tells seconds, and its answer takes some."""
+"""Largest accepted difference of clocks in ms. A cloud reports whole seconds, and the answer takes seconds."""
 
 ASK_SECONDS = 300.0
 AGAIN_SECONDS = 20.0
-"""Between two questions while a clock is wrong, or no cloud has answered yet (wall time)."""
+"""Seconds between two queries while a clock is wrong, or no cloud has answered yet (wall time)."""
 
 
 class TellsTime(Protocol):
-    """The part of CloudLimits that is used here."""
+    """The part of CloudLimits used here."""
 
     def clock_ms(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Doubt:
-    """The reason to doubt the time. `is_ahead`: the run's clock is, so money and deadline seem used up too early."""
+    """The reason to doubt the time.
+
+    `is_ahead`: the run's clock is fast, so money and deadline seem used up too early.
+    """
 
     text: str
     is_ahead: bool = False
 
 
 def wall_ms() -> int:
-    """This machine's clock: milliseconds since 1970-01-01 UTC."""
+    """Return this machine's clock: milliseconds since 1970-01-01 UTC."""
     return time.time_ns() // 1_000_000
 
 
 class CloudTime:
-    """The clouds' time beside ours. `doubt` is None while clocks agree, or nobody could be asked yet."""
+    """The clouds' time beside this machine's. `doubt` is None while clocks agree, or before the first answer."""
 
     def __init__(self, clouds: Mapping[str, TellsTime], wall_ms: Callable[[], int] = wall_ms) -> None:
         self._clouds, self._wall_ms = clouds, wall_ms
         self._off: dict[str, int] = {}
-        """By cloud: its time minus this machine's, in milliseconds."""
+        """By cloud: the cloud's time minus this machine's, in milliseconds."""
         self.doubt: Doubt | None = None
 
     def ask(self, clock: Clock | None = None) -> None:
-        """Ask every cloud, and compare with this machine's clock and with `clock`, the run's."""
+        """Query every cloud, and compare with this machine's clock and with `clock`, the run's."""
         for name, cloud in self._clouds.items():
             try:
                 said_ms = cloud.clock_ms()
@@ -67,12 +70,12 @@ class CloudTime:
             log.warning("%s", self.doubt.text)
 
     def now_ms(self) -> int:
-        """The time by the first cloud that answered; by this machine while none has."""
+        """Return the time of the first cloud that answered; this machine's time before any answer."""
         off_ms = next(iter(self._off.values()), 0)
         return self._wall_ms() + (off_ms if abs(off_ms) > MOST_OFF_MS else 0)
 
     def keep(self, clock: Clock, ended: threading.Event) -> None:
-        """Ask again and again, in a thread of its own, until the run has `ended`."""
+        """Query again and again, in a background thread, until the run has `ended`."""
         threading.Thread(target=self._keep, args=(clock, ended), name="cloud time", daemon=True).start()
 
     def _keep(self, clock: Clock, ended: threading.Event) -> None:
@@ -99,10 +102,10 @@ class CloudTime:
         return None
 
     def _ahead_ms(self, clock: Clock | None, off_ms: int) -> int:
-        """Return how far the run's clock is ahead of a cloud's (ms)."""
+        """Return the lead of the run's clock over a cloud's clock (ms)."""
         return 0 if clock is None else clock.now_ms() - (self._wall_ms() + off_ms)
 
 
 def _about(off_ms: int) -> str:
-    """In whole minutes, so that the text stays the same from one answer to the next."""
+    """Return the difference in whole minutes, so that the text stays the same from one answer to the next."""
     return duration(max(1, round(abs(off_ms) / 60_000)) * 60_000)

@@ -1,11 +1,12 @@
-"""The controller: one process per run that buys what is missing, writes down what happens, and stops in time.
+"""The controller: one process per run that buys missing nodes, records events, and stops in time.
 
-a pass: observe the nodes -> write down what is new, and what it costs -> read the engine's progress -> decide -> act
-        -> tell the engine
+a pass: observe the nodes -> record events and prices -> read the engine's progress -> decide -> act
+        -> send the capacity to the engine
 
-It keeps no state. Every pass starts from what exists (provisioner, ledger, progress files), and an intent is in the
-ledger before the request is made; so `kill -9` between any two lines is repaired by the next pass, of this process
-or of the next one. A lease makes sure that there is only one; every transaction of it checks the lease first.
+The controller keeps no state. Every pass starts from facts (provisioner, ledger, progress files), and an intent is in
+the ledger before the request is made. So `kill -9` between any two lines is repaired by the next pass, of this process
+or of the next controller. A lease ensures that a run has only one controller, and every transaction checks the lease
+first.
 """
 
 import logging
@@ -100,50 +101,52 @@ from launcher.settings import config_path
 log = logging.getLogger(__name__)
 
 PASS_SECONDS, CLOUD_PASS_SECONDS = 0.25, 0.5
-"""Wall time between passes: a notice is seen well within the engine's lease."""
+"""Wall time between passes. A pass sees a notice well within the engine's lease."""
 
 CAPACITY_SECONDS = 10.0
-"""The engine is told what there is on every change, and this often in any case (wall time)."""
+"""Longest time between two capacity snapshots for the engine (wall time). Every change is also sent at once."""
 
 SETTLE_SECONDS = 4.0
-"""How long an engine that was told to stop may finish what it does, and a finished trainer may exit (wall time)."""
+"""Time for an engine to finish its work after a stop order, and for a finished trainer to exit (wall time)."""
 
 STOP_SECONDS = 6.0
-"""Settling, a pass that comes late and the kill itself (wall time): what the budget's reserve pays for."""
+"""Settling, a late pass and the kill itself (wall time). The budget's reserve pays for this time."""
 
 CLOUD_SETTLE_MS = 60_000
-"""The same on a real cloud: a trainer that was told to stop writes its checkpoint to a bucket first."""
+"""`SETTLE_SECONDS` for a real cloud, in ms: the trainer first writes its checkpoint to a bucket."""
 
 TIDY_MS = 900_000
-"""How long groups, keys and roles of a run that is over are tried to be taken away before a person is told."""
+"""Time in ms for removing groups, keys and roles of a finished run, before the user is told."""
 
 PRICE_SECONDS = 60.0
-"""How often the ledger's prices are read anew (wall time); spot prices move by the minute at most."""
+"""Time between two reads of the ledger's prices (wall time). Spot prices change by the minute at most."""
 
 SPOT_PRICE_SECONDS = 60.0
-"""How often AWS is asked what the run's spot nodes cost (wall time), beside the passes."""
+"""Time between two queries to AWS for the price of the run's spot nodes (wall time). The queries run beside the
+passes."""
 
 GCP_PRICE_SECONDS = 6 * 3600.0
-"""Google's price list is read anew so often (wall time); it changes once a day at most, spot prices once a month."""
+"""Time between two reads of Google's price list (wall time). The list changes once a day at most, spot prices once a
+month."""
 
 CARRY_SECONDS = 10.0
-"""Between tries to carry a checkpoint to another cloud."""
+"""Time between two tries to copy a checkpoint to another cloud."""
 
 LONGEST_PAUSE_SECONDS = 60.0
-"""A locked ledger or a full disk spoils passes. The pause before the next one doubles up to this long; the controller
-never gives up, because nodes are paid for. Their spend deadlines end them if it lasts."""
+"""Longest pause after a failed pass. A locked ledger or a full disk makes passes fail, and the pause doubles up to this
+limit. The controller never gives up, because nodes are paid for. Spend deadlines finally end the nodes."""
 
 LOG_TAIL_CHARACTERS = 1500
 
 UNWATCHED_MS = 60_000
-"""After passes that lie further apart than this, the engine's news of the time between have yet to arrive."""
+"""Gap between passes in ms after which engine news from the gap may not have arrived yet."""
 
 REARM_MS = 60_000
-"""A node's money deadline is written anew when it may live at least this much longer (run's clock)."""
+"""Smallest gain in ms for which a node's spend deadline is extended (run's clock)."""
 
 
 class Controller:
-    """Looks after one run. `one_pass` is all it does; the rest is waiting."""
+    """Manages one run. All work is in `one_pass`; the rest is waiting."""
 
     def __init__(
         self,
@@ -189,19 +192,20 @@ class Controller:
         self._not_carried: str | None = None
         self._ended_runs: dict[int, tuple[int, int]] = {}
         self._plans: dict[int, int] = {}
-        """By run: what its plan costs an hour, in micro-dollars."""
+        """By run: the hourly cost of the run's plan, in micro-dollars."""
         self._limits_at = -PRICE_SECONDS
         self._still_since_ms = self._passed_ms = clock.now_ms()
         self._advance = (0, -1, 0)
-        """Of the iterations that were done: the last row read, the furthest of them, and when it was reached first."""
+        """The id of the last iteration row read, the furthest iteration, and the time of first reaching that
+        iteration."""
 
     @property
     def sites(self) -> tuple[SiteOptions, ...]:
-        """Where the run may be; none on the local infra."""
+        """Return the candidate sites of the run; empty on the local infra."""
         return self._sites
 
     def one_pass(self) -> bool:
-        """Observe, compare, act. True when the run is over and nothing of it is left.
+        """Observe, compare, act. Return True when the run is over and none of its nodes and resources is left.
 
         Raises LeaseLost when another controller has taken over.
         """
@@ -226,7 +230,7 @@ class Controller:
         return facts.stage in OVER and not actions and self._is_tidy(facts)
 
     def _read_limits(self) -> None:
-        """Limits over all runs are those of today's configuration, not of the time of the launch."""
+        """Read the limits across all runs from the current configuration, not from the time of the launch."""
         if not self._sites or time.monotonic() - self._limits_at < PRICE_SECONDS:
             return
         self._limits_at = time.monotonic()
@@ -246,7 +250,7 @@ class Controller:
 
     @contextmanager
     def _transaction(self) -> Iterator[Session]:
-        """Write, as long as this controller is the one."""
+        """Open a write transaction, if this controller still holds the lease."""
         self._check_lease()
         with writing(self._sessions) as session:
             renew(session, self._lease)
@@ -259,7 +263,7 @@ class Controller:
     # --- facts ------------------------------------------------------------------------------------
 
     def _write_news(self, cloud: dict[str, NodeFact]) -> list[NodeRecord]:
-        """Write down what the cloud says of the run's nodes. Return them as they are then."""
+        """Record the cloud's news of the run's nodes. Return the updated records."""
         with self._transaction() as session:
             records = node_records(session, self._run)
             notes = list(news(records, cloud, self._clock.now_ms()))
@@ -272,7 +276,7 @@ class Controller:
             return node_records(session, self._run)
 
     def _write_prices(self, cloud: dict[str, NodeFact], nodes: Sequence[NodeRecord]) -> None:
-        """Write down what was really bought, and what it costs by now."""
+        """Record the real purchases and their current prices."""
         if not self._sites:
             return
         if time.monotonic() - self._prices_at >= PRICE_SECONDS:
@@ -294,7 +298,7 @@ class Controller:
         lines = [line for folder in folders for line in self._progress.read(folder) if line.run == self._run.name]
         if not lines:
             return
-        # A node whose clock is ahead must not make the run older than it is.
+        # A node with a fast clock must not make the run older than the controller's clock says.
         now_ms = self._clock.now_ms()
         lines = [replace(line, at_ms=min(line.at_ms, now_ms)) for line in lines]
         try:
@@ -349,9 +353,9 @@ class Controller:
         )
 
     def _advanced_ms(self, session: Session) -> int:
-        """When the run first reached the iteration that it has reached: redone ones do not count as progress.
+        """Return the time at which the run first reached its furthest iteration. Repeated iterations are no progress.
 
-        Rows are only ever added, so each pass reads the new ones: a run may have many thousands.
+        Rows are only added, never changed, so each pass reads only the new rows: a run may have many thousands.
         """
         seen_id, best, at_ms = self._advance
         rows = session.scalars(
@@ -363,12 +367,13 @@ class Controller:
             seen_id = row.id
             if row.event["iteration"] > best:
                 best, at_ms = row.event["iteration"], row.at_ms
-                self._still_since_ms = self._clock.now_ms()  # by our clock: the trainer's may be wrong
+                # by the controller's clock: the trainer's clock may be wrong
+                self._still_since_ms = self._clock.now_ms()
         self._advance = (seen_id, best, at_ms)
         return at_ms
 
     def _watch_standstill(self, cloud: Mapping[str, NodeFact]) -> None:
-        """Count time without a new iteration only while the trainer answers, waits for nobody, and we look."""
+        """Count a standstill only while the trainer answers, waits for no person, and passes are regular."""
         now_ms, fact = self._clock.now_ms(), cloud.get(self._trainer or "")
         answers = fact is not None and fact.status is NodeStatus.UP
         if not answers or self._trouble or self._not_carried or now_ms - self._passed_ms > UNWATCHED_MS:
@@ -376,7 +381,7 @@ class Controller:
         self._passed_ms = now_ms
 
     def _others(self, session: Session, now_ms: int) -> Others:
-        """What all other runs on real clouds spend, where limits bind the sum."""
+        """Return the spending of all other runs on real clouds, if limits bind the sum."""
         if self.wanted.all_runs == brakes.NO_LIMITS:
             return Others()
         metered = reserved = per_hour = planned = 0
@@ -389,7 +394,7 @@ class Controller:
             nodes = node_records(session, run)
             spent = spent_micro_usd(session, run, now_ms)
             if status is not None and status.status in OVER and not any(node.is_live for node in nodes):
-                self._ended_runs[run.id] = (status.id, spent)  # what ended costs no more
+                self._ended_runs[run.id] = (status.id, spent)  # an ended run costs no more
             else:
                 planned += max(hourly_micro_usd(nodes), self._planned_hourly_of(run))
             metered += spent
@@ -431,7 +436,7 @@ class Controller:
         log.info("the run is %s %s", action.stage, reason)
         with self._transaction() as session:
             now = current_status(session, self._run)
-            # A person may have asked for the end since we looked; that must not be written over.
+            # A user may have requested a stop since the facts were read. The request must not be overwritten.
             asked = now is not None and now.status == Stage.STOPPING and action.stage in (Stage.RUNNING, Stage.DRAINING)
             if not asked:
                 append_status(session, self._run, action.stage, reason, self._clock.now_ms())
@@ -442,7 +447,7 @@ class Controller:
         placement = action.option.placement
         with self._transaction() as session:
             if self._sites:
-                # The only writer now: what other controllers bought since we looked is in these facts.
+                # Only one transaction writes at a time, so the facts read here include purchases by other controllers.
                 refusal = refused_now(self._facts_in(session), self.wanted, action)
                 if refusal is not None:
                     log.info("%s is not bought: %s", action.name, refusal.text)
@@ -469,7 +474,7 @@ class Controller:
                     reserved_micro_usd=action.reserved_micro_usd,
                 )
             )
-        # The intent is durable. A crash here leaves a node that is not `requested`: the next pass asks for it.
+        # The intent is durable. After a crash here the node is not `requested`, and the next pass requests the node.
         self._ask(action.name)
 
     def _ask(self, name: str) -> None:
@@ -477,7 +482,7 @@ class Controller:
             node = session.scalars(select(Node).where(Node.name == name)).one()
             facts = self._facts_in(session)
         if not self._checkpoint_is_there(node):
-            return  # asked again in the next pass
+            return  # the next pass tries again
         asked_ms = self._clock.now_ms()
         self._check_lease()
         self._provisioner.request(option_of(node).placement, self._spec(node, facts))
@@ -485,7 +490,10 @@ class Controller:
             self._event(session, node, "requested", asked_ms)
 
     def _checkpoint_is_there(self, node: Node) -> bool:
-        """A trainer on another cloud than the one before it finds the run's checkpoint in its own cloud's bucket."""
+        """Return whether the run's checkpoint is in the bucket of the trainer's cloud.
+
+        Start a copy after a change of cloud.
+        """
         if not self._sites or node.role != "trainer":
             return True
         with self._sessions() as session:
@@ -520,7 +528,10 @@ class Controller:
         session.add(NodeEvent(node_id=node.id, at_ms=at_ms, kind=kind, evidence=""))
 
     def _spec(self, node: Node, facts: Facts) -> NodeSpec:
-        """What a node is told. On a real cloud the provisioner adds what only it knows: folder, addresses, digest."""
+        """Return the NodeSpec of a node.
+
+        On a real cloud the provisioner adds the folder, the addresses and the digest.
+        """
         run, folder = self._run, Path(self._run.folder)
         store = run_store(self._job.store, node.cloud, run.name) if self._sites else (folder / "store").as_uri()
         return NodeSpec(
@@ -542,7 +553,10 @@ class Controller:
         )
 
     def _longest_ms(self, node: Node, facts: Facts) -> int | None:
-        """Return for how long (ms) the money would pay for this node alone: its longest life. None: for ever."""
+        """Return the longest life of this node in ms: the time for which the money would pay for the node alone.
+
+        None: no limit.
+        """
         rate = node.micro_usd_per_hour + side_micro_usd_per_hour(node.cloud, Market(node.market))
         limits = (
             (facts.metered, self.wanted.limits.max_total),
@@ -555,9 +569,9 @@ class Controller:
         return min((one + self.wanted.allowance_ms for one in lasts_ms if one is not None), default=None)
 
     def _rearm(self, facts: Facts) -> None:
-        """Money that was not spent, because a node was missing for a while, lets the others live longer.
+        """Extend the nodes' spend deadlines by money left unspent while a node was missing.
 
-        Not while the time is in doubt: what seems unspent may be forgotten.
+        No deadline is extended while the clock is in doubt: spending may be missing from the metered sum.
         """
         if facts.doubt is not None:
             return
@@ -571,7 +585,10 @@ class Controller:
                 self._armed[node.name] = deadline_ms
 
     def _ends_itself_ms(self, facts: Facts, now_ms: int) -> int | None:
-        """When a node that nobody looks after ends itself: out of money, or on clouds past the run's own deadline."""
+        """Return the time at which an unmanaged node terminates itself.
+
+        The time is the earliest spend deadline, or on clouds the run's own deadline if earlier.
+        """
         planned = planned_hourly(facts, self.wanted)
         deadlines = [
             brakes.money_deadline_ms(
@@ -580,7 +597,7 @@ class Controller:
                 max_total=self.wanted.limits.max_total,
                 planned_hourly=planned,
             ),
-            # Nobody may be left to look after the other runs either: all of them draw on what is left.
+            # The other runs may also be without a controller, and all runs share the remaining money.
             brakes.money_deadline_ms(
                 now_ms=now_ms,
                 metered=facts.metered + facts.others.metered,
@@ -589,11 +606,15 @@ class Controller:
             ),
         ]
         if self._sites and self.wanted.deadline_ms is not None:
-            deadlines.append(self.wanted.deadline_ms + self.wanted.allowance_ms)  # a controller is given its time
+            # leave the controller time to stop first
+            deadlines.append(self.wanted.deadline_ms + self.wanted.allowance_ms)
         return min((deadline_ms for deadline_ms in deadlines if deadline_ms is not None), default=None)
 
     def _is_tidy(self, facts: Facts) -> bool:
-        """Nothing is left of what was made for the nodes either. A person is told when it cannot be taken away."""
+        """Return True once the resources made for the nodes are removed.
+
+        After `TIDY_MS` the user is told about the leftovers, and the result is also True.
+        """
         if self._provisioner.tidy():
             return True
         if facts.now_ms - facts.stage_ms < TIDY_MS:
@@ -608,7 +629,10 @@ class Controller:
     # --- the engine -------------------------------------------------------------------------------
 
     def _tell_capacity(self, facts: Facts, cloud: dict[str, NodeFact]) -> None:
-        """A snapshot on every change and every 10 s. The run's clock numbers it, so a restart goes on counting."""
+        """Send a capacity snapshot on every change and every 10 s.
+
+        The run's clock numbers the snapshots, so numbers still grow after a restart.
+        """
         if facts.stage in OVER:
             return
         known = (self._capacity_of(node, cloud.get(node.name)) for node in _newest(facts.nodes))
@@ -639,7 +663,10 @@ class Controller:
         )
 
     def _post(self, path: str, body: str | dict[str, str]) -> dict[str, Any] | None:
-        """Tell the coordinator, and hear its answer. None: it is gone, or not there yet; facts do not wait for it."""
+        """Post a message to the coordinator and return the reply.
+
+        None: the coordinator is not reachable. Passes do not wait.
+        """
         door = self._provisioner.door(self._trainer, self._run.coordinator_port) if self._trainer is not None else None
         if door is None:
             return None
@@ -673,7 +700,10 @@ def run_controller(
     clock: Clock | None = None,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Look after a run until it is over and nothing of it is left. LeaseHeld when somebody else does."""
+    """Manage a run until the run is over and nothing of the run is left.
+
+    Raises LeaseHeld if another controller is active.
+    """
     with sessions() as session:
         run = find_run(session, run_name)
     job = Job.model_validate(run.job)
@@ -717,15 +747,15 @@ def run_controller(
     ended.set()
     if over_machines is not None:
         over_machines.give_up()
-    controller.close()  # last: from now on nobody waits for us
+    controller.close()  # last: from now on no other process waits for this controller
     log.info("%s is over; nothing of it is left running", run.name)
 
 
 def _clock_of(sessions: sessionmaker[Session], run: Run, cloud_time: CloudTime | None) -> Clock:
-    """The clock that a controller meters by.
+    """Return the clock by which the controller meters.
 
-    Nodes on the local infra share this machine's clock, jumps and all. On clouds the time is theirs, and never before
-    the newest time in the ledger: a controller that starts with its clock behind would forget money.
+    Nodes on the local infra share this machine's clock, including its jumps. On clouds the controller uses the clouds'
+    time, and never a time before the newest time in the ledger: a slow clock would forget spending.
     """
     if cloud_time is None:
         return ScaledClock(origin_ms=run.clock_origin_ms, factor=run.clock_factor)
@@ -736,7 +766,10 @@ def _clock_of(sessions: sessionmaker[Session], run: Run, cloud_time: CloudTime |
 
 
 def _store_lease(run: Run, job: Job) -> StoreLease | None:
-    """The lease that controllers on other machines see: in the bucket of the cloud that the job names first."""
+    """Return the lease visible to controllers on other machines, in the bucket of the first cloud in the job.
+
+    None: no bucket.
+    """
     if not job.clouds or job.clouds[0] not in job.store:
         return None
     url = run_store(job.store, job.clouds[0], run.name)
@@ -744,10 +777,10 @@ def _store_lease(run: Run, job: Job) -> StoreLease | None:
 
 
 def _watch_prices(sessions: sessionmaker[Session], run: Run, job: Job, ended: threading.Event) -> None:
-    """Keep the ledger's prices of the run's nodes new, for as long as the run goes on.
+    """Refresh the ledger's prices of the run's nodes until the run ends.
 
-    AWS changes a spot price while the node runs, and bills it. Google's prices hold for a day at least. After a look
-    that fails (the ledger is locked, a source does not answer) comes the next one.
+    AWS changes a spot price while the node runs, and bills the new price. Google's prices hold for a day at least.
+    After a failed refresh (the ledger is locked, a source does not answer) the next refresh follows as usual.
     """
     gcp_at = time.monotonic()
     while not ended.wait(SPOT_PRICE_SECONDS):
@@ -755,12 +788,12 @@ def _watch_prices(sessions: sessionmaker[Session], run: Run, job: Job, ended: th
         gcp_at = time.monotonic() if is_due else gcp_at
         try:
             _refresh_prices(sessions, run, job, with_gcp=is_due)
-        except Exception as error:  # whatever it is, the run must not be metered by old prices from now on
+        except Exception as error:  # any error is survived, because old prices would meter the run wrongly from now on
             log.warning("prices could not be refreshed; tried again: %s", error)
 
 
 def _refresh_prices(sessions: sessionmaker[Session], run: Run, job: Job, *, with_gcp: bool) -> None:
-    """Ask for what the run's live spot nodes cost, on AWS, and `with_gcp` for Google's prices of its GPUs."""
+    """Fetch the AWS prices of the run's live spot nodes and, if `with_gcp`, Google's prices of the run's GPUs."""
     with sessions() as session:
         nodes = [node.wanted.placement for node in node_records(session, run) if node.is_live and node.wanted]
     spot = [node for node in nodes if node.cloud == "aws" and node.market is Market.SPOT]
@@ -768,7 +801,7 @@ def _refresh_prices(sessions: sessionmaker[Session], run: Run, job: Job, *, with
     if not spot and not of_gcp:
         return
     from launcher.market.machines import machines
-    from launcher.market.refresh import refresh  # with what the clouds' own libraries need
+    from launcher.market.refresh import refresh  # the import loads the clouds' own libraries
     from launcher.market.sources.aws import AwsSpot
     from launcher.market.sources.gcp import GcpCatalog
 
@@ -785,11 +818,11 @@ def _refresh_prices(sessions: sessionmaker[Session], run: Run, job: Job, *, with
             log.info("no new prices from %s: %s", answer.source, failure)
 
 
-# --- the ledger, as the controller reads it -------------------------------------------------------------
+# --- reading the ledger ----------------------------------------------------------------------------------
 
 
 def metered_micro_usd(session: Session, run: Run, now_ms: int) -> int:
-    """What the run's machines have cost until now."""
+    """Return the cost of the run's nodes until now, in micro-dollars."""
     return sum(charge.micro_usd for charges in charges_of_run(session, run, now_ms).values() for charge in charges)
 
 
@@ -826,7 +859,7 @@ def node_records(session: Session, run: Run) -> list[NodeRecord]:
 
 
 def option_of(node: Node) -> Option:
-    """As what a node was asked for, as the ledger has it."""
+    """Return the requested offer of a node, from the ledger."""
     return Option(
         placement=Placement(
             cloud=node.cloud,
@@ -845,7 +878,7 @@ def option_of(node: Node) -> Option:
 
 
 def prices_now(session: Session, job: Job, now_ms: int) -> PriceNow:
-    """What clouds last said, at what the user really pays."""
+    """Return the clouds' latest prices, adjusted to the user's overrides and discounts."""
     said = on_offer((), latest_prices(session, clouds=job.clouds), now_ms)
     return PriceNow(
         {
@@ -863,7 +896,7 @@ def prices_now(session: Session, job: Job, now_ms: int) -> PriceNow:
 
 
 def move_rules(job: Job) -> MoveRules:
-    """How patient a job is, and whether it may be bought on demand what spot lacks."""
+    """Return a job's failover rules: the wait for a trainer, and whether on-demand may replace missing spot."""
     return MoveRules(trainer_wait_ms=job.recovery.trainer_wait, on_demand=job.spot == "auto")
 
 
@@ -876,20 +909,20 @@ def _cloud(name: str) -> Literal["aws", "gcp"]:
 
 
 def _trainer_of(nodes: Sequence[NodeRecord]) -> str | None:
-    """The newest that may run: the one whose coordinator is told."""
+    """Return the newest live trainer, whose coordinator receives the messages. None: no trainer lives."""
     live = [node for node in nodes if node.role == "trainer" and node.is_live]
     return max(live, key=lambda node: node.generation).name if live else None
 
 
 def _last_trainer_cloud(session: Session, run: Run, node: Node) -> str | None:
-    """Where the last trainer before this one came up; None: there was none."""
+    """Return the cloud of the last trainer that came up before this node. None: no earlier trainer came up."""
     earlier = [other for other in nodes_of(session, run) if other.role == "trainer" and other.id < node.id]
     came = set(session.scalars(select(NodeEvent.node_id).where(NodeEvent.kind == "up")))
     return next((other.cloud for other in reversed(earlier) if other.id in came), None)
 
 
 def _write_note(session: Session, run: Run, node: Node, note: Note) -> None:
-    """An event; and when it is the node's end, the bill and the preemption, in the same transaction."""
+    """Record an event. If the event is the node's end, add the bill and the preemption in the same transaction."""
     session.add(NodeEvent(node_id=node.id, at_ms=note.at_ms, kind=note.kind, evidence=_evidence(note)))
     if note.kind not in ENDS:
         return
@@ -920,7 +953,7 @@ def _write_note(session: Session, run: Run, node: Node, note: Note) -> None:
 
 
 def _evidence(note: Note) -> str:
-    """The cloud's words, and which zones refused."""
+    """Return the cloud's text, with the zones that refused."""
     tried = note.fact.tried if note.fact is not None else ()
     return "; ".join(filter(None, (note.evidence, f"tried {', '.join(tried)}" if tried else "")))
 
@@ -938,7 +971,7 @@ def _node_price(node: Node, change: Paid) -> NodePrice:
 
 
 def _not_priced(run: Run, now_ms: int) -> list[SideCost]:
-    """What is paid for, and on nobody's list here."""
+    """Return the costs that are billed but have no price in the ledger."""
     return [
         SideCost(
             run_id=run.id,
@@ -958,7 +991,7 @@ def _is_stranger(name: str, fact: NodeFact, facts: Facts) -> bool:
 
 
 def _newest(nodes: Sequence[NodeRecord]) -> list[NodeRecord]:
-    """Live nodes, and the last two generations of each slot: the engine need not hear of older losses for ever."""
+    """Return live nodes and the last two generations of each slot. The engine does not need older losses."""
     newest: defaultdict[str, int] = defaultdict(int)
     for node in nodes:
         newest[node.slot] = max(newest[node.slot], node.generation)
@@ -966,5 +999,5 @@ def _newest(nodes: Sequence[NodeRecord]) -> list[NodeRecord]:
 
 
 def _run_ms(clock: Clock, wall_seconds: float) -> int:
-    """So much wall time, in milliseconds of the run's clock."""
+    """Convert wall time to milliseconds of the run's clock."""
     return round(wall_seconds / clock.wall_seconds(1_000_000) * 1_000_000)

@@ -1,8 +1,8 @@
-"""The gcloud program, by which SkyPilot logs in to Google Cloud: it has to be here, with an active account.
+"""Check the gcloud program, with which SkyPilot logs in to Google Cloud: an installation and an active account.
 
 Application-default credentials are enough for spotrl's own calls and not for SkyPilot 0.14.1
-(`sky/clouds/gcp.py`, `_check_credentials`): without the program, an active account and, for a person's account, the
-files that a login leaves, SkyPilot refuses every launch on Google Cloud.
+(`sky/clouds/gcp.py`, `_check_credentials`). SkyPilot refuses every launch on Google Cloud without the program, an
+active account and, for a person's account, the files of a login.
 """
 
 import shutil
@@ -16,24 +16,24 @@ from launcher.exit_codes import ExitCode, Failure
 LOGIN = "`gcloud auth login`, or with a key file `gcloud auth activate-service-account --key-file FILE`"
 
 ANSWER_SECONDS = 60.0
-"""gcloud is a large Python program: seconds on a cold disk."""
+"""Longest wait for gcloud, a large Python program that takes seconds on a cold disk."""
 
 SERVICE_ACCOUNT = "iam.gserviceaccount.com"
 
 LOGIN_FILES = ("credentials.db", "access_tokens.db")
-"""In `~/.config/gcloud`, where SkyPilot looks for a person's login; a service account needs none of them."""
+"""Files in `~/.config/gcloud` that SkyPilot needs for a person's login; a service account needs none."""
 
 APPLICATION = "application_default_credentials.json"
 
 
 class GcloudMissing(Failure):
-    """SkyPilot cannot buy on Google Cloud with what this machine has."""
+    """SkyPilot cannot buy on Google Cloud with this machine's programs and logins."""
 
     exit_code = ExitCode.CREDENTIALS
 
 
 def check_gcloud(environ: Mapping[str, str], folder: Path) -> str:
-    """Return the active account, or where SkyPilot's API server is if it is not here. Raises GcloudMissing."""
+    """Return the active account, or the address of a remote SkyPilot API server. Raises GcloudMissing."""
     elsewhere = remote_api_server(environ, folder)
     if elsewhere is not None:
         return f"SkyPilot's API server is {elsewhere}: the gcloud program and login of that machine count"
@@ -68,7 +68,7 @@ def _active_account(program: str, environ: Mapping[str, str]) -> str:
 
 
 def _check_login_files(account: str, environ: Mapping[str, str]) -> None:
-    """Look for what SkyPilot wants of a person's login, in the folder that SkyPilot looks in."""
+    """Check for the files of a person's login, in the folder that SkyPilot reads."""
     folder = Path(environ.get("HOME", "~")).expanduser() / ".config" / "gcloud"
     missing = [name for name in LOGIN_FILES if not (folder / name).is_file()]
     if missing:

@@ -1,8 +1,8 @@
-"""One controller per run: a lease in the ledger, with an epoch that fences whoever held it before.
+"""One controller per run: a lease in the ledger, with an epoch that fences the previous holder.
 
-A lease is taken over when its holder is dead, or has not renewed it in time. The second case may find the old
-holder alive (it was frozen, say): every transaction of a controller therefore checks the epoch first, and the one
-that lost it stops there.
+A controller takes the lease over when the holder is dead or did not renew the lease in time. In the second case the
+old holder may be alive (a frozen process, for example). Every transaction of a controller therefore checks the epoch
+first, and a controller without the lease stops there.
 """
 
 import os
@@ -18,15 +18,16 @@ from launcher.ledger.models import ControllerLease, Run
 from launcher.ledger.store import writing
 
 LEASE_MS = 15_000
-"""How long a controller may be silent (wall time). A pass takes milliseconds; a busy machine delays it by seconds."""
+"""Longest silence of a controller (ms, wall time). A pass takes milliseconds; a busy machine delays a pass by
+seconds."""
 
 
 class LeaseHeld(Failure):
-    """Another controller looks after this run."""
+    """Another controller holds the lease of this run."""
 
 
 class LeaseLost(Failure):
-    """Another controller has taken over; this one must not act any more."""
+    """Another controller has taken over. This controller must not act any more."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,7 +38,7 @@ class Lease:
 
 
 def this_process() -> str:
-    """A holder's name: pid and start, which no later process shares."""
+    """Return a name for this process: pid and start time, unique also against later processes."""
     return f"{os.getpid()}@{psutil.Process().create_time()}"
 
 
@@ -47,18 +48,18 @@ def holder_alive(row: ControllerLease) -> bool:
 
 
 def is_held(row: ControllerLease | None, now_ms: int | None = None) -> bool:
-    """Whether somebody controls the run now."""
+    """Return whether a live controller holds the run's lease now."""
     now_ms = _wall_ms() if now_ms is None else now_ms
     return row is not None and now_ms < row.expires_wall_ms and holder_alive(row)
 
 
 def is_given_up(row: ControllerLease | None) -> bool:
-    """Whether nobody ever controlled the run, or its last controller left with nothing more to do."""
+    """Return whether the run never had a controller, or its last controller left after finishing all work."""
     return row is None or row.expires_wall_ms == 0
 
 
 def take_lease(sessions: sessionmaker[Session], run: Run, holder: str, pid: int, now_ms: int | None = None) -> Lease:
-    """Become the run's controller. LeaseHeld names the one there is."""
+    """Become the run's controller. Raises LeaseHeld with the process id of the current controller."""
     now_ms = _wall_ms() if now_ms is None else now_ms
     with writing(sessions) as session:
         row = session.get(ControllerLease, run.id)
@@ -75,7 +76,7 @@ def take_lease(sessions: sessionmaker[Session], run: Run, holder: str, pid: int,
 
 
 def renew(session: Session, lease: Lease, now_ms: int | None = None) -> None:
-    """The fence: call it first in every writing transaction. LeaseLost when somebody else took over."""
+    """Check and renew the lease. Call first in every writing transaction. Raises LeaseLost after a takeover."""
     now_ms = _wall_ms() if now_ms is None else now_ms
     row = session.get(ControllerLease, lease.run_id)
     if row is None or (row.holder, row.epoch) != (lease.holder, lease.epoch):
@@ -86,7 +87,7 @@ def renew(session: Session, lease: Lease, now_ms: int | None = None) -> None:
 
 
 def give_up(sessions: sessionmaker[Session], lease: Lease) -> None:
-    """The run is over and nothing is left to do: let the next controller start at once."""
+    """Give the lease back when the run is over and no work is left, so that the next controller can start at once."""
     with writing(sessions) as session:
         row = session.get(ControllerLease, lease.run_id)
         if row is not None and (row.holder, row.epoch) == (lease.holder, lease.epoch):

@@ -1,11 +1,11 @@
-"""The embedded infra: a node is a process session of its own on this machine, and its folder is its disk.
+"""The local infra: a node is a process session on this machine, and the node's folder is its disk.
 
 RUN/nodes/NAME/  node.json (NodeSpec)  request.json  spawned.json  agent.json  ready.json  notice.json
                  money.json  reclaim.json  stopped.json  ending  exits.jsonl  ended.json  logs/  progress/
 
-`LocalProvisioner` stands where the cloud would: it starts machines, says how they are, and takes spot nodes back
-by a printed rule. It keeps no state either. What it knows is in the folders, so any process may carry on with them,
-and a crash between any two lines is repaired by the next `request` or `observe`.
+`LocalProvisioner` plays the cloud: it starts nodes, reports their state, and preempts spot nodes by a printed rule. All
+state is in the folders, so any process may continue the work, and a crash between any two lines is repaired by the next
+`request` or `observe`.
 """
 
 import contextlib
@@ -29,19 +29,19 @@ from launcher.money import duration
 from launcher.placement.placement import Placement
 
 AGENT_SECONDS = 60.0
-"""A process that has not become an agent by then (wall time) never will: its imports failed or hang."""
+"""Longest time until a process becomes an agent (wall time). After longer its imports have failed or hang."""
 
 READY_SECONDS = 600.0
-"""Workers that have not called in by then (wall time) never will. Loading a large model takes minutes."""
+"""Longest time until workers call in (wall time). Loading a large model takes minutes."""
 
 SILENCE_MS = 30_000
-"""How long this cloud takes to say that a machine which just stopped is gone (run's clock)."""
+"""Delay until the local cloud reports a silently stopped node as gone (ms, run's clock)."""
 
 STOPPED_SECONDS = 5.0
-"""A node found stopped (SIGSTOP) that this cloud did not stop counts as lost after so long (wall time)."""
+"""Time after which an unexpectedly stopped node (SIGSTOP) counts as lost (wall time)."""
 
 REAP_SECONDS = 0.5
-"""A look at nodes waits at most so long for the exit code of an agent that just died."""
+"""Longest wait for the exit code of an agent that just died."""
 
 
 def nodes_folder(run_folder: Path) -> Path:
@@ -62,17 +62,17 @@ class LocalProvisioner:
         reclaims: ReclaimRule | None,
         agent: str = AGENT,
     ) -> None:
-        """`agent`: module or file of the program that is a node's agent."""
+        """Create the provisioner. `agent`: module or file of the agent program."""
         self._folder, self._clock, self._reclaims = folder, clock, reclaims
         self._starter = AgentStarter(folder / "starter.log", agent)
 
-    # --- what the controller asks -----------------------------------------------------------------
+    # --- calls of the controller ---------------------------------------------------------------------
 
     def request(self, want: Placement, spec: NodeSpec) -> None:
-        """Start the node's agent, unless the node was started or ended before; the same name twice is one node.
+        """Start the node's agent, unless the node was started or ended before. A repeated name is one node.
 
-        A crash may leave a process that is not recorded. Then the node gets a second agent, which finds the
-        node's lock taken and exits.
+        A crash may leave an unrecorded process. Then the node gets a second agent, which finds the node's lock taken
+        and exits.
         """
         folder = node_folder(self._folder, spec.node)
         if Path(spec.folder) != folder:
@@ -89,12 +89,12 @@ class LocalProvisioner:
             self._spawn(folder)
 
     def observe(self) -> Sequence[NodeFact]:
-        """How every node of this run is. The local cloud does its own work here too: it takes spot nodes back."""
+        """Return the state of every node of this run. Also plays the cloud: due spot nodes are preempted here."""
         facts = [self._observe(folder) for folder in self._folders()]
         return [fact for fact in facts if fact is not None]
 
     def release(self, names: Sequence[str]) -> None:
-        """SIGKILL everything of these nodes. A node that is not there yet can no longer be requested afterwards."""
+        """SIGKILL every process of the nodes. A node without a request can no longer be requested afterwards."""
         for name in names:
             folder = node_folder(self._folder, name)
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -104,32 +104,35 @@ class LocalProvisioner:
                 self._end(folder, "released", self._clock.now_ms())
 
     def rearm(self, name: str, money_deadline_ms: int) -> None:
-        """Write the node's new money deadline beside its node.json, which never changes."""
+        """Write the node's new spend deadline beside its node.json, which never changes."""
         folder = node_folder(self._folder, name)
         if folder.exists() and _read(folder / "ended.json") is None:
             _write(folder / "money.json", {"deadline_ms": money_deadline_ms})
 
     def door(self, name: str, port: int) -> tuple[str, int] | None:
-        """Every node is this machine."""
+        """Return localhost: every node is this machine."""
         return "127.0.0.1", port
 
     def tidy(self) -> bool:
-        """Nodes leave nothing behind but their folders."""
+        """Return True. Nodes leave nothing behind except their folders."""
         return True
 
     def close(self) -> None:
-        """End what starts agents; the agents stay."""
+        """End the process that starts agents. The agents continue."""
         self._starter.close()
 
     # --- starting ---------------------------------------------------------------------------------
 
     def _spawn(self, folder: Path) -> None:
-        """Have the agent started. `spawned.json` says by whom: as long as that process lives, an agent may come."""
+        """Have the agent started.
+
+        `spawned.json` names the starter: while the starter lives, an agent may still appear.
+        """
         starter = self._starter.start(folder / "node.json")
         _write(folder / "spawned.json", {**starter, "at_ms": self._clock.now_ms()})
 
     def _ordinal(self, market: Market) -> int | None:
-        """The place of a new spot node in the order of purchase, which decides how long it lives."""
+        """Return a new spot node's ordinal in the order of purchase, which decides the node's lifetime."""
         if market is not Market.SPOT:
             return None
         requests = (_read(folder / "request.json") or {} for folder in self._folders())
@@ -140,7 +143,7 @@ class LocalProvisioner:
         root = nodes_folder(self._folder)
         return sorted(path for path in root.iterdir() if path.is_dir()) if root.exists() else []
 
-    # --- seeing -----------------------------------------------------------------------------------
+    # --- observing -----------------------------------------------------------------------------------
 
     def _observe(self, folder: Path) -> NodeFact | None:
         ended = self._ended_by_itself(folder)
@@ -148,7 +151,7 @@ class LocalProvisioner:
             return ended
         request = self._requested(folder)
         if request is None:
-            return None  # a request that was cut short; asking again completes it
+            return None  # an interrupted request; a repeated request completes the files
         fact = self._running(folder, request)
         ordinal = request.get("ordinal")
         if self._reclaims is None or ordinal is None or fact.ready_ms is None:
@@ -156,7 +159,7 @@ class LocalProvisioner:
         return self._carry_out(folder, self._reclaims.reclaim(ordinal), fact)
 
     def _running(self, folder: Path, request: dict[str, Any]) -> NodeFact:
-        """A node that has not ended. It is paid for from the request on, once there is an agent."""
+        """Return the fact of a node that has not ended. An existing agent is billed from the request on."""
         agent, ready = _read(folder / "agent.json"), _read(folder / "ready.json")
         notice = _read(folder / "notice.json")
         return NodeFact(
@@ -168,7 +171,7 @@ class LocalProvisioner:
         )
 
     def _ended_by_itself(self, folder: Path) -> NodeFact | None:
-        """The node's end, if it has one: recorded, or found now. None: it runs, or is about to."""
+        """Return the node's end, recorded or found now. None: the node runs, or is starting."""
         record = _read(folder / "ended.json")
         if record is not None:
             return _ended_fact(folder, record)
@@ -192,7 +195,7 @@ class LocalProvisioner:
                 return self._end(folder, self._exit_evidence(folder, last) + " before it was an agent", now_ms)
         if not processes.is_recorded_alive(agent):
             if self._is_reclaimed(folder, request):
-                return None  # this cloud's own work, cut short: `_carry_out` completes it
+                return None  # an interrupted preemption by the local cloud: `_carry_out` completes the work
             return self._end(folder, self._exit_evidence(folder, agent["pid"]), self._last_moment(folder, now_ms))
         if _read(folder / "ready.json") is None and waited > READY_SECONDS:
             return self._end(folder, f"its workers did not call in within {READY_SECONDS:.0f} s", now_ms)
@@ -201,7 +204,7 @@ class LocalProvisioner:
         return self._ended_when_stopped(folder, int(agent["pid"]), now_ms)
 
     def _requested(self, folder: Path) -> dict[str, Any] | None:
-        """Return what was asked for. A damaged record of it is made again from the process that was started then."""
+        """Return the recorded request. A damaged record is rebuilt from the started process."""
         request, file = _read(folder / "request.json"), folder / "request.json"
         if request is None and file.exists():
             spawned = _read(folder / "spawned.json") or {"at_ms": self._clock.now_ms()}
@@ -210,12 +213,12 @@ class LocalProvisioner:
         return request
 
     def _is_reclaimed(self, folder: Path, request: dict[str, Any]) -> bool:
-        """Return whether this cloud is taking the node back, and `_carry_out` will complete that."""
+        """Return whether a preemption of the node is under way, which `_carry_out` will complete."""
         is_known = _read(folder / "reclaim.json") is not None and _read(folder / "ready.json") is not None
         return is_known and self._reclaims is not None and request.get("ordinal") is not None
 
     def _ended_when_stopped(self, folder: Path, pid: int, now_ms: int) -> NodeFact | None:
-        """A machine that stands still, by nobody's order: lost once it has stood for a while."""
+        """Return the end of a node that stopped without an order and stayed stopped, else None."""
         mark = folder / "stopped.json"
         if not processes.is_stopped(pid):
             mark.unlink(missing_ok=True)
@@ -229,7 +232,7 @@ class LocalProvisioner:
         return self._end(folder, "it stood still (SIGSTOP) and did not come back", now_ms, signal="SIGSTOP")
 
     def _last_moment(self, folder: Path, now_ms: int) -> int:
-        """When an agent that is found dead ended: as it said itself, else now, but never past its money deadline."""
+        """Return the end time of a dead agent: its own report, else now, but never after its spend deadline."""
         said = _read(folder / "exit.json")
         if said is not None:
             return int(said["at_ms"])
@@ -238,17 +241,17 @@ class LocalProvisioner:
         return now_ms if deadline is None else min(now_ms, int(deadline))
 
     def _exit_evidence(self, folder: Path, pid: int | None) -> str:
-        """Describe how the agent with this pid ended. Call only after the agent was seen dead.
+        """Describe the end of the agent with this pid. Call only after the agent was seen dead.
 
-        The exit code is read here and not before that look: a process that dies between the two would be seen dead
-        without an exit code. Only the starter learns the code, so a restarted controller knows it only if the agent
-        wrote exit.json. A second agent of the node, which found the lock taken, is not this one.
+        The exit code is read here, after the death was seen. Read earlier, a process could die between the two reads
+        and seem to have no exit code. Only the starter learns the code, so a restarted controller knows the code only
+        if the agent wrote exit.json. A second agent of the node, which found the lock taken, has a different pid.
         """
         until = time.monotonic() + REAP_SECONDS
         while (code := read_exits(folder).get(pid or 0)) is None and pid is not None and processes.is_zombie(pid):
             if time.monotonic() > until:
                 break
-            time.sleep(0.005)  # the starter is about to write it
+            time.sleep(0.005)  # the starter is about to write the code
         report = _read(folder / "exit.json")
         if report is not None:
             code = int(report["code"])
@@ -262,13 +265,13 @@ class LocalProvisioner:
     # --- ending -----------------------------------------------------------------------------------
 
     def _carry_out(self, folder: Path, reclaim: Reclaim, fact: NodeFact) -> NodeFact:
-        """The cloud's part: give notice when it is time, then take the node back."""
+        """Preempt the node when due: first the notice, then the end."""
         assert fact.ready_ms is not None
         now_ms, manner = self._clock.now_ms(), reclaim.manner
         end_ms = fact.ready_ms + reclaim.lifetime_ms
         if manner.with_notice:
             if fact.notice_deadline_ms is None and now_ms >= end_ms - reclaim.notice_ms:
-                # This cloud sleeps while no controller runs, and still gives the whole notice.
+                # The local cloud does nothing without a controller, and still gives the whole notice.
                 _write(folder / "notice.json", {"deadline_ms": max(end_ms, now_ms + reclaim.notice_ms)})
                 return self._running(folder, self._requested(folder) or {})
             end_ms = fact.notice_deadline_ms or end_ms + reclaim.notice_ms
@@ -283,7 +286,7 @@ class LocalProvisioner:
             processes.send(
                 [pid for pid in processes.processes_of(folder, agent) if not processes.is_stopped(pid)], signal.SIGSTOP
             )
-            return fact  # nobody has been told yet
+            return fact  # a silent stop: the loss is not reported yet
         notice = f"{duration(reclaim.notice_ms)} notice" if manner.with_notice else "no notice"
         evidence = (
             f"reclaimed by the local cloud {duration(max(1, int(taken['at_ms']) - fact.ready_ms))} after it was "
@@ -300,9 +303,9 @@ class LocalProvisioner:
         return ended or fact
 
     def _end(self, folder: Path, evidence: str, ended_ms: int, **how: Any) -> NodeFact | None:
-        """Kill what is left of the node, then record its end. None: something still runs, the next pass tries again."""
+        """Kill the node's processes, then record the end. None: a process still runs, and the next pass tries again."""
         agent = _read(folder / "agent.json")
-        with contextlib.suppress(OSError):  # a full disk keeps no node alive
+        with contextlib.suppress(OSError):  # a full disk must not keep a node alive
             (folder / ENDING).touch(mode=0o600)
         if processes.kill_all(folder, agent):
             return None
@@ -335,5 +338,5 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def _write(path: Path, value: dict[str, Any]) -> None:
-    """Replace the file durably, for its owner's eyes: node.json holds the run's token."""
+    """Replace the file durably, readable by its owner only: node.json holds the run's token."""
     write_durably(path, json.dumps(value).encode())

@@ -1,7 +1,7 @@
-"""Nodes of the local infra as a cloud would list them, for `spotrl reap` and `spotrl panic`: no ledger is asked.
+"""Nodes of the local infra, listed like a cloud's for `spotrl reap` and `spotrl panic`, without the ledger.
 
-A node is found by the mark that its processes carry (processes.py) and by the record of its agent in its folder. What
-runs is listed; a folder without processes is not a node any more.
+A node is found by the mark of its processes (processes.py) and by the record of its agent in its folder. Nodes with
+running processes are listed; a folder without processes is not a node any more.
 """
 
 import getpass
@@ -27,7 +27,7 @@ HERE = "this machine"
 
 
 class LocalNodes:
-    """Everything that runs for a node below the folder `runs` (RUN/nodes/NODE). It offers what a CloudApi does."""
+    """The running nodes below the folder `runs` (RUN/nodes/NODE), with the interface of a CloudApi."""
 
     cloud, home = LOCAL, HERE
 
@@ -51,7 +51,7 @@ class LocalNodes:
         return []
 
     def end(self, machines: Sequence[Machine]) -> None:
-        """SIGKILL every process of these nodes; what is in the middle of a disk write may need another look."""
+        """SIGKILL every process of the nodes. A process in the middle of a disk write may need a second call."""
         for one in machines:
             folder = self._runs / one.run / "nodes" / one.name
             kill_all(folder, _agent_of(folder))
@@ -82,7 +82,7 @@ class LocalNodes:
         return []
 
     def _marked(self) -> Iterator[Path]:
-        """Folders of nodes that a live process says it belongs to."""
+        """Yield the node folders named in the marks of live processes."""
         for pid in psutil.pids():
             try:
                 process = psutil.Process(pid)
@@ -93,7 +93,7 @@ class LocalNodes:
                 continue  # gone meanwhile, or another user's
 
     def _recorded(self) -> Iterator[Path]:
-        """Folders of nodes whose agent is alive by its own record."""
+        """Yield the folders of nodes with a live agent by the agent's own record."""
         for file in self._runs.glob("*/nodes/*/agent.json"):
             agent = _agent_of(file.parent)
             if agent is not None and is_recorded_alive(agent):
@@ -130,7 +130,7 @@ def recorded_clouds(runs: Path) -> set[str]:
 
 def _agent_of(folder: Path) -> dict[str, Any] | None:
     agent = _read(folder / "agent.json")
-    # The record of an agent on a cloud is a copy: its pid is another machine's, and it names no start.
+    # The record of an agent on a cloud is a copy: its pid belongs to another machine, and the record has no start time.
     return agent if agent is not None and agent.get("create_time") and not (folder / "want.json").exists() else None
 
 
@@ -143,7 +143,7 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def _started_ms(pids: Sequence[int]) -> int:
-    """Return the start of the oldest of them (UTC milliseconds)."""
+    """Return the start of the oldest process (UTC milliseconds)."""
     starts = []
     for pid in pids:
         try:

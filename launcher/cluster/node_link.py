@@ -1,12 +1,12 @@
-"""The line to a node's machine: one ssh process, which carries the window into the node's folder and a tunnel.
+"""The connection to a node: one ssh process, which carries the remote console of the node's folder and a tunnel.
 
-orders of the controller -> ssh -> engine/runtime/window.py        its files -> the mirror in the machine's folder
+controller's orders -> ssh -> engine/runtime/window.py        node's files -> the mirror in the node's local folder
 
-Every method returns at once; a thread does the work. It connects for ever, with growing gaps, and tells again what is
-wanted each time, so a broken line costs time and loses nothing: the mirror is continued from where it stands, in this
-process or the next. A line that stands still is a broken line: a beat comes each second, or ssh is ended.
-
-What a node sends is not trusted beyond its own files: only names that the window shows are written.
+Every method returns at once; a thread does the work. The thread reconnects for ever, with growing gaps, and repeats all
+current orders after each connect. So a broken connection costs time and loses nothing: the mirror continues from its
+current state, in this process or the next. A stalled connection counts as broken: a heartbeat arrives each second, or
+ssh is ended.
+Input from a node is not trusted beyond the node's own files: only names known to the remote console are written.
 """
 
 import base64
@@ -32,30 +32,31 @@ from engine.durable import write_durably
 
 BEAT_SECONDS = 1.0
 SILENCE_SECONDS = 5.0
-"""A line whose beats are missing for so long is ended and made anew."""
+"""Seconds without a heartbeat after which the connection is ended and made anew."""
 CONNECT_SECONDS = 30.0
-"""The first beat may take longer: keys are exchanged, and Python starts on a machine that boots."""
+"""Seconds until the first heartbeat, which may take longer: ssh exchanges keys, and Python starts on a booting VM."""
 AGAIN_SECONDS = 5.0
-"""An order that the node could not carry out (a full disk) is given again after so long."""
+"""Seconds until an order is repeated that the node could not carry out (a full disk)."""
 DOOR_SECONDS = 0.5
-"""Between two looks whether the other end of the tunnel answers yet, and the most that one takes."""
+"""Seconds between two probes of the tunnel's far end, and the longest time of a probe."""
 
 FIRST_GAP_SECONDS, LONGEST_GAP_SECONDS = 0.2, 10.0
 
 PUT = frozenset({"agent.json", "ready.json", "notice.json", "hint.json", "exit.json"})
 APPENDED = re.compile(r"(progress/[\w-][\w.-]*\.jsonl|logs/[\w-][\w.-]*\.log)")
 TAIL_BYTES = 64
-"""As in the window: by so many last bytes it is seen whether a file is still the one that the mirror has."""
+"""Number of last bytes, same as in the remote console, by which a file is recognised as the file in the mirror."""
 
 UNSENT_BYTES = 1 << 20
-"""A window that reads nothing gets no more beats; its silence tells."""
+"""Unsent bytes above which no more heartbeats are queued. A remote console that reads nothing is
+then detected by its silence."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Login:
-    """How a machine is entered. `known_hosts`: where its key is kept after the first time; None: in the mirror.
+    """The SSH access to a VM. `known_hosts`: file for the VM's host key; None: in the mirror.
 
-    `proxy`: an OpenSSH ProxyCommand into the machine's network; empty: it is reached directly.
+    `proxy`: an OpenSSH ProxyCommand into the VM's network; empty: direct connection.
     """
 
     host: str
@@ -68,7 +69,7 @@ class Login:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Money:
-    """What the node was left with, and when that was said: told again later, it is less by what has passed."""
+    """The node's money left in ms, and the time of the message. A repeated message subtracts the time since."""
 
     left_ms: int
     told: int
@@ -79,11 +80,11 @@ class _Money:
 
 
 class _BrokenLine(Exception):
-    """Why this connection is over, in words."""
+    """The reason for the end of a connection, as text."""
 
 
 class NodeLink:
-    """One node's line. `secrets` go into the agent's environment and are written nowhere."""
+    """The connection to one node. `secrets` go into the agent's environment and are written nowhere."""
 
     def __init__(
         self,
@@ -104,57 +105,60 @@ class NodeLink:
         self._money: _Money | None = None
         self._notice_ms: int | None = None
         self._wants = 0
-        """Grows with every new wish; what was sent last is compared with it."""
+        """Counter of order changes, compared with the counter last sent."""
         self._closed = threading.Event()
         self._heard: float | None = None
         self._looked = time.monotonic()
         self._open_door: tuple[str, int] | None = None
         self.trouble = ""
-        """Why there is no connection, or what the node could not do; empty when all is well."""
+        """The reason for a missing connection, or the node's last error; empty if all is well."""
         self._thread = threading.Thread(target=self._work, name=f"link {mirror.name}", daemon=True)
         self._thread.start()
 
-    # --- what the controller asks -----------------------------------------------------------------
+    # --- calls of the controller ---------------------------------------------------------------------
 
     def run(self, spec: NodeSpec) -> None:
-        """Want the agent of this spec. The same one again is nothing new; another one replaces the agent that runs."""
+        """Request an agent with this spec.
+
+        An equal spec changes nothing; a different spec replaces the running agent.
+        """
         with self._lock:
             if self._spec != spec:
                 self._spec, self._spec_told = spec, self._now_told()
                 self._wants += 1
 
     def rearm(self, left_ms: int) -> None:
-        """Tell the node how long its money lasts from now."""
+        """Send the node the time that its money lasts from now, in ms."""
         with self._lock:
             self._money = _Money(left_ms=left_ms, told=self._now_told(), at_boot_ms=boot_ms())
             self._wants += 1
 
     def notice(self, deadline_ms: int) -> None:
-        """Tell the node that its cloud takes it back then (UTC)."""
+        """Send the node the announced time of the preemption (UTC)."""
         with self._lock:
             if self._notice_ms != deadline_ms:
                 self._notice_ms = deadline_ms
                 self._wants += 1
 
     def door(self, port: int) -> tuple[str, int] | None:
-        """This end of a tunnel to `port` of the node's own private address. None: nobody answers there now."""
+        """Return the local end of a tunnel to `port` of the node's private address. None: no server answers now."""
         spec = self._spec
         return self._open_door if spec is not None and spec.coordinator_port == port else None
 
     @property
     def heard_s(self) -> float | None:
-        """For how many seconds the node has said nothing; None: it never did.
+        """Return the seconds since the node's last message; None: the node has never answered.
 
-        Counted up to the last look: while this process stands still, no node is silent.
+        Counted up to the thread's last step: while this process stands still, no node is silent.
         """
         return None if self._heard is None else max(0.0, self._looked - self._heard)
 
     def close(self) -> None:
-        """End the connection, soon. The agent goes on."""
+        """End the connection soon. The agent continues."""
         self._closed.set()
 
     def _now_told(self) -> int:
-        """A later one than any before, also of another process, as long as clocks are right."""
+        """Return a number above all earlier numbers, also of earlier processes, if the clocks are right."""
         self._told = max(self._told + 1, time.time_ns() // 1_000_000)
         return self._told
 
@@ -174,14 +178,14 @@ class NodeLink:
                 if line is not None:
                     line.end()
                     gap = FIRST_GAP_SECONDS if line.heard is not None else gap
-            # Half of it by chance, so that the nodes of a run do not all knock at once.
+            # Half of the gap is random, so that the nodes of a run do not all reconnect at once.
             until = time.monotonic() + gap * random.uniform(0.5, 1.0)
             while time.monotonic() < until and not self._closed.wait(0.1):
                 self._looked = time.monotonic()
             gap = min(gap * 2, LONGEST_GAP_SECONDS)
 
     def _carry(self, line: "_Line") -> None:
-        """Serve a connection until it is over."""
+        """Serve a connection until its end."""
         told, again, door_looked = -1, None, 0.0
         while not self._closed.is_set():
             for message in line.messages():
@@ -204,7 +208,7 @@ class NodeLink:
                     self._open_door = ("127.0.0.1", line.local_port)
 
     def _orders(self) -> list[dict[str, Any]]:
-        """All that is wanted, each time: the node knows what is new to it."""
+        """Return all current orders, each time: the node ignores known orders."""
         with self._lock:
             orders: list[dict[str, Any]] = []
             if self._spec is not None:
@@ -217,7 +221,7 @@ class NodeLink:
             return orders
 
     def _tunnel(self) -> str | None:
-        """Where the tunnel leads; only a trainer has a coordinator."""
+        """Return the tunnel's far end, or None. Only a trainer has a coordinator."""
         spec = self._spec
         return f"{spec.coordinator_host}:{spec.coordinator_port}" if spec and spec.role == "trainer" else None
 
@@ -242,14 +246,14 @@ class NodeLink:
             **({"ProxyCommand": login.proxy} if login.proxy else {}),
         }
         words = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
-        # The user's own ssh configuration is for the user's machines.
+        # The user's own ssh configuration is meant for the user's own hosts.
         ssh = ["ssh", "-F", "none", "-T", "-a", "-x", "-i", str(login.key), "-p", str(login.port)]
         return [*ssh, *words, f"{login.user}@{login.host}", f"exec {self._window}"]
 
     # --- the mirror -------------------------------------------------------------------------------
 
     def _have(self) -> dict[str, tuple[int, str]]:
-        """What the mirror has of the files that grow: sizes and last bytes."""
+        """Return the size and last bytes of each growing file in the mirror."""
         self._mirror.mkdir(parents=True, exist_ok=True, mode=0o700)
         (self._mirror / "known_hosts").touch(mode=0o600)
         have = {}
@@ -263,7 +267,7 @@ class NodeLink:
         return have
 
     def _take(self, message: Mapping[str, Any]) -> bool:
-        """Write what the node shows; whether it speaks of trouble instead."""
+        """Write the node's file to the mirror. Return True if the message reports an error instead."""
         match message:
             case {"put": str(name), "text": str(text)} if name in PUT:
                 self._replace(name, text.encode())
@@ -282,7 +286,7 @@ class NodeLink:
         with path.open("r+b", buffering=0) as file:
             if file.seek(0, os.SEEK_END) < at:
                 raise _BrokenLine(f"{name} has fewer bytes in the mirror than {at}, where the node goes on")
-            # By offset, so that two processes with a line to one node write the same bytes at the same place.
+            # Writes go by offset, so two processes connected to one node write the same bytes at the same place.
             file.seek(at)
             while data:
                 data = data[file.write(data) :]
@@ -292,7 +296,7 @@ class NodeLink:
 
 
 class _Line:
-    """One ssh process: lines out, lines in, no call that waits longer than a tenth of a second."""
+    """One ssh process: lines out, lines in, and no call waits longer than a tenth of a second."""
 
     def __init__(self, command: list[str], have: Mapping[str, Any], tunnel: str | None) -> None:
         self.tunnel = tunnel
@@ -304,7 +308,7 @@ class _Line:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             bufsize=0,
-            start_new_session=True,  # Ctrl-C is for the controller
+            start_new_session=True,  # Ctrl-C is meant for the controller
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -327,7 +331,7 @@ class _Line:
             self._unsent += json.dumps(message).encode() + b"\n"
 
     def messages(self) -> list[dict[str, Any]]:
-        """What came within a tenth of a second. Raises when the line is over, or stands still."""
+        """Return the messages of a tenth of a second. Raises _BrokenLine when the connection ends or stalls."""
         now = time.monotonic()
         if now - self._beaten >= BEAT_SECONDS and len(self._unsent) < UNSENT_BYTES:
             self._beaten = now
@@ -344,16 +348,16 @@ class _Line:
                 raise _BrokenLine(self._last_words())
             self.heard = time.monotonic()
             *lines, self._unread = (self._unread + data).split(b"\n")
-            # What a login shell says of its own accord is not for us.
+            # A login shell may print lines of its own; skip these.
             return [json.loads(line) for line in lines if line.startswith(b"{")]
-        # Only when nothing waits to be read: it may be us who stood still.
+        # Only if nothing waits to be read: this process itself may have stood still.
         since, patience = (self._began, CONNECT_SECONDS) if self.heard is None else (self.heard, SILENCE_SECONDS)
         if now - since > patience:
             raise _BrokenLine(f"the node's window said nothing for {now - since:.0f} s {self._last_words()}".strip())
         return []
 
     def _last_words(self) -> str:
-        """What ssh, or the far end, said last on its way out."""
+        """Return the last error line of ssh or of the remote side."""
         until = time.monotonic() + 1.0
         while self._process.poll() is None and time.monotonic() < until:
             time.sleep(0.01)
@@ -372,14 +376,20 @@ class _Line:
 
 
 def _free_port() -> int:
-    """One that nobody listens on now. If somebody else takes it first, ssh says so and the next line gets another."""
+    """Return a port without a listener.
+
+    If another process takes the port first, ssh fails and the next try gets a new port.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def _answers(port: int) -> bool:
-    """Whether an HTTP server is behind the tunnel: ssh itself takes every connection, and drops it if nobody is."""
+    """Return whether an HTTP server answers behind the tunnel.
+
+    ssh itself accepts every connection, and drops the connection if no server listens.
+    """
     with contextlib.suppress(OSError):
         with socket.create_connection(("127.0.0.1", port), timeout=DOOR_SECONDS) as connection:
             connection.settimeout(DOOR_SECONDS)

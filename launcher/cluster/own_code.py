@@ -1,12 +1,12 @@
-"""A copy of spotrl itself, from which a controller and everything that it starts here run.
+"""A copy of spotrl itself, from which a controller and all its local child processes run.
 
     SPOTRL_HOME/code/DIGEST/{catalogs,engine,launcher,sky_yamls,spotrl-VERSION.dist-info}
 
-An upgrade of the package replaces files under a running process. What that process imports later, and every agent that
-it starts, would then be of another version than it is. So a controller keeps the version that it was started with; the
-next one, which `spotrl resume` starts, has the version of that command. Nodes on clouds run from the run's bundle.
-
-A copy is named after what it holds and is never changed. Copies stay: SkyPilot's API server may run from one.
+An upgrade of the package replaces files under a running process. Later imports of the process, and every agent started
+by the process, would then have a different version. So a controller keeps the version of its start. The next
+controller, started by `spotrl resume`, has the version of the `resume` command. Nodes on clouds run from the run's
+bundle.
+A copy is named after its contents and is never changed. Copies stay: SkyPilot's API server may run from a copy.
 """
 
 import hashlib
@@ -22,9 +22,9 @@ from launcher.cluster.bundle import PACKAGES
 
 
 def keep_code(home: Path) -> Path:
-    """Return the folder with a copy of the code that runs now; make it unless it is there. Raises OSError.
+    """Return the folder with a copy of the running code, and create the copy if missing. Raises OSError.
 
-    May be killed, and done twice at once.
+    May be killed, and run twice at once.
     """
     folder = home / "code" / _digest()
     if folder.exists():
@@ -33,7 +33,7 @@ def keep_code(home: Path) -> Path:
     part = Path(tempfile.mkdtemp(prefix=".part-", dir=folder.parent))
     try:
         for package in PACKAGES:
-            # With compiled files, which stay valid because times are copied: the first start compiles nothing again.
+            # Compiled files stay valid because times are copied, so the first start compiles nothing again.
             shutil.copytree(_source(package), part / package)
         info = part / f"spotrl-{version('spotrl')}.dist-info"
         info.mkdir()
@@ -49,7 +49,7 @@ def keep_code(home: Path) -> Path:
 
 
 def environment_for(code: Path, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment in which Python finds this copy before what is installed."""
+    """Return the environment in which Python finds this copy before the installed package."""
     others = [path for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path and Path(path) != code]
     return {**environ, "PYTHONPATH": os.pathsep.join([str(code), *others])}
 
@@ -59,7 +59,7 @@ def _source(package: str) -> Path:
 
 
 def _digest() -> str:
-    """Of the names and contents of all files but compiled ones."""
+    """Return a digest of the names and contents of all files except compiled files."""
     found = hashlib.blake2b(version("spotrl").encode(), digest_size=8)
     for package in PACKAGES:
         root = _source(package)

@@ -1,6 +1,6 @@
-"""Plan a job on real clouds by everything that is known now: catalog, prices that were heard, reclaims, own discounts.
+"""Plan a job on real clouds from all current data: catalog, observed prices, preemptions, the user's discounts.
 
-The one place where the ledger and the tables meet the pure planner; `spotrl launch` and `spotrl check` plan alike.
+The only place where the ledger and the tables meet the pure planner; `spotrl launch` and `spotrl check` plan alike.
 """
 
 from pathlib import Path
@@ -21,7 +21,11 @@ from launcher.placement.plan import PlacementError
 
 
 def cloud_plan(sessions: sessionmaker[Session], job: Job, catalogs: Path, now_ms: int) -> CloudPlan:
-    """Raises PlacementError where nothing fits the job, BudgetError where nothing fits its limits, CatalogError."""
+    """Return the plan of a job at current prices.
+
+    Raises PlacementError if no offer fits the job, BudgetError if no offer fits the limits, CatalogError if the
+    catalog fails.
+    """
     with sessions() as session:
         said = latest_prices(session, clouds=job.clouds)
         histories = pool_histories(session, now_ms)

@@ -1,7 +1,7 @@
-"""The processes of a node on this machine: found by its mark, signalled one by one, by pid.
+"""The processes of a node on this machine: found by mark, signalled one by one, by pid.
 
-Every process of a node has the mark of its agent (engine/mark.py), whatever session or group it moves to. The
-mark names a folder that no other node has, so a recycled pid is never taken for one of ours.
+Every process of a node has the mark of its agent (engine/mark.py), in any session or group. The mark names the node's
+own folder, so a recycled pid is never taken for a node's process.
 """
 
 import os
@@ -16,11 +16,15 @@ import psutil
 from engine.mark import marked
 
 SAME_START_SECONDS = 2.0
-"""Two readings of a process's start may differ a little, because the boot time that they rest on is rounded."""
+"""Largest difference in seconds between two readings of a process's start. Readings differ because the boot time is
+rounded."""
 
 
 def is_alive(pid: int, create_time: float | None) -> bool:
-    """Whether this very process runs (or is stopped): not another one with its pid, and not a zombie."""
+    """Return whether exactly this process runs or is stopped.
+
+    A zombie, or a later process with the same pid, gives False.
+    """
     try:
         process = psutil.Process(pid)
         if create_time is not None and abs(process.create_time() - create_time) > SAME_START_SECONDS:
@@ -31,12 +35,12 @@ def is_alive(pid: int, create_time: float | None) -> bool:
 
 
 def is_recorded_alive(record: Mapping[str, Any]) -> bool:
-    """`is_alive` for a record like agent.json: {"pid", "create_time"}."""
+    """Return `is_alive` for a record like agent.json: {"pid", "create_time"}."""
     return is_alive(int(record["pid"]), record.get("create_time"))
 
 
 def is_zombie(pid: int) -> bool:
-    """Return whether the process has ended and its parent has not asked how."""
+    """Return whether the process has ended and its parent has not read the exit code."""
     try:
         return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
@@ -51,7 +55,10 @@ def is_stopped(pid: int) -> bool:
 
 
 def processes_of(folder: Path, agent: Mapping[str, Any] | None = None) -> list[int]:
-    """Pids of everything that runs for the node in `folder`; with its agent's record, all of its session too."""
+    """Return the pids of the node's processes in `folder`.
+
+    With the agent's record, the processes of the agent's session are included.
+    """
     session = int(agent["pid"]) if agent is not None and is_recorded_alive(agent) else None
     return [pid for pid in psutil.pids() if pid != os.getpid() and _belongs(pid, str(folder), session)]
 
@@ -65,7 +72,7 @@ def _belongs(pid: int, folder: str, session: int | None) -> bool:
             return True
         return marked(process) == folder
     except (psutil.Error, OSError):
-        return False  # gone meanwhile, or somebody else's: what we may not look at is not ours
+        return False  # gone meanwhile, or another user's: an unreadable process is not ours
 
 
 def send(pids: list[int], signum: signal.Signals) -> None:
@@ -77,12 +84,12 @@ def send(pids: list[int], signum: signal.Signals) -> None:
 
 
 def kill_all(folder: Path, agent: Mapping[str, Any] | None, seconds: float = 1.0) -> list[int]:
-    """SIGKILL until nothing of the node is left, which a process that forks meanwhile cannot outrun. Returns leftovers.
+    """SIGKILL until no process of the node is left, also against processes that fork meanwhile. Return leftovers.
 
     Stopped processes die too. A process in the middle of a disk write may need longer than `seconds`.
     """
     until = time.monotonic() + seconds
-    # The agent's session is looked up while the agent lives; once it is dead the mark alone finds the rest.
+    # The agent's session is looked up while the agent lives; after the agent's death the mark alone finds the rest.
     while left := processes_of(folder, agent):
         send(left, signal.SIGKILL)
         if time.monotonic() > until:

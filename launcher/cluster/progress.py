@@ -1,4 +1,4 @@
-"""Reads progress files from where it left off. Offsets live in memory only: the ledger keeps each number once."""
+"""Read progress files from the last offset. Offsets live in memory only: the ledger keeps each sequence number once."""
 
 import logging
 from pathlib import Path
@@ -9,17 +9,20 @@ log = logging.getLogger(__name__)
 
 
 class ProgressFiles:
-    """The progress of a run: `progress/*.jsonl` on the disk of every trainer node there ever was."""
+    """The progress of a run: `progress/*.jsonl` on the disk of every past and present trainer node."""
 
     def __init__(self) -> None:
         self._offsets: dict[Path, int] = {}
 
     def read(self, node_folder: Path) -> list[Progress]:
-        """What was appended since the last call. A line without its end is left for later: it is being written."""
+        """Return the lines appended since the last call.
+
+        A line without its end is still being written and is left for later.
+        """
         return [line for path in sorted((node_folder / "progress").glob("*.jsonl")) for line in self._read_file(path)]
 
     def forget(self) -> None:
-        """Read everything again: what was read last did not reach the ledger."""
+        """Read everything again, because the last lines did not reach the ledger."""
         self._offsets.clear()
 
     def _read_file(self, path: Path) -> list[Progress]:
@@ -33,6 +36,6 @@ class ProgressFiles:
         for text in whole.decode(errors="replace").splitlines():
             try:
                 lines.append(Progress.from_json(text))
-            except ValueError as error:  # cut short by a crash: nobody was told of it
+            except ValueError as error:  # cut short by a crash: no process was told of the line
                 log.warning("%s: %s", path, error)
         return lines

@@ -1,8 +1,9 @@
-"""Puts together what a run on real clouds is looked after with: the clouds' own APIs, who we are, a provisioner.
+"""Build the parts that manage a run on real clouds: the cloud APIs, the owner's identity, the provisioner.
 
-The one place that knows which implementation stands behind which protocol; nothing here decides or waits for nodes.
-What a run's nodes have in common (bundle, whose they are) is made once and kept in the run's folder, so that a
-controller that starts while a cloud is out of reach, or after an upgrade of spotrl, goes on with the same.
+The only module that chooses implementations for the protocols. The module makes no decisions and does not wait for
+nodes.
+The common facts of a run's nodes (bundle, owners) are made once and kept in the run's folder. So a controller that
+starts during a cloud outage, or after an upgrade of spotrl, continues with the same facts.
 """
 
 import json
@@ -37,19 +38,19 @@ from launcher.placement.plan import sites_from
 log = logging.getLogger(__name__)
 
 CHECK_IP_URL = "https://checkip.amazonaws.com"
-"""Answers with the address that it sees us at, as text. `SPOTRL_CHECK_IP_URL` names another one."""
+"""A service that returns the caller's public address as text. `SPOTRL_CHECK_IP_URL` names another service."""
 
 BLOCKING_CALLS = 16
-"""Calls to clouds and SkyPilot that may wait at once: one for each node and region of a small run."""
+"""Most parallel calls to clouds and SkyPilot: one for each node and region of a small run."""
 
 
 def cloud_apis(clouds: Iterable[str]) -> dict[str, CloudApi]:
-    """By cloud, with this user's credentials; nothing is asked of them yet."""
+    """Return the API of each cloud, with this user's credentials. No call is made yet."""
     return {cloud: build_cloud_api(cloud) for cloud in clouds}
 
 
 def controller_address() -> str:
-    """The address that the world sees this machine at. Raises Failure when nobody can say."""
+    """Return this machine's public address. Raises Failure if the service gives no answer."""
     url = os.environ.get("SPOTRL_CHECK_IP_URL", CHECK_IP_URL)
     try:
         answer = httpx.get(url, timeout=10.0)
@@ -62,7 +63,10 @@ def controller_address() -> str:
 
 
 def ssh_from(job: Job) -> str:
-    """Return the addresses that may reach nodes by SSH, as CIDR. Empty if a network of the job decides that for all."""
+    """Return the addresses that may reach nodes by SSH, as CIDR.
+
+    Empty if a network of the job decides for all clouds.
+    """
     if job.ssh_from is not None or not job.network.is_reached_from_here(job.clouds):
         return job.ssh_from or ""
     return f"{controller_address()}/32"
@@ -106,10 +110,11 @@ def prepare_folder(
     workdir: Path | None,
     say: Callable[[str], None] = log.info,
 ) -> dict[str, Any]:
-    """What all nodes of a run have in common: asked for and made once, then read from the run's folder.
+    """Return the common facts of a run's nodes, made once and then read from the run's folder.
 
-    Only our own address is asked for again, because a laptop moves. Raises Failure when a cloud does not say who we
-    are, or the job's folder or the model's weights cannot be sent; `launch` calls it before anything is bought.
+    Only this machine's address is fetched again, because a laptop moves. Raises Failure if a cloud does not accept the
+    credentials, or if the job's folder or the model's weights cannot be sent. `launch` calls the function before a
+    purchase.
     """
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     file = folder / "common.json"
@@ -139,7 +144,7 @@ def prepare_folder(
 
 
 def _read_common(file: Path) -> dict[str, Any]:
-    """Return what was written before; empty when there is nothing, or a power cut damaged it."""
+    """Return the recorded facts; empty if the file is missing or damaged by a power cut."""
     try:
         return dict(json.loads(file.read_text()))
     except FileNotFoundError:
@@ -150,6 +155,6 @@ def _read_common(file: Path) -> dict[str, Any]:
 
 
 def _weights(job: Job, common: Mapping[str, Any]) -> dict[str, str]:
-    """Where the model is, by cloud; nowhere when it ships with spotrl."""
+    """Return the URL of the model by cloud; empty if the model ships with spotrl."""
     digest = common.get("weights")
     return {} if digest is None else {cloud: weights_of(job.store[cloud], digest) for cloud in job.clouds}

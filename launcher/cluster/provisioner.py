@@ -1,6 +1,6 @@
-"""What the controller asks of a place where nodes can be had. `LocalProvisioner` forks, `SkyProvisioner` asks SkyPilot.
+"""The controller's interface to a source of nodes. `LocalProvisioner` forks, `SkyProvisioner` calls SkyPilot.
 
-Decide apart from do: nothing here chooses. The idempotency token is the node's name, `<run>-<node>-g<generation>`.
+A provisioner makes no decisions. The idempotency token is the node's name, `<run>-<node>-g<generation>`.
 """
 
 import re
@@ -14,7 +14,7 @@ from launcher.placement.placement import Placement
 
 
 class NodeStatus(StrEnum):
-    """What the cloud says of a node now. An API that does not answer is UNKNOWN, never GONE."""
+    """The cloud's status of a node now. An API that does not answer gives UNKNOWN, never GONE."""
 
     PENDING = "pending"
     UP = "up"
@@ -31,26 +31,29 @@ QUOTA_WORDS = (
     "QUOTA_EXCEEDED",
     "quotaExceeded",
 )
-"""Codes of AWS and Google Cloud for a quota that does not bear one more node."""
+"""Error codes of AWS and Google Cloud for a quota without room for a further node."""
 
 QUOTA_OF_ZERO = re.compile(r"limit(?: of|:) 0(?:\.0*)?(?![.\d])", re.IGNORECASE)
 
 
 def is_quota_used_up(evidence: str) -> bool:
-    """Return whether a cloud's words say that a quota is used up. A quota of 0 is not: no node that ends frees it."""
+    """Return whether a cloud's error says that a quota is used up.
+
+    A quota of 0 does not count: no ending node frees a part.
+    """
     return any(word in evidence for word in QUOTA_WORDS) and QUOTA_OF_ZERO.search(evidence) is None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeFact:
-    """One node as observed. `evidence` is the cloud's own words for how it ended.
+    """The observed state of a node. `evidence` is the cloud's own text about the end.
 
-    `ready_ms`: when its workers had called in (run's clock).
-    `notice_deadline_ms`: the cloud announced that it takes the node back then (run's clock).
-    `started_ms`, `ended_ms`: what is billed, when known (run's clock).
-    `signal`, `with_notice`: how a reclaim came about, when known ("SIGKILL", "SIGSTOP" on the local infra).
-    `zone`, `instance_type`: what it really is, where the cloud says so: what was bought, not what was asked for.
-    `tried`: zones that refused it, `cloud/region/zone`.
+    `ready_ms`: time at which the node's workers had called in (run's clock).
+    `notice_deadline_ms`: announced time of the preemption (run's clock).
+    `started_ms`, `ended_ms`: the billed interval, if known (run's clock).
+    `signal`, `with_notice`: manner of a preemption, if known ("SIGKILL", "SIGSTOP" on the local infra).
+    `zone`, `instance_type`: the real purchase as the cloud reports, not the request.
+    `tried`: zones that refused the node, `cloud/region/zone`.
     """
 
     name: str
@@ -72,25 +75,29 @@ class Provisioner(Protocol):
     """Starts and stops nodes, without waiting."""
 
     def request(self, want: Placement, spec: NodeSpec) -> None:
-        """Ask for one node called `spec.node` and return at once; the same name twice asks for one node."""
+        """Request a node called `spec.node` and return at once. A repeated name requests no second node."""
 
     def observe(self) -> Sequence[NodeFact]:
-        """What the cloud says now of every node of this run, also of those nobody remembers asking for."""
+        """Return the cloud's current state of every node of this run, also of nodes without a known request."""
 
     def release(self, names: Sequence[str]) -> None:
-        """Idempotent: a node that is already gone counts as released."""
+        """Terminate the nodes. Idempotent: a node already gone counts as released."""
 
     def rearm(self, name: str, money_deadline_ms: int) -> None:
-        """Tell a node that its money lasts longer, or less long, than its NodeSpec said. A lost node is no error."""
+        """Send a node a later or earlier spend deadline than its NodeSpec had. A lost node is not an error."""
 
     def door(self, name: str, port: int) -> tuple[str, int] | None:
-        """Where this process reaches `port` of that node: host and port. None: not now. Never waits."""
+        """Return the host and port at which this process reaches `port` of the node.
+
+        None: not reachable now. Never waits.
+        """
 
     def tidy(self) -> bool:
-        """Every node has ended: take away what was made for them (groups, keys, roles). True when nothing is left.
+        """Remove the resources made for the nodes (groups, keys, roles) after every node has ended.
 
-        Returns at once and is asked again until it is True.
+        True: nothing is left.
+        Returns at once. The controller calls again until the answer is True.
         """
 
     def close(self) -> None:
-        """Drop what was to be done and has not begun. Another controller looks after the nodes from now on."""
+        """Drop all work that has not begun. Another controller manages the nodes from now on."""

@@ -1,9 +1,9 @@
-"""Before the first purchase on a real cloud: everything that would otherwise fail on a machine that is paid for.
+"""Checks before the first purchase on a real cloud: find every fault that would otherwise appear on a billed node.
 
-what the job lacks (limits, buckets, names that are too long) -> what this machine lacks (programs, SkyPilot, secrets)
--> prices that are too old -> whose credentials these are -> buckets, tried for real -> another run of this name
+the job (limits, buckets, too long names) -> this machine (programs, SkyPilot, secrets) -> too old prices
+-> credentials -> buckets, with a real write -> another run of the same name
 
-Nothing is bought, and nothing is left behind. A fault is one Failure that says what would do.
+Nothing is bought, and nothing is left behind. A fault raises one Failure with the remedy.
 """
 
 import shutil
@@ -27,22 +27,22 @@ from launcher.preflight import check_disk, check_secrets
 from launcher.settings import runs_folder
 
 NODE_NAME_LIMIT = 35
-"""What SkyPilot and every cloud take for the name of a cluster of ours."""
+"""Longest cluster name that SkyPilot and every cloud accept."""
 
 GENERATIONS = 99
-"""A node may be replaced so often before its name grows by another digit, which still fits."""
+"""Replacements of a node before its name grows by another digit, which still fits."""
 
 PROGRAMS = ("ssh", "rsync")
 
 AT_ONCE = 16
-"""Questions to clouds."""
+"""Parallel queries to clouds."""
 
 INSTALLED_GIB = 30
-"""On a node beside a model, at most: the system with its drivers, SkyPilot, the engine, a run's checkpoints."""
+"""Most GiB used on a node beside a model: the system with its drivers, SkyPilot, the engine, a run's checkpoints."""
 
 
 def check_job(checked: CheckedJob, slots: Sequence[Slot]) -> None:
-    """What the job lacks, without asking anyone. Raises JobError."""
+    """Check the job without network calls. Raises JobError."""
     job = checked.job
     for field, flag in (("max_total", "--max-total 200"), ("max_hourly", "--max-hourly 15")):
         if getattr(job.budget, field) is None:
@@ -74,7 +74,7 @@ def check_job(checked: CheckedJob, slots: Sequence[Slot]) -> None:
 
 
 def _check_model(checked: CheckedJob, folder: Path) -> None:
-    """Whether it is here, and fits on a node. Raises JobError."""
+    """Check that the model is here, and fits on a node. Raises JobError."""
     job = checked.job
     if not folder.is_dir():
         raise checked.error(
@@ -100,7 +100,7 @@ def _check_model(checked: CheckedJob, folder: Path) -> None:
 
 
 def check_here(checked: CheckedJob, environ: Mapping[str, str]) -> None:
-    """What this machine lacks. Raises Failure."""
+    """Check this machine's programs, disk and secrets. Raises Failure."""
     missing = [program for program in PROGRAMS if shutil.which(program) is None]
     if missing:
         raise Failure(
@@ -118,7 +118,7 @@ def check_here(checked: CheckedJob, environ: Mapping[str, str]) -> None:
 
 
 def _check_gcloud(clouds: Sequence[str], environ: Mapping[str, str]) -> None:
-    """Refuse a launch that SkyPilot would refuse on Google Cloud, and name the clouds that it could go on with."""
+    """Refuse a launch that SkyPilot would refuse on Google Cloud, and name the clouds that remain possible."""
     try:
         check_gcloud(environ, Path.cwd())
     except GcloudMissing as missing:
@@ -128,7 +128,7 @@ def _check_gcloud(clouds: Sequence[str], environ: Mapping[str, str]) -> None:
 
 
 def check_prices(slots: Sequence[Slot], now_ms: int) -> None:
-    """Whether the plan may be bought by its prices. Raises CatalogError."""
+    """Check that the plan's prices are recent enough to buy. Raises CatalogError."""
     for slot in slots:
         place = slot.placement
         if age_of(place.price_observed_at, place.market, now_ms) in TOO_OLD:
@@ -146,9 +146,9 @@ def check_clouds(
     regions: Iterable[tuple[str, str]],
     try_bucket: Callable[[str], None] = check_new,
 ) -> dict[str, Caller]:
-    """Whose credentials these are, by cloud; that the run's buckets can be used, and that its name is free there.
+    """Return the credentials' identity by cloud. Check that the run's buckets are usable and the run's name is free.
 
-    `regions`: (cloud, region) wherever it may have nodes. Raises Failure.
+    `regions`: every candidate (cloud, region) of the run. Raises Failure.
     """
     buckets = [run_store(checked.job.store, cloud, checked.job.name) for cloud in apis]
     with ThreadPoolExecutor(max_workers=AT_ONCE) as pool:
@@ -167,7 +167,7 @@ def check_named(
 ) -> None:
     """Check that nodes can use the identities and networks that the job names. Raises CloudRefused.
 
-    A region whose network will not do stops nothing while another one's will: the run goes there.
+    A region with an unsuitable network stops nothing while another region's network is suitable: the run goes there.
     """
     for cloud, api in apis.items():
         refuse_wrong(api.check_identity(job.named_on(cloud)))
@@ -180,7 +180,10 @@ def check_named(
 
 
 def _check_name_is_free(checked: CheckedJob, api: CloudApi, region: str) -> None:
-    """This ledger knows no such run, so that a machine of its name is of one that another ledger knows."""
+    """Raise JobError if the region has live VMs labelled with this run name.
+
+    The VMs belong to a run in another ledger, because this ledger has no run of the name.
+    """
     name = checked.job.name
     alive = [one for one in api.machines(region, run=name) if one.state is not MachineState.GONE]
     if alive:

@@ -1,13 +1,13 @@
-"""Find what of ours is on the clouds, by its labels and not by memory, and take it away.
+"""Find our resources on the clouds by label, not by memory, and remove them.
 
-look (every region of every account at once) -> what may go -> machines, then disks, then what was made for them -> look
+look (every region of every account at once) -> removable resources -> VMs, then disks, then groups and roles -> look
 
-`spotrl reap` takes what no live run of this ledger wants, `spotrl panic` everything. Nothing is remembered between
-two looks, so it may be killed anywhere and started again. Promises:
+`spotrl reap` removes resources that no live run of this ledger wants; `spotrl panic` removes everything. No state is
+kept between two looks, so the process may be killed anywhere and started again. Promises:
 
-Gone is what the cloud does not list any more, twice in a row: a machine that was just being made shows up late.
-A region that cannot be asked is named and counts as left. What a machine lives on (its group, its identity, by which
-it can end itself) is not taken away before the machine.
+A resource is gone when the cloud does not list the resource twice in a row: a VM in creation shows up late. A region
+that does not answer is named and counts as left. The resources a VM depends on (its group, and its identity, with which
+the VM can terminate itself) are not removed before the VM.
 """
 
 import time
@@ -38,24 +38,24 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 AT_ONCE = 16
-"""Regions asked at the same time: two clouds have about sixty, and one that does not answer takes 10 s."""
+"""Regions queried at the same time. Two clouds have about sixty regions, and a region without an answer takes 10 s."""
 
 LOOK_SECONDS = 5.0
-"""Between two looks. A machine takes a minute or more to end; every look asks each region twice."""
+"""Time between two looks. A VM takes a minute or more to end; every look queries each region twice."""
 
 SKY_SECONDS = 30.0
-"""SkyPilot's library takes 5 s to load, and machines wait to be ended meanwhile."""
+"""Longest wait for SkyPilot. SkyPilot's library takes 5 s to load, and VMs wait to be terminated meanwhile."""
 
 EVERYWHERE = "global"
-"""Region of a thing that belongs to no region."""
+"""Region of a global resource."""
 
 PAID = ("disk", "address")
-"""Things that cost money by themselves, and nothing else lives on."""
+"""Kinds of resources that are billed by themselves and have no dependents."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Account:
-    """A cloud that knows who asks. `owner`: whose things are looked at; None: everybody's."""
+    """A cloud with valid credentials. `owner`: only this owner's resources are read; None: all owners'."""
 
     api: CloudApi
     caller: Caller
@@ -68,7 +68,7 @@ class Account:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unasked:
-    """A place that did not say what is there. No `region`: the whole cloud. `silent`: it may answer another time."""
+    """A cloud or region without an inventory. No `region`: the whole cloud. `silent`: a retry may succeed."""
 
     cloud: str
     region: str
@@ -82,7 +82,7 @@ class Unasked:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Inventory:
-    """What carries our labels, without machines that have ended; and where nobody could look."""
+    """The resources with our labels, without ended VMs, and the regions without an answer."""
 
     machines: tuple[Machine, ...] = ()
     things: tuple[Thing, ...] = ()
@@ -94,7 +94,7 @@ class Inventory:
 
     @property
     def ids(self) -> list[str]:
-        """Every machine and thing by its id, with what and where it is."""
+        """Return every VM and resource as text: id, kind and region."""
         return [f"machine {one.id} ({one.cloud}/{one.region})" for one in self.machines] + [
             f"{one.kind} {one.id} ({one.cloud}/{one.region or EVERYWHERE})" for one in self.things
         ]
@@ -102,7 +102,7 @@ class Inventory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cleared:
-    """How it went: what was taken away, what is left, and what a cloud said when it would not let something go."""
+    """The result of a cleanup: removed resources, remaining resources, and errors of clouds that refused a removal."""
 
     ended: tuple[str, ...]
     left: Inventory
@@ -124,7 +124,10 @@ def sign_in(
     now_s: Callable[[], float] = time.monotonic,
     wait: Callable[[float], None] = time.sleep,
 ) -> tuple[list[Account], list[Unasked]]:
-    """Who asks, on every cloud; and those clouds that do not let them. A silent one is asked again, for a while."""
+    """Return the caller's account on every cloud, and the clouds that refused.
+
+    A silent cloud is retried for `patience_s`.
+    """
     until_s = now_s() + patience_s
     callers: dict[str, Caller | Failure] = {}
     waiting = dict(apis)
@@ -146,7 +149,7 @@ def sign_in(
 
 
 def look(accounts: Sequence[Account], say: Callable[[str], None] = lambda text: None) -> Inventory:
-    """Everything with our labels in every region of every account."""
+    """Return everything with our labels in every region of every account."""
     unasked: list[Unasked] = []
     places: list[tuple[Account, str]] = []
     for account, regions in zip(accounts, _all_at_once(accounts, _regions), strict=True):
@@ -164,13 +167,16 @@ def look(accounts: Sequence[Account], say: Callable[[str], None] = lambda text: 
             unasked.append(_unasked(account.cloud, region, found))
             continue
         machines += [machine for machine in found[0] if machine.state is not MachineState.GONE]
-        # What belongs to no region may be listed by each of them.
+        # Each region may list the global resources.
         things |= {(thing.cloud, thing.kind, thing.id): thing for thing in found[1]}
     return Inventory(machines=tuple(machines), things=tuple(things.values()), unasked=tuple(unasked))
 
 
 def split(found: Inventory, live_runs: Collection[str]) -> tuple[Inventory, Inventory]:
-    """What may go, and what is left alone: everything of a live run, and what all runs share while there is one."""
+    """Split the inventory into removable and kept resources.
+
+    Resources of live runs, and shared resources beside a live run, are kept.
+    """
     everything: list[Machine | Thing] = [*found.machines, *found.things]
     busy = {one.cloud for one in everything if one.run in live_runs}
 
@@ -181,7 +187,7 @@ def split(found: Inventory, live_runs: Collection[str]) -> tuple[Inventory, Inve
 
 
 def of_lost_runs(found: Inventory, local_runs: Collection[str]) -> tuple[Inventory, Inventory]:
-    """Return everything but the nodes here of these live runs, and those nodes."""
+    """Split the inventory into removable resources and local nodes of these live runs."""
 
     def goes(one: Machine | Thing) -> bool:
         return one.cloud != LOCAL or one.run not in local_runs
@@ -190,7 +196,7 @@ def of_lost_runs(found: Inventory, local_runs: Collection[str]) -> tuple[Invento
 
 
 def of_owners(found: Inventory, accounts: Sequence[Account]) -> tuple[Inventory, Inventory]:
-    """What belongs to the owners that are looked at, and what to others."""
+    """Split the inventory by owner: resources of the selected owners, and the rest."""
     owners = {account.cloud: account.owner for account in accounts}
 
     def is_theirs(one: Machine | Thing) -> bool:
@@ -201,7 +207,7 @@ def of_owners(found: Inventory, accounts: Sequence[Account]) -> tuple[Inventory,
 
 
 def only_of(found: Inventory, runs: Collection[str]) -> Inventory:
-    """What belongs to these runs: what a person was shown, and what of it shows up late."""
+    """Return the resources of these runs: the resources shown to the user, including late arrivals."""
     return _chosen(found, lambda one: one.run in runs)
 
 
@@ -214,7 +220,7 @@ def _chosen(found: Inventory, wanted: Callable[[Machine | Thing], bool]) -> Inve
 
 
 def price_of(machine: Machine, offers: Iterable[Offer]) -> int | None:
-    """Micro-dollars an hour by the price list, nearest place first; None where no list has it."""
+    """Return the listed price in micro-dollars an hour, nearest zone first; None if no list has the type."""
     same = [
         offer
         for offer in offers
@@ -225,7 +231,7 @@ def price_of(machine: Machine, offers: Iterable[Offer]) -> int | None:
     return max((offer.micro_usd_per_hour for offer in exact or same), default=None)
 
 
-# --- taking away -------------------------------------------------------------------------------------
+# --- removal -----------------------------------------------------------------------------------------
 
 
 def clear_away(
@@ -237,7 +243,10 @@ def clear_away(
     now_s: Callable[[], float] = time.monotonic,
     wait: Callable[[float], None] = time.sleep,
 ) -> Cleared:
-    """End it, and look until it is gone or the time is over. `may_go` chooses anew from what each look found."""
+    """Terminate and look until everything is gone or the time is over.
+
+    `may_go` filters the result of each look anew.
+    """
     until_s = now_s() + timeout_s
     seen: dict[str, None] = {}
     calm = 0
@@ -258,7 +267,7 @@ def clear_away(
 
 
 def _end_once(accounts: Sequence[Account], found: Inventory, whole: Inventory) -> tuple[str, ...]:
-    """One order for everything that may go now. What the clouds said against it."""
+    """Send one order for everything removable now. Return the clouds' errors."""
     orders: list[Callable[[], object]] = []
     for account in accounts:
         machines = [one for one in found.machines if one.cloud == account.cloud]
@@ -266,16 +275,16 @@ def _end_once(accounts: Sequence[Account], found: Inventory, whole: Inventory) -
         for region in sorted({one.region for one in machines}):
             orders.append(partial(account.api.end, [one for one in machines if one.region == region]))
         for region in sorted({one.region for one in things}):
-            # What it returns cannot go yet: the next look finds it again.
+            # Returned resources cannot be removed yet; the next look finds them again.
             orders.append(partial(account.api.remove, [one for one in things if one.region == region]))
     answers = _all_at_once(orders, lambda order: order())
     return tuple(dict.fromkeys(str(answer) for answer in answers if isinstance(answer, Failure)))
 
 
 def things_that_may_go(cloud: str, found: Inventory, whole: Inventory) -> list[Thing]:
-    """Of a cloud's things those that no machine lives on, which may be one that nobody could see.
+    """Return a cloud's resources without a dependent VM. An unreachable region may hide a VM.
 
-    A disk or an address goes once its machine is gone; a group, a rule, an identity once all of its run's are.
+    A disk or address can go once its VM is gone; a group, rule or identity once all VMs of its run are gone.
     """
     alive = [one for one in whole.machines if one.cloud == cloud]
     names, runs = {one.name for one in alive}, {one.run for one in alive}
@@ -291,7 +300,7 @@ def things_that_may_go(cloud: str, found: Inventory, whole: Inventory) -> list[T
 
 
 def count_text(found: Inventory) -> str:
-    """`3 x machine, 2 x disk`."""
+    """Return the counts by kind: `3 x machine, 2 x disk`."""
     kinds = [*("machine" for _ in found.machines), *(thing.kind for thing in found.things)]
     return ", ".join(f"{kinds.count(kind)} x {kind}" for kind in dict.fromkeys(kinds)) or "nothing"
 
@@ -300,7 +309,7 @@ def count_text(found: Inventory) -> str:
 
 
 def live_runs(sessions: sessionmaker[Session]) -> dict[str, str]:
-    """Runs that are not over, and how they stand: their nodes are their controller's business."""
+    """Return the unfinished runs with their status. Only their controllers manage their nodes."""
     with sessions() as session:
         found = {}
         for run in session.scalars(select(Run)):
@@ -312,14 +321,14 @@ def live_runs(sessions: sessionmaker[Session]) -> dict[str, str]:
 
 
 def known_clouds(sessions: sessionmaker[Session]) -> set[str]:
-    """Clouds that a run of this ledger was launched on."""
+    """Return the clouds on which a run of this ledger was launched."""
     with sessions() as session:
         return {cloud for infra in session.scalars(select(Run.infra)) for cloud in infra.split(",")} - {LOCAL}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CloudRuns:
-    """Live runs on clouds of a ledger. `trouble`: why it cannot be read, or told, in words; empty when it can.
+    """The live cloud runs of a ledger. `trouble`: error of reading or stopping, as text; empty on success.
 
     `local`: live runs of this machine.
     """
@@ -327,17 +336,20 @@ class CloudRuns:
     names: tuple[str, ...] = ()
     local: tuple[str, ...] = ()
     clouds: tuple[str, ...] = ()
-    """Where its runs are, or were: something of them may be there still."""
+    """Clouds of past and present runs, where resources may be left."""
     trouble: str = ""
 
 
 def cloud_runs(ledger: Path) -> CloudRuns:
-    """What `stop_cloud_runs` would stop. A ledger that is missing has no runs; one that fails is an answer."""
+    """Return the runs that `stop_cloud_runs` would stop.
+
+    A missing ledger has no runs; an error is returned as `trouble`.
+    """
     return _with_ledger(ledger, lambda sessions: None)
 
 
 def stop_cloud_runs(ledger: Path, reason: str) -> CloudRuns:
-    """Ask the controllers of all runs on clouds to end them, and so to buy nothing more."""
+    """Request a stop of all runs on clouds from their controllers, so that the controllers buy nothing more."""
 
     def stop(sessions: sessionmaker[Session]) -> None:
         for name in _live_on_clouds(sessions):
@@ -347,9 +359,9 @@ def stop_cloud_runs(ledger: Path, reason: str) -> CloudRuns:
 
 
 def stop_launches(runs: Sequence[str], sky: Sky, timeout_s: float = SKY_SECONDS) -> str:
-    """Have SkyPilot stop what it is launching for these runs: its server works on when a controller has died.
+    """Cancel SkyPilot's pending launches for these runs: SkyPilot's server works on after a controller has died.
 
-    Returns why that is not known to have worked, in words; empty when it has. Waits `timeout_s` at most.
+    Returns the error as text; empty on success. Waits `timeout_s` at most.
     """
     answers: list[str] = []
 
@@ -357,7 +369,7 @@ def stop_launches(runs: Sequence[str], sky: Sky, timeout_s: float = SKY_SECONDS)
         try:
             sky.cancel_all(runs)
             answers.append("")
-        except Exception as error:  # SkyPilot may be missing, broken or busy: the clouds are asked all the same
+        except Exception as error:  # SkyPilot may be missing, broken or busy: the clouds are queried all the same
             answers.append(next(iter(str(error).splitlines()), type(error).__name__))
 
     thread = Thread(target=stop, name="stop launches", daemon=True)
@@ -388,18 +400,18 @@ def _live_on_clouds(sessions: sessionmaker[Session]) -> tuple[str, ...]:
     return tuple(sorted(on_clouds & live_runs(sessions).keys()))
 
 
-# --- asking ------------------------------------------------------------------------------------------
+# --- queries -----------------------------------------------------------------------------------------
 
 
 def _all_at_once(questions: Iterable[T], ask: Callable[[T], R]) -> Iterator[R | Failure]:
-    """Every answer in the order of its question, as they come; a Failure is an answer."""
+    """Yield every answer in the order of the questions, as answers arrive. A Failure is an answer."""
 
     def answer(question: T) -> R | Failure:
         try:
             return ask(question)
         except Failure as failure:
             return failure
-        except Exception as error:  # what one region does to a client must not keep the others' machines alive
+        except Exception as error:  # an error in one region must not keep the other regions' VMs alive
             return CloudUnreachable(f"{type(error).__name__}: {error}")
 
     with ThreadPoolExecutor(max_workers=AT_ONCE) as pool:

@@ -1,8 +1,7 @@
-"""When the local infra takes its spot nodes back, and how: a rule that is printed, from a trace that was recorded.
+"""The schedule by which the local infra preempts its spot nodes: a printed rule, from a recorded trace.
 
-Nothing is drawn at random: the n-th spot node of a run lives as long as the rule says, in every run. The trace
-counts the nodes of one pool on AWS; it has no notices in it, so those are scripted. Pure, but for reading the
-bundled trace.
+Nothing is random: the n-th spot node of a run has the same lifetime in every run. The trace counts the nodes of one
+pool on AWS. The trace has no notices, so notices are scripted. Pure, except for reading the bundled trace.
 """
 
 from collections.abc import Iterable
@@ -14,14 +13,17 @@ from launcher.job import ReclaimConfig
 from launcher.money import duration
 
 APART_MS = 300_000
-"""Lifetimes closer than this (5 minutes) are called alike: two nodes bought together should not end together."""
+"""Lifetimes closer than 5 minutes count as alike: two nodes bought together should not end together."""
 
 TRACES = {"bamboo-p3": "p3-trace.csv"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manner:
-    """How a node ends. SIGKILL closes its sockets, as a crash does; SIGSTOP leaves them open, as a lost VM does."""
+    """The manner of a node's end.
+
+    SIGKILL closes the sockets, like a crash; SIGSTOP leaves sockets open, like a lost VM.
+    """
 
     with_notice: bool
     signal: str
@@ -37,7 +39,10 @@ MANNERS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reclaim:
-    """What is in store for one spot node. `lifetime_ms` counts from the moment it is ready (run's clock)."""
+    """The scheduled preemption of one spot node.
+
+    `lifetime_ms` counts from the moment the node is ready (run's clock).
+    """
 
     lifetime_ms: int
     notice_ms: int
@@ -46,19 +51,19 @@ class Reclaim:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReclaimRule:
-    """The fate of every spot node of a run, by its ordinal: 0 for the first one bought."""
+    """The preemption schedule of a run's spot nodes, by ordinal: 0 for the first purchase."""
 
     trace: str
     lifetimes_ms: tuple[int, ...]
     notice_ms: int
 
     def reclaim(self, ordinal: int) -> Reclaim:
-        """Past the end of the trace the lifetimes begin again."""
+        """Return the preemption of a node. Past the end of the trace the lifetimes begin again."""
         lifetime_ms = self.lifetimes_ms[ordinal % len(self.lifetimes_ms)]
         return Reclaim(lifetime_ms=lifetime_ms, notice_ms=self.notice_ms, manner=MANNERS[ordinal % len(MANNERS)])
 
     def describe(self) -> str:
-        """The rule, for the person who starts the run."""
+        """Return the rule as text for the user who starts the run."""
         first = ", ".join(duration(ms) for ms in self.lifetimes_ms[:6])
         return (
             f"The n-th spot node is taken back as long after it was ready as the n-th node removed in the recorded "
@@ -69,7 +74,7 @@ class ReclaimRule:
 
 
 def reclaim_rule(config: ReclaimConfig) -> ReclaimRule | None:
-    """The rule that a job asks for; None when it wants no reclaims."""
+    """Return the rule for a job. None: the job wants no preemptions."""
     if config.trace == "none":
         return None
     lifetimes_ms = distinct_first(_recorded(TRACES[config.trace]))
@@ -77,7 +82,10 @@ def reclaim_rule(config: ReclaimConfig) -> ReclaimRule | None:
 
 
 def lifetimes(lines: Iterable[str]) -> tuple[int, ...]:
-    """How long each removed node of a trace had lived, in order of removal. A line: `milliseconds,add|remove,node`."""
+    """Return the lifetime of each removed node of a trace, in order of removal.
+
+    A line: `milliseconds,add|remove,node`.
+    """
     added: dict[str, int] = {}
     lived: list[int] = []
     for line in filter(None, map(str.strip, lines)):
@@ -90,7 +98,7 @@ def lifetimes(lines: Iterable[str]) -> tuple[int, ...]:
 
 
 def distinct_first(lifetimes_ms: Iterable[int]) -> tuple[int, ...]:
-    """The same lifetimes; those that are within `APART_MS` of an earlier one go behind all the others, in order."""
+    """Return the lifetimes reordered: lifetimes within `APART_MS` of an earlier value go to the end, in order."""
     distinct: list[int] = []
     alike: list[int] = []
     for lived in lifetimes_ms:

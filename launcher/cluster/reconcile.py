@@ -1,10 +1,10 @@
-"""What the controller decides, apart from doing it: facts in, actions out. Pure.
+"""Decide the controller's actions from facts. Pure: no I/O and no clock.
 
-news:   what the cloud says now - what the ledger knows = what to write down
-paid:   what was really bought, and what it costs now - what the ledger knows = price events
-decide: what the plan wants - what there is = what to stop, ask for, buy
+news:   the cloud's state now - the ledger's records = events to write down
+paid:   the real purchases and current prices - the ledger's records = price events
+decide: the plan - the existing nodes = stops, requests and purchases
 
-Neither keeps anything. Called with the same facts they say the same again, and every action may be repeated.
+The functions keep no state. Equal facts give equal answers, and every action may be repeated.
 """
 
 import re
@@ -46,7 +46,7 @@ from launcher.placement.plan import Plan, Slot
 
 
 class Stage(StrEnum):
-    """Where a run is in its life (`run_status.status`)."""
+    """The stage of a run's life (`run_status.status`)."""
 
     PLANNED = "planned"
     RUNNING = "running"
@@ -58,43 +58,46 @@ class Stage(StrEnum):
 
 
 OVER = frozenset({Stage.FINISHED, Stage.STOPPED, Stage.FAILED})
-"""Nothing is bought any more, and nothing may be left running."""
+"""The final stages. The controller buys nothing more, and no node may be left running."""
 
 ENDS = frozenset({"gone", "released", "denied", "no_capacity"})
-"""How a node ends: one of these events, once."""
+"""The event kinds that end a node. A node has exactly one end event."""
 
 FAILING = "failed: "
-"""Begins the reason of a run that drains because it cannot go on. It is `failed` once nothing of it is left."""
+"""Prefix of the reason of a run that drains after a failure. The run becomes `failed` once all its nodes are gone."""
 
 TRAINER_TRIES = 5
-"""Trainers lost in a row without a new iteration: the sixth would fail in the same way."""
+"""Trainers lost in a row without a new iteration before the run fails. A sixth trainer would fail in the same way."""
 
 SAME_ENDS = 3
-"""Nodes in a row that end with the same evidence before they did any work: the fourth would too. Three, because one
-machine may be bad and two may be chance."""
+"""Nodes in a row that end young with the same evidence before the controller gives up. A fourth node would end alike.
+The limit is three because one node may be faulty and two failures may be chance."""
 
 STANDSTILL_ITERATIONS, SHORTEST_STANDSTILL_MS = 10, 7_200_000
-"""A run is ended when its trainer answers but reaches no new iteration for 10 times as long as one is predicted to take
-with the trainer alone. Predictions of models that were never run have been wrong by a factor of 5. At least 2 hours:
-the first iteration loads the model and evaluates it, which no prediction counts."""
+"""The limits after which a run without progress is ended, although its trainer answers. The run may stand still for 10
+times the predicted time of an iteration with the trainer alone, because predictions for models never run before have
+been wrong by a factor of 5. The minimum is 2 hours: the first iteration loads and evaluates the model, and no
+prediction counts either."""
 
 YOUNG_MS = 300_000
-"""A node that ended within 5 minutes of being ready, or was never ready, did no work worth its start. One that worked
-and was taken back is no sign that the next would fail: its place cools down (moves.py), its slot does not wait."""
+"""Age in ms below which an ended node counts as died young. A node that ended within 5 minutes of being ready, or was
+never ready, did no work worth its start. A node preempted after real work does not predict the next failure: its
+zone and instance type cool down (moves.py), and its slot does not wait."""
 
 FIRST_WAIT_MS = 10_000
 LONGEST_WAIT_MS = 600_000
-"""A slot whose nodes keep dying young waits 10 s, 20 s, 40 s, ... 10 minutes before the next (run's clock)."""
+"""The wait of a slot whose nodes keep dying young: 10 s, 20 s, 40 s, ... 10 minutes (ms on the run's clock)."""
 
 UNKNOWN_MS = 600_000
-"""A node that the provisioner was asked for and does not know after 10 minutes is not there."""
+"""Time after which a requested node counts as gone if the provisioner does not know the node (10 minutes)."""
 
 PRICE_MOVED = 0.01
-"""A spot price that moved by less than 1 % is not written down: it would be a row a minute."""
+"""Smallest relative change of a spot price that is recorded (1 %). Without a threshold the ledger would gain a row a
+minute."""
 
 
 NODES_A_SLOT = 3
-"""A stand-in, the spot node that is to replace it, and one that is leaving."""
+"""Most nodes in a slot at once: a stand-in, the spot node meant to replace the stand-in, and a leaving node."""
 
 PATIENT = MoveRules()
 
@@ -103,7 +106,7 @@ PATIENT = MoveRules()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeRecord:
-    """What the ledger knows of a node. `happened`: when each kind of event was first seen (run's clock)."""
+    """The ledger's record of a node. `happened` maps each event kind to its first time (run's clock)."""
 
     name: str
     slot: str
@@ -117,14 +120,14 @@ class NodeRecord:
     evidence: str = ""
     reclaimed: bool = False
     wanted: Option | None = None
-    """What was asked for, where the run may be in several places."""
+    """The requested offer, for a run with several possible sites. None on the local infra."""
     zone: str = ""
     instance_type: str = ""
-    """What it really is; what was asked for, before the cloud said so."""
+    """The real zone and instance type; before the cloud reports both, the requested values."""
 
     @property
     def beside_micro_usd_per_hour(self) -> int:
-        """Disk and address, on a real cloud."""
+        """Return the hourly price of the disk and address on a real cloud."""
         return side_micro_usd_per_hour(self.wanted.placement.cloud, self.market) if self.wanted is not None else 0
 
     @property
@@ -135,7 +138,10 @@ class NodeRecord:
 
     @property
     def is_live(self) -> bool:
-        """It runs, or may: whatever has no end on record is paid for."""
+        """Return True until an end is recorded.
+
+        A node without a recorded end is billed, so the node counts as running.
+        """
         return self.ended_ms is None
 
     @property
@@ -153,46 +159,51 @@ class NodeRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Others:
-    """What all other runs of the ledger spend: limits for all runs bind the sum."""
+    """The spending of all other runs in the ledger. The limits across all runs bind the sum."""
 
     metered: int = 0
     reserved: int = 0
     hourly: int = 0
     planned_hourly: int = 0
-    """The most that those which are not over may run at once."""
+    """The most that the unfinished other runs may cost an hour at once, in micro-dollars."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
-    """What there is, at one moment of the run's clock."""
+    """The state of the run, its nodes and its money at one moment of the run's clock."""
 
     now_ms: int
     stage: Stage
     reason: str
     stage_ms: int
-    """When the run entered its stage."""
+    """The time at which the run entered its stage."""
     planned_ms: int
-    """When the run was last planned or resumed: failures before that are forgiven."""
+    """The time at which the run was last planned or resumed. Earlier failures are forgiven."""
     nodes: Sequence[NodeRecord]
     metered: int
     finished: EngineFinished | None = None
     finished_ms: int = 0
     advanced_ms: int = 0
-    """When the newest iteration was first reached."""
+    """The time at which the newest iteration was first reached."""
     still_since_ms: int | None = None
-    """Since when the trainer has answered without a break, waited for nobody and reached no new iteration."""
+    """Start of the current standstill: since then the trainer has answered without a break, has not waited for a
+    person and has reached no new iteration."""
     trouble: str | None = None
-    """What makes the engine wait for a person (a full disk), in its own words."""
+    """The engine's own description of a problem that waits for a person (a full disk)."""
     others: Others = Others()
     doubt: Doubt | None = None
-    """The reason to doubt the time: nothing is bought, and what seems used up too early ends no run."""
+    """The reason to doubt the clock. While set, the controller buys nothing, and a limit that seems reached too
+    early ends no run."""
     sites: Sequence[SiteOptions] = ()
-    """Where the run may be, at the prices of now. Empty: where its slots say, and nowhere else."""
+    """The candidate sites with their current prices. Empty: each slot is bought as the plan says."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wanted:
-    """What the run was started for. `allowance_ms`: what stopping may take; `settle_ms`: time given to a stop."""
+    """The plan and limits of the run.
+
+    `allowance_ms`: longest time of a stop; `settle_ms`: time the engine gets to stop.
+    """
 
     run: str
     slots: Sequence[Slot]
@@ -202,11 +213,11 @@ class Wanted:
     settle_ms: int
     rules: MoveRules = PATIENT
     launch_rate: LaunchRate | None = None
-    """None: as fast as is decided."""
+    """The launch rate limit. None: no limit."""
     iteration_ms: int | None = None
-    """The predicted time of an iteration with the trainer alone; None: nobody predicts, or it costs nothing."""
+    """The predicted time of an iteration with the trainer alone. None: no prediction exists, or time costs nothing."""
     all_runs: brakes.Limits = brakes.NO_LIMITS
-    """Of the user's own configuration: they bind the sum over all runs."""
+    """The limits from the user's own configuration, which bind the sum over all runs."""
 
 
 # --- actions ------------------------------------------------------------------------------------------
@@ -214,7 +225,7 @@ class Wanted:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Note:
-    """Write down that something happened to a node; `fact` is there when it was its end."""
+    """Record an event of a node. `fact` is set if the event is the node's end."""
 
     node: str
     kind: str
@@ -225,7 +236,10 @@ class Note:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Enter:
-    """The run enters a stage. The end of `log_of`'s log goes into the reason, for whoever asks why."""
+    """Move the run to a stage.
+
+    The last lines of the log of node `log_of` are appended to the reason, to explain a failure.
+    """
 
     stage: Stage
     reason: str = ""
@@ -234,7 +248,10 @@ class Enter:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Buy:
-    """Write the intent down, then ask for the node. `option`: as what it is bought."""
+    """Record the intent in the ledger, then request the node.
+
+    `option`: the offer (zone, instance type, market) to buy.
+    """
 
     slot: Slot
     option: Option
@@ -245,7 +262,7 @@ class Buy:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ask:
-    """Ask again for a node whose request may not have been made."""
+    """Repeat the request for a node whose first request may not have reached the provisioner."""
 
     node: str
 
@@ -257,7 +274,7 @@ class Release:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TellStop:
-    """Ask the engine to stop, so that it can finish what is durable anyway."""
+    """Ask the engine to stop, so that the engine can finish its durable work."""
 
     reason: str
 
@@ -265,11 +282,11 @@ class TellStop:
 Action = Enter | Buy | Ask | Release | TellStop
 
 
-# --- what is new --------------------------------------------------------------------------------------
+# --- new events ---------------------------------------------------------------------------------------
 
 
 def news(nodes: Sequence[NodeRecord], cloud: Mapping[str, NodeFact], now_ms: int) -> list[Note]:
-    """What the cloud says of our nodes that the ledger does not have yet, oldest first."""
+    """Return the events of our nodes that the cloud reports and the ledger lacks, in the order of `nodes`."""
     return [note for node in nodes if node.is_live for note in _news_of(node, cloud.get(node.name), now_ms)]
 
 
@@ -293,19 +310,20 @@ def _news_of(node: NodeRecord, fact: NodeFact | None, now_ms: int) -> Iterator[N
 
 
 def _believed_ms(node: NodeRecord, said_ms: int, now_ms: int) -> int:
-    """What a cloud or a node says of a time, kept between the node's request and now: their clocks may be wrong.
+    """Limit a reported time to the interval between the node's request and now.
 
-    A fact from the far future would be paid for at once, and end the run.
+    The reporter's clock may be wrong.
+    A fact from the far future would be paid for at once, and would end the run.
     """
     return min(max(said_ms, node.requested_ms), now_ms)
 
 
-# --- what it really costs --------------------------------------------------------------------------------
+# --- prices ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Paid:
-    """From `at_ms` on a node is known to be of this zone and type, at this price."""
+    """The known zone, type and price of a node from `at_ms` on."""
 
     node: str
     at_ms: int
@@ -315,9 +333,9 @@ class Paid:
 
 
 def paid(nodes: Sequence[NodeRecord], cloud: Mapping[str, NodeFact], prices: PriceNow, now_ms: int) -> list[Paid]:
-    """What was bought, where it is not what was asked for; and what a spot node costs now, where that has changed.
+    """Return price events: purchases that differ from the request, and changed spot prices.
 
-    A price that nobody knows is taken to be the one on demand.
+    An unknown price counts as the on-demand price.
     """
     notes = []
     for node in nodes:
@@ -328,7 +346,7 @@ def paid(nodes: Sequence[NodeRecord], cloud: Mapping[str, NodeFact], prices: Pri
         is_as_known = (zone, instance_type) == (node.zone, node.instance_type)
         said = _said_since(node.wanted, zone, instance_type, prices)
         if is_as_known and (said is None or not _moved(node, said)):
-            continue  # where nobody says anything new, what was said last goes on
+            continue  # without newer information, the last known price continues
         price = said or _offered(node.wanted, zone, instance_type)
         worst = Price(
             micro_usd_per_hour=node.wanted.on_demand_micro_usd_per_hour,
@@ -341,14 +359,14 @@ def paid(nodes: Sequence[NodeRecord], cloud: Mapping[str, NodeFact], prices: Pri
 
 
 def _said_since(wanted: Option, zone: str, instance_type: str, prices: PriceNow) -> Price | None:
-    """What clouds say of it that is newer than the offer it was bought from."""
+    """Return the clouds' current price if newer than the offer behind the purchase, else None."""
     placement = wanted.placement
     now = prices.of((placement.cloud, placement.region, zone, instance_type, placement.market))
     return now if now is not None and now.is_newer_than(placement.price_observed_at) else None
 
 
 def _offered(wanted: Option, zone: str, instance_type: str) -> Price | None:
-    """The offer's price, if this is what was offered."""
+    """Return the offer's price if the zone and instance type match the offer, else None."""
     placement = wanted.placement
     if instance_type != placement.instance_type or placement.zone_name not in ("", zone):
         return None
@@ -365,11 +383,11 @@ def _moved(node: NodeRecord, price: Price) -> bool:
     return abs(price.micro_usd_per_hour - node.micro_usd_per_hour) > PRICE_MOVED * node.micro_usd_per_hour
 
 
-# --- what to do ---------------------------------------------------------------------------------------
+# --- decisions ---------------------------------------------------------------------------------------
 
 
 def decide(facts: Facts, wanted: Wanted) -> list[Action]:
-    """The difference between what is wanted and what there is."""
+    """Return the actions that turn the existing nodes into the wanted nodes."""
     live = [node for node in facts.nodes if node.is_live]
     if facts.stage in OVER:
         return [_release(live)] if live else []
@@ -392,7 +410,10 @@ def _release(nodes: Sequence[NodeRecord]) -> Release:
 
 
 def _wind_up(facts: Facts, wanted: Wanted, finished: EngineFinished, live: Sequence[NodeRecord]) -> list[Action]:
-    """The engine has no more work. Its trainer may exit by itself; nothing else is waited for."""
+    """Release the nodes of an engine without further work, then enter the final stage.
+
+    Only the trainer gets `settle_ms` to exit by itself.
+    """
     since_ms = facts.stage_ms if facts.stage in (Stage.STOPPING, Stage.DRAINING) else facts.finished_ms
     settling = facts.now_ms < min(since_ms, facts.finished_ms) + wanted.settle_ms
     surplus = [node for node in live if not (settling and node.role == "trainer")]
@@ -412,7 +433,7 @@ def _wind_up(facts: Facts, wanted: Wanted, finished: EngineFinished, live: Seque
 
 
 def _stop(facts: Facts, wanted: Wanted, live: Sequence[NodeRecord]) -> list[Action]:
-    """Tell the engine, give it a moment, end every node."""
+    """Ask the engine to stop, wait `settle_ms`, then release every node."""
     if not live and facts.reason.startswith(FAILING):
         return [Enter(stage=Stage.FAILED, reason=facts.reason.removeprefix(FAILING))]
     if not live:
@@ -454,7 +475,7 @@ def _must_stop(facts: Facts, wanted: Wanted, live: Sequence[NodeRecord], tried: 
 
 
 def _standstill(facts: Facts, wanted: Wanted) -> Enter | None:
-    """End a run whose engine answers and gets nowhere."""
+    """Return the end of a run whose engine answers but makes no progress, else None."""
     if wanted.iteration_ms is None or facts.still_since_ms is None:
         return None
     still_ms = facts.now_ms - facts.still_since_ms
@@ -468,19 +489,22 @@ def _standstill(facts: Facts, wanted: Wanted) -> Enter | None:
 
 
 def _alike(ended: Sequence[NodeRecord]) -> NodeRecord | None:
-    """Return the last of these nodes if it and those before it ended in the same way."""
+    """Return the last of the nodes if the last `SAME_ENDS` ended in the same way, else None."""
     last = sorted(ended, key=lambda node: node.ended_ms or 0)[-SAME_ENDS:]
     is_alike = len(last) == SAME_ENDS and len({_without_numbers(node.evidence) for node in last}) == 1
     return last[-1] if is_alike and last[-1].evidence else None
 
 
 def _without_numbers(evidence: str) -> str:
-    """Return the evidence without words that hold a number: machines, processes and times differ each time."""
+    """Return the evidence without words that hold a number: node names, processes and times differ each time."""
     return re.sub(r"\w*\d\w*", "#", evidence)
 
 
 def _given_up(facts: Facts, slot: Slot) -> str | None:
-    """Return how the slot's last nodes ended, if they ended young and in the same way; None while it may work."""
+    """Return the common evidence of the slot's last nodes if all of them ended young and alike.
+
+    None: the slot may still work.
+    """
     held = [node for node in facts.nodes if node.slot == slot.name and not _was_refused(node)]
     last = sorted(held, key=lambda node: node.generation)[-SAME_ENDS:]
     if any(not node.died_young or node.reclaimed or node.requested_ms < facts.planned_ms for node in last):
@@ -490,19 +514,22 @@ def _given_up(facts: Facts, slot: Slot) -> str | None:
 
 
 def _was_refused(node: NodeRecord) -> bool:
-    """A place refused it: that place cools down by itself (moves.py)."""
+    """Return True if the cloud refused the request. The refused zone and type cool down by themselves (moves.py)."""
     return node.wanted is not None and bool({"no_capacity", "denied"} & node.happened.keys())
 
 
 def _was_lost(node: NodeRecord, since_ms: int) -> bool:
-    """It was there and ended by itself. A place without capacity is another matter, and so is a quota."""
+    """Return True if the node ended by itself after `since_ms`.
+
+    A preemption, missing capacity or a quota does not count.
+    """
     if node.ended_ms is None or node.ended_ms <= since_ms or node.reclaimed:
         return False
     return not _was_refused(node)
 
 
 def _no_trainer_can_be_had(facts: Facts, wanted: Wanted, trainers: Sequence[NodeRecord], tried: Tried) -> str | None:
-    """Why there never will be one."""
+    """Return the reason why no trainer can ever be bought, or None."""
     if facts.sites:
         move = next_trainer(tried, facts.sites, wanted.rules, facts.now_ms)
         return move.why if isinstance(move, NothingLeft) else None
@@ -514,7 +541,7 @@ def _was_denied(node: NodeRecord, facts: Facts) -> bool:
 
 
 def _fill(facts: Facts, wanted: Wanted, live: Sequence[NodeRecord], tried: Tried) -> list[Action]:
-    """Ask for what was meant to be asked for; buy a successor for every slot that is empty or about to be."""
+    """Repeat unsent requests, release surplus nodes, and buy a successor for every empty or soon empty slot."""
     actions: list[Action] = [Ask(node=node.name) for node in live if "requested" not in node.happened]
     let_go = _let_go(facts, wanted, live, tried)
     if let_go:
@@ -532,7 +559,7 @@ def _fill(facts: Facts, wanted: Wanted, live: Sequence[NodeRecord], tried: Tried
         if slot.role == "rollout" and (evidence := _given_up(facts, slot)) is not None:
             refusals.append(f"{slot.name} is left empty, its last {SAME_ENDS} nodes ended in the same way: {evidence}")
             continue
-        works = any(_stays(node) for node in held)  # a stand-in, whose successor may be on spot
+        works = any(_stays(node) for node in held)  # a stand-in counts as working; the slot's next node may be on spot
         if wanted.launch_rate is not None and wanted.launch_rate.next_ms(launches) > facts.now_ms:
             refusals.append(f"{slot.name} is not bought: {wanted.launch_rate.per_minute} launches a minute at most")
             break
@@ -564,7 +591,7 @@ def _fill(facts: Facts, wanted: Wanted, live: Sequence[NodeRecord], tried: Tried
 
 
 def refused_now(facts: Facts, wanted: Wanted, buy: Buy) -> brakes.Refusal | None:
-    """The brakes once more, by facts that nobody can change meanwhile: two controllers may decide at one moment."""
+    """Check the budget guard again inside the write transaction. Two controllers may decide at the same moment."""
     placement = buy.option.placement
     rate = placement.micro_usd_per_hour + _beside(placement, facts)
     live = [node for node in facts.nodes if node.is_live]
@@ -572,19 +599,23 @@ def refused_now(facts: Facts, wanted: Wanted, buy: Buy) -> brakes.Refusal | None
 
 
 def reserved_micro_usd(nodes: Sequence[NodeRecord], allowance_ms: int, now_ms: int) -> int:
-    """What a run's live nodes hold against limits."""
+    """Return the money in micro-dollars that a run's live nodes reserve against the limits."""
     return _reserved([node for node in nodes if node.is_live], allowance_ms, now_ms)
 
 
 def hourly_micro_usd(nodes: Sequence[NodeRecord]) -> int:
-    """What a run's live nodes cost an hour, with what is beside them."""
+    """Return the hourly cost in micro-dollars of a run's live nodes, with disks and addresses."""
     return _hourly([node for node in nodes if node.is_live])
 
 
 def _refusal(
     facts: Facts, wanted: Wanted, after: Sequence[NodeRecord], rate: int, reserve: int
 ) -> brakes.Refusal | None:
-    """Why a node at this rate is not bought beside those there are then: the run's own limits, then those of all."""
+    """Return the budget limit that buying a node at this rate would break, or None.
+
+    The run's own limits are checked first, then the limits across all runs. `after`: the nodes after all earlier
+    actions.
+    """
     held = _reserved(after, wanted.allowance_ms, facts.now_ms)
     hourly_now = _hourly(after)
     new = reserve + brakes.worst_case(rate, wanted.allowance_ms)
@@ -610,14 +641,14 @@ def _refusal(
 
 
 def _steady(refusal: str) -> str:
-    """A refusal without its amounts, which change from pass to pass and would fill the ledger."""
+    """Return the refusal without its amounts. Amounts change from pass to pass and would fill the ledger."""
     return refusal.partition(": $")[0]
 
 
 def _needs_successor(slot: Slot, latest: NodeRecord, held: Sequence[NodeRecord], facts: Facts) -> bool:
-    """Return whether a node is asked for in a slot that had some: it is empty, about to be, or held by a stand-in."""
+    """Return whether a used slot needs a new node: the slot is empty, soon empty, or held by a stand-in."""
     if slot.role == "trainer" and latest.wanted is not None and any(node.is_live for node in held):
-        return False  # two trainers would both write the run's checkpoints: the old one must be gone
+        return False  # two trainers would both write the run's checkpoints, so the old trainer must be gone
     if any(_stays(node) for node in held) and not _may_go_back(slot, held, facts):
         return False
     if latest.ended_ms is None:
@@ -631,17 +662,17 @@ def _needs_successor(slot: Slot, latest: NodeRecord, held: Sequence[NodeRecord],
 
 
 def _stays(node: NodeRecord) -> bool:
-    """A node that is there or on its way, and is meant to remain."""
+    """Return True if the node is running or starting, and is meant to stay."""
     return node.is_live and not node.is_leaving
 
 
 def _is_stand_in(node: NodeRecord, slot: Slot) -> bool:
-    """A node bought on demand in a slot whose plan says spot."""
+    """Return True if the node is on-demand in a slot with a spot plan."""
     return node.market is Market.ON_DEMAND and slot.placement.market is Market.SPOT
 
 
 def _may_go_back(slot: Slot, held: Sequence[NodeRecord], facts: Facts) -> bool:
-    """Return whether a slot has nothing but a stand-in, and gave none back for `GIVE_BACK_GAP_MS`."""
+    """Return whether a slot holds only a stand-in, and had no give-back for `GIVE_BACK_GAP_MS`."""
     stand_ins = [node for node in held if _is_stand_in(node, slot)]
     if any(_stays(node) and node not in stand_ins for node in held):
         return False
@@ -650,7 +681,10 @@ def _may_go_back(slot: Slot, held: Sequence[NodeRecord], facts: Facts) -> bool:
 
 
 def wait_ms(held: Sequence[NodeRecord], planned_ms: int) -> int:
-    """How long a slot stays empty after its last nodes died young. Places that refuse cool down by themselves."""
+    """Return the wait in ms of a slot whose last nodes died young.
+
+    Refused zones cool down by themselves and are skipped.
+    """
     streak = 0
     for node in sorted(held, key=lambda node: node.generation, reverse=True):
         if _was_refused(node):
@@ -661,11 +695,11 @@ def wait_ms(held: Sequence[NodeRecord], planned_ms: int) -> int:
     return min(LONGEST_WAIT_MS, FIRST_WAIT_MS * 2 ** (streak - 1)) if streak else 0
 
 
-# --- where ----------------------------------------------------------------------------------------------
+# --- offers -----------------------------------------------------------------------------------------------
 
 
 def _where(slot: Slot, tried: Tried, after: Sequence[NodeRecord], facts: Facts, wanted: Wanted) -> Move:
-    """As what a slot's next node is bought. What the hourly limit does not bear is not looked at."""
+    """Return the offer to buy for a slot's next node. Offers above the hourly limit are not considered."""
     if not facts.sites:
         return slot.option
     limit = wanted.limits.max_hourly
@@ -680,7 +714,10 @@ def _where(slot: Slot, tried: Tried, after: Sequence[NodeRecord], facts: Facts, 
 
 
 def _within(facts: Facts, micro_usd_per_hour: int | None) -> Sequence[SiteOptions]:
-    """The sites without what costs more than that. What is too dear everywhere stays: its refusal says the numbers."""
+    """Return the sites without offers above the price limit.
+
+    A list with only too expensive offers is kept: the refusal then names the amounts.
+    """
     if micro_usd_per_hour is None:
         return facts.sites
 
@@ -722,9 +759,10 @@ def _attempt(node: NodeRecord) -> Attempt:
 
 
 def _let_go(facts: Facts, wanted: Wanted, live: Sequence[NodeRecord], tried: Tried) -> list[NodeRecord]:
-    """Nodes that the run has moved away from, stand-ins that spot nodes replaced, then what the limit does not bear.
+    """Return the nodes to release.
 
-    Past the limit, stand-ins go before spot nodes, each the dearest first.
+    First come nodes left behind by a failover, then replaced stand-ins, then nodes above the hourly limit.
+    Above the limit, stand-ins go before spot nodes, and the most expensive first.
     """
     if not facts.sites:
         return []
@@ -758,10 +796,12 @@ def _let_go(facts: Facts, wanted: Wanted, live: Sequence[NodeRecord], tried: Tri
 def _given_back(
     facts: Facts, wanted: Wanted, live: Sequence[NodeRecord], kept: Sequence[NodeRecord], tried: Tried
 ) -> list[NodeRecord]:
-    """Stand-ins beside which a spot node works in a place that has had capacity for `GIVE_BACK_AFTER_MS`.
+    """Return the stand-ins to give back. A settled spot node of the slot replaces each of them.
 
-    Where the hourly limit does not bear a spot node beside any stand-in, one stand-in goes first, when its place may
-    be asked: to wait would keep it for the rest of the run. If spot is refused, a stand-in is bought again.
+    A spot node is settled once its zone and type have had capacity for `GIVE_BACK_AFTER_MS`.
+    If the hourly limit does not allow a spot node beside any stand-in, one stand-in is released first, as soon as the
+    spot offer may be requested. Waiting would keep the stand-in for the rest of the run. If spot is then refused, a
+    stand-in is bought again.
     """
     given_back: list[NodeRecord] = []
     alone: list[tuple[Slot, NodeRecord]] = []
@@ -794,7 +834,7 @@ def _has_settled(node: NodeRecord, facts: Facts, tried: Tried) -> bool:
 
 
 def _has_no_room_beside(slot: Slot, kept: Sequence[NodeRecord], tried: Tried, facts: Facts, wanted: Wanted) -> bool:
-    """Return whether a spot node could be asked for now, if only the hourly limit bore it beside the stand-in."""
+    """Return whether the hourly limit alone prevents a request for a spot node beside the stand-in."""
     move = _where(slot, tried, kept, facts, wanted)
     if not isinstance(move, Option):
         return False
@@ -804,7 +844,7 @@ def _has_no_room_beside(slot: Slot, kept: Sequence[NodeRecord], tried: Tried, fa
 
 
 def _beside(placement: Placement, facts: Facts) -> int:
-    """What a node costs beside its machine, on a real cloud."""
+    """Return the hourly price of a node's disk and address on a real cloud."""
     return side_micro_usd_per_hour(placement.cloud, placement.market) if facts.sites else 0
 
 
@@ -813,7 +853,10 @@ def _hourly(nodes: Sequence[NodeRecord]) -> int:
 
 
 def _reserved(live: Sequence[NodeRecord], allowance_ms: int, now_ms: int) -> int:
-    """Return the money held for stopping what runs, and for launches under way: since their request, or a minute."""
+    """Return the money held for stopping the live nodes and for pending launches.
+
+    A pending launch holds the cost since the request, or its reserved minimum billing if larger.
+    """
     return brakes.reserved(
         _hourly(live),
         allowance_ms,
@@ -843,23 +886,23 @@ def _intended(name: str, slot: Slot, option: Option, generation: int, reserve: i
 
 
 def planned_hourly(facts: Facts, wanted: Wanted) -> int:
-    """The most that may run at once, for the money deadline: the whole plan, or what runs now if that is more."""
+    """Return the highest hourly cost for the spend deadline: the whole plan, or the live nodes if more expensive."""
     plan = sum(slot.placement.micro_usd_per_hour + _beside(slot.placement, facts) for slot in wanted.slots)
     return max(plan, _hourly([node for node in facts.nodes if node.is_live]))
 
 
 def bound_micro_usd(wanted: Wanted, sites: Sequence[SiteOptions] = ()) -> int | None:
-    """The most that a run can cost, whatever happens: its limit, and what runs at most while a stop is carried out."""
+    """Return the most that a run can cost: its limit, plus the highest running cost during a stop. None: no limit."""
     if wanted.limits.max_total is None:
         return None
     return wanted.limits.max_total + brakes.overdraft(_most_hourly(wanted, sites), wanted.allowance_ms)
 
 
 def bound_of_plan(plan: Plan, deadline_ms: int | None = None) -> int | None:
-    """Return the most that a plan on real clouds can cost, in micro-dollars: what `launch` prints. None: no limit.
+    """Return the most that a plan on real clouds can cost, in micro-dollars. `launch` prints the bound. None: no limit.
 
-    `deadline_ms`: how long the run may take. Disks, addresses, stand-ins on demand and the time that stopping takes
-    are counted; traffic and storage are not, because no cloud says their price before the bill.
+    `deadline_ms`: longest run time. Disks, addresses, on-demand stand-ins and the time of stopping are counted. Traffic
+    and storage are not counted, because no cloud states their price before the bill.
     """
     wanted = Wanted(
         run="",
@@ -876,9 +919,11 @@ def bound_of_plan(plan: Plan, deadline_ms: int | None = None) -> int | None:
 
 
 def _most_hourly(wanted: Wanted, sites: Sequence[SiteOptions]) -> int:
-    """The most that can run at once, at on-demand prices: a spot price may rise so far before a node is let go.
+    """Return the most that can run at once, at on-demand prices.
 
-    What `max_hourly` bears when it is bought; without one, `NODES_A_SLOT` nodes in each slot, at the dearest site.
+    A spot price may rise to the on-demand price before a release.
+    The bound follows from `max_hourly` at purchase. Without `max_hourly`, the bound is `NODES_A_SLOT` nodes in each
+    slot at the most expensive site.
     """
     if not sites:
         return sum(slot.placement.micro_usd_per_hour for slot in wanted.slots)
@@ -903,12 +948,12 @@ def _most_hourly(wanted: Wanted, sites: Sequence[SiteOptions]) -> int:
 
 
 def _at_most(option: Option) -> int:
-    """A node's price on demand, with disk and address."""
+    """Return a node's on-demand price per hour, with disk and address."""
     return option.on_demand_micro_usd_per_hour + side_micro_usd_per_hour(option.placement.cloud, Market.ON_DEMAND)
 
 
 def describe_brakes(wanted: Wanted, sites: Sequence[SiteOptions] = ()) -> str:
-    """The brakes of a run with its numbers, for the log and the plan."""
+    """Return the budget guard of a run as text with amounts, for the log and the plan."""
     total = "no total limit" if wanted.limits.max_total is None else f"at most {dollars(wanted.limits.max_total)}"
     per_hour = "no hourly limit" if wanted.limits.max_hourly is None else f"at most {hourly(wanted.limits.max_hourly)}"
     allowance = dollars(brakes.overdraft(_most_hourly(wanted, sites), wanted.allowance_ms))

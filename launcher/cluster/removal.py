@@ -1,9 +1,9 @@
-"""Delete a run's files from this machine. Its rows stay in the ledger, and so does all that it spent.
+"""Delete a run's files from this machine. The ledger keeps the run's rows and all its spending.
 
-    run is over, nothing of it is left -> write the removal into the ledger -> delete the folder
+    run is over, no node is left -> write the removal into the ledger -> delete the folder
 
-The removal is written first: from then on no command starts a controller in a folder that is half deleted. If this
-process is killed between the two, removing the run again deletes the rest.
+The removal is written first: from then on no command starts a controller in a half deleted folder. If this process is
+killed between the two steps, a second removal of the run deletes the rest.
 """
 
 import shutil
@@ -23,7 +23,7 @@ from launcher.ledger.store import current_status, find_run, writing
 
 
 class NotRemovable(Failure):
-    """The run goes on, or something of it may still cost money."""
+    """The run goes on, or some of its nodes may still cost money."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,23 +34,23 @@ class Remains:
     bytes: int
     buckets: tuple[str, ...]
     was_removed: bool
-    """Whether the run was removed before. Its folder is still there if that removal was cut short."""
+    """True if the run was removed before. The folder still exists if the earlier removal was interrupted."""
 
 
 def look_at_remains(sessions: sessionmaker[Session], run_name: str) -> Remains:
-    """Return what `remove_run` would delete and what it would keep. Raises NotRemovable."""
+    """Return the files that `remove_run` would delete and would keep. Raises NotRemovable."""
     with sessions() as session:
         run = find_run(session, run_name)
         check_removable(sessions, session, run)
         was_removed = session.get(Removal, run.id) is not None
     folder = Path(run.folder)
-    # Files only: the sizes of folders and links are the file system's business.
+    # Files only: the sizes of folders and links depend on the file system.
     size = sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
     return Remains(folder=folder, bytes=size, buckets=buckets_of(run), was_removed=was_removed)
 
 
 def remove_run(sessions: sessionmaker[Session], run_name: str) -> None:
-    """Delete the run's folder. May be repeated, also after it was killed. Raises NotRemovable."""
+    """Delete the run's folder. May be repeated, also after an interruption. Raises NotRemovable."""
     with writing(sessions) as session:
         run = find_run(session, run_name)
         check_removable(sessions, session, run)
@@ -61,7 +61,7 @@ def remove_run(sessions: sessionmaker[Session], run_name: str) -> None:
 
 
 def check_removable(sessions: sessionmaker[Session], session: Session, run: Run) -> None:
-    """Raise NotRemovable unless the run is over, every node has an end on record and its controller has left."""
+    """Raise NotRemovable unless the run is over, every node has a recorded end and the controller has left."""
     status = current_status(session, run)
     if status is None or Stage(status.status) not in OVER:
         found = "without a status" if status is None else status.status

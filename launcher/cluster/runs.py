@@ -1,7 +1,7 @@
-"""Runs, for commands: make one, start its controller, ask for its end, see how it goes.
+"""Runs, for commands: create a run, start its controller, request its end, show its state.
 
-A run is a row of the ledger and a folder; what it does is done by its controller, a detached process that any of
-these functions may start again.
+A run is a ledger row and a folder. All work is done by the run's controller, a detached process that any of these
+functions may start again.
 """
 
 import os
@@ -52,24 +52,24 @@ from launcher.settings import runs_folder
 DEFAULT_METRIC = "exact_match"
 
 PORTS = range(20_000, 32_000)
-"""Below the ports that systems hand out by themselves: a trainer's successor finds its predecessor's port free."""
+"""Ports below the system's ephemeral range, so the next trainer finds the previous trainer's port free."""
 
 CONTROLLER = (sys.executable, "-P", "-m", "launcher.cli.main", "controller")
-"""What a controller's process runs; the run's name comes behind it."""
+"""Command of a controller's process; the run's name is appended."""
 
 RELEASE_SECONDS, CLOUD_RELEASE_SECONDS = 60.0, 600.0
-"""Stopping lets nodes commit what they hold, and a cloud takes minutes to say that a machine is gone."""
+"""Longest time of a stop. Nodes first commit their work, and a cloud takes minutes to report a VM gone."""
 
 START_SECONDS = 30.0
-"""A controller that has not taken its lease by then has failed: it imports a few libraries, and opens the ledger."""
+"""Longest time until a controller takes its lease. A controller imports a few libraries and opens the ledger."""
 
 
 class NameTaken(Failure):
-    """A run's name is used once, because its nodes are named after it."""
+    """The run's name is already used. A name is used once, because nodes are named after the run."""
 
 
 class ControllerFailed(Failure):
-    """The controller did not start; its log says why."""
+    """The controller did not start; the controller's log has the reason."""
 
 
 class NothingToResume(Failure):
@@ -84,21 +84,22 @@ class NodeView:
     market: str
     zone: str
     status: str
-    """asked, starting, ready, draining, stopping; or its end: lost (reclaimed), gone, released, denied, no_capacity."""
+    """State: asked, starting, ready, draining, stopping; or end: lost (reclaimed), gone, released, denied,
+    no_capacity."""
     age_ms: int
     micro_usd_per_hour: int
     groups: tuple[tuple[str, ...], ...] = ()
-    """Workers that share pictures now, each group's in rank order; empty when the node ended or never had groups."""
+    """Workers that share images now, each group in rank order; empty when the node ended or never had groups."""
 
     @property
     def is_live(self) -> bool:
-        """True if it has no end on record: it is paid for."""
+        """Return True if the node has no recorded end. Such a node is billed."""
         return self.status in ("asked", "starting", "ready", "draining", "stopping")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunView:
-    """How a run stands. `iteration`: batches trained. `score`: the mean of the last three evaluations."""
+    """The state of a run. `iteration`: batches trained. `score`: the mean of the last three evaluations."""
 
     name: str
     status: str
@@ -114,17 +115,17 @@ class RunView:
     max_total_micro_usd: int | None
     micro_usd_per_hour: int
     nodes: tuple[NodeView, ...]
-    """The newest of each slot, and whatever still runs."""
+    """The newest node of each slot, and every live node."""
     last_event: str
     eta_seconds: float | None
-    """Wall time until the last iteration, at the pace of the last five; None before there is a pace."""
+    """Wall time until the last iteration, at the speed of the last five; None before enough iterations are done."""
     elapsed_ms: int
     wall_seconds: float
     clock_factor: float
     controlled: bool
-    """Whether a controller looks after it now."""
+    """True if a controller manages the run now."""
     is_removed: bool = False
-    """Whether `spotrl rm` deleted its files."""
+    """True if `spotrl rm` deleted the run's files."""
 
     @property
     def lacks_controller(self) -> bool:
@@ -134,7 +135,7 @@ class RunView:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EventLine:
-    """One thing that happened, in words. `elapsed_ms` is on the run's clock."""
+    """One event of a run, as text. `elapsed_ms` is on the run's clock."""
 
     at_ms: int
     elapsed_ms: int
@@ -147,7 +148,7 @@ class EventLine:
 
 
 def create_run(sessions: sessionmaker[Session], checked: CheckedJob, plan: Plan, name: str) -> str:
-    """Write the run down, whole or not at all."""
+    """Write a new run to the ledger, whole or not at all."""
     job = checked.job
     with writing(sessions) as session:
         if session.scalar(select(Run.id).where(Run.name == name)) is not None:
@@ -185,7 +186,10 @@ def create_run(sessions: sessionmaker[Session], checked: CheckedJob, plan: Plan,
 
 
 def start_controller(sessions: sessionmaker[Session], run_name: str, timeout_s: float = START_SECONDS) -> int:
-    """Start the run's controller, detached from this process, and return its pid once it has taken its lease."""
+    """Start the run's controller, detached from this process.
+
+    Return the pid once the controller has taken its lease. Raises ControllerFailed after `timeout_s`.
+    """
     with sessions() as session:
         run = find_run(session, run_name)
     folder = Path(run.folder)
@@ -216,7 +220,7 @@ def start_controller(sessions: sessionmaker[Session], run_name: str, timeout_s: 
 
 
 def is_controlled(sessions: sessionmaker[Session], run_name: str) -> bool:
-    """Whether a live controller holds the run's lease."""
+    """Return whether a live controller holds the run's lease."""
     with sessions() as session:
         return is_held(session.get(ControllerLease, find_run(session, run_name).id))
 
@@ -225,7 +229,7 @@ def is_controlled(sessions: sessionmaker[Session], run_name: str) -> bool:
 
 
 def request_stop(sessions: sessionmaker[Session], run_name: str, reason: str = "asked for by a person") -> None:
-    """Ask the controller to end the run. A run that is ending or over is left as it is."""
+    """Request a stop from the controller. A stopping or finished run stays unchanged."""
     with writing(sessions) as session:
         run = find_run(session, run_name)
         status = current_status(session, run)
@@ -234,12 +238,12 @@ def request_stop(sessions: sessionmaker[Session], run_name: str, reason: str = "
 
 
 def release_seconds(infra: str) -> float:
-    """How long ending a run may take; far longer, and something is wrong."""
+    """Return the normal time in seconds for ending a run. A far longer time signals a fault."""
     return RELEASE_SECONDS if infra == "local" else CLOUD_RELEASE_SECONDS
 
 
 def wait_released(sessions: sessionmaker[Session], run_name: str, timeout_s: float) -> bool:
-    """Wait until nothing of the run is left. False when something still runs, or may, after `timeout_s`."""
+    """Wait until nothing of the run is left. Return False if nodes or processes may still run after `timeout_s`."""
     until = time.monotonic() + timeout_s
     while still_running(sessions, run_name):
         if time.monotonic() > until:
@@ -249,9 +253,9 @@ def wait_released(sessions: sessionmaker[Session], run_name: str, timeout_s: flo
 
 
 def still_running(sessions: sessionmaker[Session], run_name: str) -> list[str]:
-    """Names of nodes without an end on record, and of processes that should be gone; both may cost money.
+    """Return the names of nodes without a recorded end, and of leftover processes; both may cost money.
 
-    Without any: that a controller has work left to do, which on clouds goes on after the run is over.
+    Without either, return a note if a controller has work left, which on clouds continues after the run is over.
     """
     with sessions() as session:
         run = find_run(session, run_name)
@@ -267,7 +271,7 @@ def still_running(sessions: sessionmaker[Session], run_name: str) -> list[str]:
 
 
 def bring_down(sessions: sessionmaker[Session], run_name: str, timeout_s: float) -> list[str]:
-    """Ask for the end, make sure that a controller carries it out, wait. Returns what is left."""
+    """Request a stop, ensure a controller carries out the stop, and wait. Return the remaining nodes and processes."""
     request_stop(sessions, run_name)
     until = time.monotonic() + timeout_s
     while True:
@@ -280,9 +284,9 @@ def bring_down(sessions: sessionmaker[Session], run_name: str, timeout_s: float)
 
 
 def resume_run(sessions: sessionmaker[Session], run_name: str) -> int:
-    """Start the controller of a run whose controller died, or that was stopped or failed. Returns its pid.
+    """Start the controller of a stopped or failed run, or of a run with a dead controller. Return the pid.
 
-    The trainer goes on from the newest checkpoint; nodes that are still there are kept.
+    The trainer continues from the newest checkpoint; live nodes are kept.
     """
     with writing(sessions) as session:
         run = find_run(session, run_name)
@@ -301,7 +305,7 @@ def resume_run(sessions: sessionmaker[Session], run_name: str) -> int:
 
 
 def running_processes(run: Run) -> list[int]:
-    """Every live process that belongs to a node of the run, whatever the ledger says of it."""
+    """Return every live process of the run's nodes, independent of the ledger."""
     root = nodes_folder(Path(run.folder))
     folders = [path for path in root.iterdir() if path.is_dir()] if root.exists() else []
     return sorted({pid for folder in folders for pid in processes_of(folder)})
@@ -315,19 +319,19 @@ def run_clock(run: Run) -> ScaledClock:
 
 
 def run_view(sessions: sessionmaker[Session], run_name: str) -> RunView:
-    """How the run stands now, from the ledger alone."""
+    """Return the run's state from the ledger alone."""
     with sessions() as session:
         return _view(session, find_run(session, run_name))
 
 
 def run_views(sessions: sessionmaker[Session]) -> list[RunView]:
-    """Every run, newest first."""
+    """Return every run's state, newest first."""
     with sessions() as session:
         return [_view(session, run) for run in session.scalars(select(Run).order_by(Run.id.desc()))]
 
 
 def event_lines(session: Session, run: Run, after: tuple[int, int, int] = (0, 0, 0)) -> list[EventLine]:
-    """What happened to the run, oldest first: its life, its nodes, its engine. `after`: ids already seen of each."""
+    """Return the events of the run, its nodes and its engine, oldest first. `after`: last seen id of each kind."""
     statuses = session.scalars(select(RunStatus).where(RunStatus.run_id == run.id, RunStatus.id > after[0]))
     lines = [(row.at_ms, "run", row.status, " ".join(row.reason.split("\n")[:1])) for row in statuses]
     lines += [
@@ -346,7 +350,7 @@ def event_lines(session: Session, run: Run, after: tuple[int, int, int] = (0, 0,
 
 
 def last_ids(session: Session, run: Run) -> tuple[int, int, int]:
-    """Where `event_lines` goes on from, to see only what comes next."""
+    """Return the ids from which `event_lines` continues with new events only."""
     status = session.scalar(select(func.max(RunStatus.id)).where(RunStatus.run_id == run.id))
     event = session.scalar(select(func.max(NodeEvent.id)).join(Node).where(Node.run_id == run.id))
     progress = session.scalar(select(func.max(ProgressRow.id)).where(ProgressRow.run_id == run.id))
@@ -354,12 +358,12 @@ def last_ids(session: Session, run: Run) -> tuple[int, int, int]:
 
 
 def short_name(run_name: str, node_name: str) -> str:
-    """Return a node's name without its run's: `spot-0-g2` says slot and generation, and 80 columns have room for it."""
+    """Return a node's name without the run's name: `spot-0-g2` has slot and generation, and fits in 80 columns."""
     return node_name.removeprefix(f"{run_name}-")
 
 
 def node_logs(sessions: sessionmaker[Session], run_name: str, node: str | None = None) -> list[Path]:
-    """Log files of a run: the controller's and every node's, lost ones too; or those of one node or slot."""
+    """Return the log files of a run: the controller's and every node's, also of lost nodes; or of one node or slot."""
     with sessions() as session:
         run = find_run(session, run_name)
         check_kept(session, run)
@@ -395,7 +399,7 @@ def _view(session: Session, run: Run) -> RunView:
     iteration = done[-1].event["iteration"] + 1 if done else 0
     zones = {node.name: node.zone for node in nodes_of(session, run)}
     groups = {row.event["node"]: row.event["groups"] for row in progress_of(session, run, Regrouped.KIND)}
-    # Groups may change many times a minute, and each node shows its own.
+    # Groups may change many times a minute, and each node shows its own groups.
     lines = [line for line in event_lines(session, run) if line.kind != Regrouped.KIND]
     pace = [row.at_ms for row in done[-6:]]
     eta_ms = (pace[-1] - pace[0]) / (len(pace) - 1) * (iterations - iteration) if len(pace) > 1 and not over else None
@@ -459,7 +463,7 @@ def _node_status(record: NodeRecord) -> str:
 
 
 def _words(row: ProgressRow) -> str | None:
-    """An engine's event for people; None for what only accounting reads."""
+    """Return an engine event as text; None for events that only accounting reads."""
     event = row.event
     match row.kind:
         case "engine_started":
@@ -494,7 +498,7 @@ def _start_unless_started(sessions: sessionmaker[Session], run_name: str) -> Non
     try:
         start_controller(sessions, run_name)
     except ControllerFailed:
-        if not is_controlled(sessions, run_name):  # somebody else may have been quicker
+        if not is_controlled(sessions, run_name):  # another process may have started a controller first
             raise
 
 

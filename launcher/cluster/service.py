@@ -1,10 +1,9 @@
-"""A service of the user's that restarts the controller of one run: a systemd user unit, or a launchd agent on macOS.
+"""A user service that restarts the controller of one run: a systemd user unit, or a launchd agent on macOS.
 
-`spotrl launch --detach --service` writes it. It starts the controller again 30 s after it died, and when the user logs
-in after a restart of the machine. The controller of a run that is over removes it; a service that stays behind is
-harmless, because the controller of such a run ends at once with exit code 0.
-
-No secret is written to it: what the job's `secrets` and the environment's access keys name must be in `service.env`.
+`spotrl launch --detach --service` writes the service. The service restarts a dead controller after 30 s, and when the
+user logs in after a restart of the machine. The controller of a finished run removes the service. A leftover service is
+harmless, because the controller of a finished run ends at once with exit code 0.
+No secret is written: the values of the job's `secrets` and the environment's access keys must be in `service.env`.
 """
 
 import os
@@ -27,7 +26,7 @@ from launcher.ledger.store import find_run
 from launcher.settings import config_path, home
 
 AGAIN_SECONDS = 30
-"""Between a controller's end and its successor."""
+"""Seconds between a controller's end and the next controller."""
 
 CALL_SECONDS = 30.0
 
@@ -53,7 +52,7 @@ KEPT = frozenset(
         "XDG_STATE_HOME",
     }
 )
-"""Variables that are written to the service, beside `SPOTRL_*`: places, and no secrets."""
+"""Variables written to the service beside `SPOTRL_*`: paths, no secrets."""
 
 ACCESS_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 
@@ -63,7 +62,7 @@ class NoService(Failure):
 
 
 def environment_file() -> Path:
-    """The user's own file of NAME=VALUE lines, which the service reads. It need not exist."""
+    """Return the user's own file of NAME=VALUE lines, which the service reads. The file need not exist."""
     return config_path().parent / "service.env"
 
 
@@ -75,7 +74,7 @@ def service_file(run_name: str, platform: str = sys.platform) -> Path:
 
 
 def check_service(job: Job, environ: Mapping[str, str], platform: str = sys.platform) -> None:
-    """Raise NoService if a service could not be started, or would lack a secret. Call it before anything is bought."""
+    """Raise NoService if a service could not be started, or would lack a secret. Call before a purchase."""
     instead = "or leave --service out and start a controller that died with `spotrl resume RUN`"
     command = "launchctl" if platform == "darwin" else "systemctl"
     if shutil.which(command) is None:
@@ -97,7 +96,7 @@ def check_service(job: Job, environ: Mapping[str, str], platform: str = sys.plat
 
 
 def start_service(sessions: sessionmaker[Session], run_name: str, timeout_s: float = runs.START_SECONDS) -> Path:
-    """Install the service of this run, start it, and return its file once a controller holds the lease.
+    """Install the service of this run, start the service, and return its file once a controller holds the lease.
 
     Raises NoService when systemd or launchd refuses, ControllerFailed when no controller appears in `timeout_s`.
     """
@@ -131,7 +130,7 @@ def start_service(sessions: sessionmaker[Session], run_name: str, timeout_s: flo
 
 
 def remove_service(run_name: str, platform: str = sys.platform) -> None:
-    """Remove the service of a run, if it has one. The controller that calls this goes on until it ends by itself."""
+    """Remove the service of a run, if any. The calling controller runs until its own end."""
     file = service_file(run_name, platform)
     if not file.exists():
         return
@@ -153,7 +152,7 @@ def systemd_unit(run_name: str, command: list[str], environ: Mapping[str, str], 
         "StandardError=inherit",
         "Restart=on-failure",
         f"RestartSec={AGAIN_SECONDS}",
-        # Nodes of the local infra are children of the controller and outlive it.
+        # Nodes of the local infra are children of the controller and outlive the controller.
         "KillMode=process",
         "[Install]",
         "WantedBy=default.target",

@@ -1,7 +1,7 @@
-"""Whether a machine is set up, asked of the machine itself.
+"""Read from a VM itself whether its set-up is finished.
 
-SkyPilot calls a launch done once the set-up was handed to the machine; the set-up's last act is to write the digest of
-what it made. So this short look tells when an agent can run there, and where its home is.
+SkyPilot calls a launch done once the set-up was handed to the VM. The last step of the set-up writes the digest of the
+bundle. So reading the digest tells when an agent can run on the VM, and the path of the home folder.
 """
 
 import subprocess
@@ -16,19 +16,19 @@ LOOK = 'cd "$HOME" && pwd; cat spotrl/env/.digest 2>/dev/null; true'
 
 
 class MachineUnreachable(Failure):
-    """No SSH to the machine now. The message has ssh's own words."""
+    """No SSH connection to the VM now. The message is ssh's own error."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SetUp:
-    """`digest` is empty until the set-up is through."""
+    """The home folder and set-up digest of a VM. `digest` is empty until the set-up is finished."""
 
     home: str
     digest: str
 
 
 def ask_set_up(login: Login) -> SetUp:
-    """One SSH session, bounded in time. Raises MachineUnreachable."""
+    """Read the set-up state over one SSH session, bounded in time. Raises MachineUnreachable."""
     options = {
         "BatchMode": "yes",
         "IdentitiesOnly": "yes",

@@ -1,14 +1,14 @@
-"""SkyPilot, in the few words that we use of it: start a cluster of one machine, ask how it went, end it, log in.
+"""The few SkyPilot calls that spotrl uses: start a one-VM cluster, read the outcome, terminate, log in.
 
-The only module that imports SkyPilot (5 s, so not before it is needed). SkyPilot provisions, nothing else: the task has
-a set-up and no `run`, one resource and no choice, so that what is bought is what was decided. Promises:
+The only module that imports SkyPilot (5 s, so imported late). SkyPilot provisions and does nothing else: the task has
+a set-up, no `run`, one resource and no choice, so SkyPilot buys exactly the decided offer. Promises:
 
-Configuration goes with each request and is written to no file of the user. No credential file is uploaded, of no cloud.
-A machine runs as our own identity, in our own group, in our own network; never as SkyPilot's wide role.
+Configuration goes with each request and is written to no file of the user. No credential file of any cloud is uploaded.
+A VM runs with our own identity, in our own group, in our own network; never with SkyPilot's wide role.
 
-An API server that runs already, a remote one too, is used as it is. One that starts because of us reports no usage,
-and has `OurNodes` loaded, a plugin of SkyPilot's own kind, because configuration alone does not reach that far: some
-clouds' credential files are uploaded whatever it says, and on Google Cloud SkyPilot knows no identity but its own.
+A running API server, also a remote server, is used unchanged. A server started by spotrl reports no usage and has
+`OurNodes` loaded, a plugin of SkyPilot's own kind. Configuration alone is not enough: SkyPilot uploads some clouds'
+credential files despite the configuration, and on Google Cloud SkyPilot accepts no identity but its own.
 """
 
 import contextlib
@@ -38,19 +38,19 @@ log = logging.getLogger(__name__)
 SERVER_ENVIRONMENT: Mapping[str, str] = {
     "SKYPILOT_DISABLE_USAGE_COLLECTION": "1",
     "SKYPILOT_MINIMIZE_LOGGING": "0",
-    # SkyPilot uploads a hub's token once the hub says that it is good. Ours goes by name, or not at all.
+    # SkyPilot uploads a hub token after the hub confirms the token. spotrl sends tokens by name only, or not at all.
     "HF_HUB_OFFLINE": "1",
 }
-"""For an API server that starts because of us."""
+"""Environment of an API server started by spotrl."""
 
 PLUGINS = "SKYPILOT_SERVER_PLUGINS_CONFIG"
 
 IDENTITY_LABEL, IDENTITY_PROJECT_LABEL = "spotrl-identity", "spotrl-identity-project"
-"""On Google Cloud: the service account that a machine is to run as, and its project, for `OurNodes`. Two labels,
-because a label takes neither the @ nor the dots of an e-mail."""
+"""Labels for `OurNodes` on Google Cloud: the service account of the VM, and the account's project. Two labels are
+needed, because a label allows neither the @ nor the dots of an e-mail address."""
 
 LOG_CHARACTERS = 4000
-"""So much of the end of a failed launch's log is kept as evidence: it names what failed."""
+"""Characters kept from the end of a failed launch's log, as evidence of the failure."""
 
 UPLOADED = (
     "~/.aws/credentials",
@@ -61,17 +61,17 @@ UPLOADED = (
     "~/.vastdata",
     "~/.ssh/sky-cluster-key",
 )
-"""What SkyPilot may have copied to a machine when its API server is not one that we started."""
+"""Files that SkyPilot may have copied to a VM if the API server was not started by spotrl."""
 
 FIRST_OF_ALL = f"rm -rf {' '.join(UPLOADED)}"
 
 
 class SkyUnreachable(Failure):
-    """SkyPilot's API server did not answer. Nothing is known; ask again."""
+    """SkyPilot's API server did not answer. The state is unknown; ask again."""
 
 
 class Failed(StrEnum):
-    """Why a launch came to nothing."""
+    """The reason of a failed launch."""
 
     NO_CAPACITY = "no_capacity"
     DENIED = "denied"
@@ -82,7 +82,10 @@ class Failed(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """How a request ended. No `failed`: as wished. `text` is evidence: the cloud's words, the end of the log."""
+    """The result of a request.
+
+    Without `failed` the request succeeded. `text` is evidence: the cloud's error, the log's end.
+    """
 
     failed: Failed | None = None
     text: str = ""
@@ -90,18 +93,18 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SkyLogin:
-    """How to get into a cluster's machine: the key itself, because it may be on another machine's disk."""
+    """The SSH login of a cluster's VM. Contains the key itself, because the key file may be on another computer."""
 
     host: str
     user: str
     private_key: str
     address: str
-    """Its private address."""
+    """The VM's private address."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
-    """One machine to start. `files`: folder on the machine -> folder here."""
+    """One VM to start. `files`: folder on the VM -> local folder."""
 
     name: str
     want: Placement
@@ -115,12 +118,12 @@ class Launch:
 
 @dataclass(slots=True)
 class Sky:
-    """SkyPilot's SDK, one request at a time where it keeps state of its own in the process. Every call may block."""
+    """SkyPilot's SDK. A lock covers the calls that keep state in the process. Every call may block."""
 
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def start(self, launch: Launch) -> str:
-        """Hand a launch over; the id of the request. A cluster of that name that exists is completed, not doubled."""
+        """Send a launch and return the request id. An existing cluster of the same name is completed, not doubled."""
         sky = self._sky()
         from sky import skypilot_config
 
@@ -129,7 +132,7 @@ class Sky:
             return str(sky.launch(task, cluster_name=launch.name))
 
     def poll(self, requests: Sequence[str]) -> dict[str, Outcome | None]:
-        """How requests went, by id; None while under way. One that the server forgot is missing."""
+        """Return the outcomes of requests by id; None while pending. Requests that the server forgot are missing."""
         if not requests:
             return {}
         sky = self._sky()
@@ -140,16 +143,20 @@ class Sky:
         return {one: self._outcome(one) if _is_over(known[one]) else None for one in requests if one in known}
 
     def pending(self, prefix: str) -> dict[str, str]:
-        """Launches under way of clusters whose names begin so: request id by name. They survive us."""
+        """Return the pending launches of clusters with this name prefix: request id by name.
+
+        Launches survive our process.
+        """
         self._sky()
         with _said("requests under way"):
             _start_unless_it_answers()
             return self._under_way(prefix)
 
     def cancel_all(self, runs: Sequence[str]) -> list[str]:
-        """Stop every launch under way of nodes of these runs; their names. Blocks while a frozen API server does.
+        """Cancel every pending launch of nodes of these runs, and return their names.
 
-        No API server is started for it: one of this machine that does not run launches nothing.
+        Blocks while the API server is frozen.
+        No API server is started for the call: a local server that is not running launches nothing.
         """
         self._sky()
         from sky.server import common
@@ -172,14 +179,14 @@ class Sky:
         }
 
     def clusters(self, prefix: str) -> dict[str, str]:
-        """Clusters that SkyPilot has on record, and their status (INIT, UP, STOPPED) as it believes it to be."""
+        """Return the recorded clusters and their status as SkyPilot believes (INIT, UP, STOPPED)."""
         sky = self._sky()
         with _said("clusters"):
             records = sky.get(sky.status(refresh=sky.StatusRefreshMode.NONE))
         return {record.name: record.status.value for record in records if record.name.startswith(prefix)}
 
     def login(self, name: str) -> SkyLogin | None:
-        """How to get in. None: SkyPilot has no such cluster, or no address of it yet."""
+        """Return the login. None: SkyPilot has no such cluster, or no address yet."""
         sky = self._sky()
         with _said(f"login of {name}"):
             records = sky.get(sky.status([name], refresh=sky.StatusRefreshMode.NONE, _include_credentials=True))
@@ -194,7 +201,10 @@ class Sky:
         return SkyLogin(host=external[0], user=credentials["ssh_user"], private_key=key, address=internal[0])
 
     def set_up(self, name: str) -> Outcome | None:
-        """How the set-up of an UP cluster goes; None while under way. SkyPilot runs it after the launch is done."""
+        """Return the outcome of an UP cluster's set-up; None while pending.
+
+        SkyPilot runs the set-up after the launch.
+        """
         sky = self._sky()
         with _said(f"set-up of {name}"):
             try:
@@ -207,18 +217,18 @@ class Sky:
             if status.value == "SUCCEEDED":
                 return Outcome()
             text = io.StringIO()
-            with contextlib.suppress(Exception):  # evidence, where there is some
+            with contextlib.suppress(Exception):  # evidence is optional
                 sky.tail_logs(name, None, follow=False, tail=40, output_stream=text)
         return Outcome(failed=Failed.SETUP, text=f"{status.value}: {ANSI.sub('', text.getvalue())}"[-LOG_CHARACTERS:])
 
     def cancel(self, request: str) -> None:
-        """Stop a launch. What it started already stays, and has to be ended."""
+        """Cancel a launch. VMs that the launch already started stay and must be terminated."""
         sky = self._sky()
         with _said("cancel"):
             sky.get(sky.api_cancel([request], silent=True))
 
     def down(self, name: str) -> None:
-        """End a cluster and forget it. Idempotent. Blocks for as long as the cloud takes (10 s and more)."""
+        """Terminate a cluster and remove its record. Idempotent. Blocks as long as the cloud takes (10 s and more)."""
         sky = self._sky()
         with _said(f"down of {name}"):
             try:
@@ -227,9 +237,9 @@ class Sky:
                 return
 
     def rearm(self, name: str, minutes: int) -> None:
-        """The machine ends itself after so many minutes from now, whatever runs on it, unless told again.
+        """Set the VM to terminate itself after `minutes` from now, whatever work runs, unless set again.
 
-        One that is gone needs no timer; that it is gone, its cloud will say.
+        A missing cluster is not an error: the VM needs no timer, and the cloud will report the VM gone.
         """
         sky = self._sky()
         with _said(f"autostop of {name}"):
@@ -239,7 +249,7 @@ class Sky:
                 log.info("%s has no timer of SkyPilot's: %s", name, ANSI.sub("", str(error)))
 
     def _sky(self) -> Any:
-        """The SDK. Its first call starts an API server if none runs, with what this process has in its environment."""
+        """Import the SDK. The first call starts an API server if none runs, with this process's environment."""
         for name, value in SERVER_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         if not Path("~/.sky/plugins.yaml").expanduser().exists():
@@ -258,7 +268,7 @@ class Sky:
             sky.get(request)
         except sky.exceptions.RequestCancelled:
             return Outcome(failed=Failed.CANCELLED, text="its launch was cancelled")
-        except Exception as error:  # anything at all may come back from the server, as an exception of any type
+        except Exception as error:  # the server may return an exception of any type
             history = [str(one) for one in getattr(error, "failover_history", [])]
             log = self._log(request)
             return outcome_of("\n".join([type(error).__name__, str(error), *history]), log)
@@ -267,16 +277,19 @@ class Sky:
     def _log(self, request: str) -> str:
         sky = self._sky()
         text = io.StringIO()
-        with contextlib.suppress(Exception):  # evidence, where there is some
+        with contextlib.suppress(Exception):  # evidence is optional
             sky.stream_and_get(request, follow=False, output_stream=text)
         return ANSI.sub("", text.getvalue())
 
 
-# --- what is asked for --------------------------------------------------------------------------------
+# --- requests -----------------------------------------------------------------------------------------
 
 
 def task_of(launch: Launch) -> dict[str, Any]:
-    """SkyPilot's task: one resource, a set-up, no `run`. No secrets: they go with the order that starts the agent."""
+    """Return SkyPilot's task: one resource, a set-up, no `run`.
+
+    Secrets are not part: the order to the agent carries secrets.
+    """
     want, labels = launch.want, dict(launch.labels)
     resources: dict[str, Any] = {
         "infra": "/".join(filter(None, [want.cloud, want.region, want.zone_name])),
@@ -289,7 +302,7 @@ def task_of(launch: Launch) -> dict[str, Any]:
         account, _, domain = launch.place.identity.partition("@")
         labels |= {IDENTITY_LABEL: account, IDENTITY_PROJECT_LABEL: domain.partition(".")[0]}
         if want.gpus:
-            resources["accelerators"] = {want.accelerator: want.gpus}  # on AWS the type says it
+            resources["accelerators"] = {want.accelerator: want.gpus}  # on AWS the instance type implies the GPUs
     if launch.image:
         resources["image_id"] = launch.image
     return {
@@ -301,7 +314,7 @@ def task_of(launch: Launch) -> dict[str, Any]:
 
 
 def config_of(place: Place) -> dict[str, Any]:
-    """What SkyPilot is told with the request: our group and identity, and not to upload credentials, of any cloud."""
+    """Return SkyPilot's configuration for the request: our group and identity, and no credential upload."""
     from sky.utils import schemas
 
     known = schemas.get_config_schema()["properties"]
@@ -320,7 +333,7 @@ def config_of(place: Place) -> dict[str, Any]:
 
 
 def network_config(place: Place) -> dict[str, Any]:
-    """Return what SkyPilot is told of a network that the job names: every key, so that none is the user's own."""
+    """Return the configuration of a network named in the job. Every key is set, so no key of the user's own applies."""
     named = place.named
     told: dict[str, Any] = {
         "vpc_name": place.network,
@@ -328,11 +341,11 @@ def network_config(place: Place) -> dict[str, Any]:
         "use_internal_ips": not named.public_addresses,
         "ssh_proxy_command": named.ssh_proxy or None,
     }
-    # Without a proxy SkyPilot would go to private addresses on AWS through its Session Manager, unless told not to.
+    # Without a proxy, SkyPilot would reach private AWS addresses through the Session Manager, unless disabled.
     return told | {"vpc_names": None, "use_ssm": False} if place.cloud == "aws" else told
 
 
-# --- what became of it --------------------------------------------------------------------------------
+# --- outcomes ------------------------------------------------------------------------------------------
 
 NO_CAPACITY_WORDS = (
     "InsufficientInstanceCapacity",
@@ -366,7 +379,7 @@ DENIED_WORDS = (
 )
 
 UNREACHABLE_WORDS = (
-    # Identities that were just made are known everywhere a little later.
+    # New identities become known everywhere with a delay.
     "Invalid IAM Instance Profile",
     "iam.gserviceaccount.com' was not found",
     "iam.gserviceaccount.com' does not exist",
@@ -389,9 +402,9 @@ ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 def outcome_of(error: str, log: str) -> Outcome:
-    """What a failed launch means, by the cloud's own codes in SkyPilot's error and log.
+    """Return the meaning of a failed launch, from the cloud's own codes in SkyPilot's error and log.
 
-    One zone that lacks machines outweighs another that refuses: asking elsewhere, or later, may help.
+    A lack of capacity in one zone outweighs a refusal in another: a request elsewhere, or later, may succeed.
     """
     said = f"{error}\n{log}"
     if any(word in said for word in NO_CAPACITY_WORDS):
@@ -406,13 +419,13 @@ def outcome_of(error: str, log: str) -> Outcome:
 
 
 def _sentence(text: str, words: Sequence[str]) -> str:
-    """The line that says it, without who logged it when."""
+    """Return the line with one of the words, without the log prefix."""
     lines = (LOGGED.sub("", line.strip()) for line in ANSI.sub("", text).splitlines())
     return next((line[-1000:] for line in lines if any(word in line for word in words)), "")
 
 
 def _where_to_ask(reason: str) -> str:
-    """The reason, and what a person can do about it."""
+    """Return the reason with advice for the user."""
     if any(word in reason for word in ("QUOTA", "quota", "LimitExceeded", "CountExceeded")):
         return (
             f"{reason}\nThe account's quota does not allow it. Ask for more: AWS, Service Quotas, Amazon EC2; "
@@ -424,7 +437,7 @@ def _where_to_ask(reason: str) -> str:
 
 
 def email_of(labels: Mapping[str, str], project: str) -> str:
-    """Return the service account that labels name. `project`: of the machine, where they do not say the account's."""
+    """Return the service account in the labels. `project`: the VM's project, used if the labels name no project."""
     return f"{labels[IDENTITY_LABEL]}@{labels.get(IDENTITY_PROJECT_LABEL, project)}.iam.gserviceaccount.com"
 
 
@@ -443,17 +456,20 @@ def _wait_for_nothing() -> Any:
 
 
 def _start_unless_it_answers() -> None:
-    """Before SkyPilot lists its requests: it takes any server's process on this machine for ours, then finds nobody."""
+    """Start the API server unless a server answers. Call before listing requests.
+
+    SkyPilot's list call takes any server process on this machine for ours and then reaches none.
+    """
     from sky.server import common
 
     try:
         common.check_server_healthy_or_start_fn()
-    except RuntimeError as error:  # one that is frozen has the port
+    except RuntimeError as error:  # a frozen server keeps the port
         raise SkyUnreachable(f"SkyPilot's API server neither answers nor starts ({error})") from None
 
 
 def _listens(url: str) -> bool:
-    """Whether somebody has the port: a server that is frozen has it too."""
+    """Return whether the port is taken. A frozen server also keeps the port."""
     parts = urlsplit(url)
     try:
         socket.create_connection((parts.hostname or "127.0.0.1", parts.port or 80), timeout=5.0).close()
@@ -465,13 +481,13 @@ def _listens(url: str) -> bool:
 
 
 def is_node_of(cluster: str, run: str) -> bool:
-    """Whether SkyPilot's cluster of that name is a node of ours: a user may have others that begin alike."""
+    """Return whether the SkyPilot cluster is a node of the run. A user may have other clusters with the same prefix."""
     return re.fullmatch(rf"{re.escape(run)}-[a-z0-9-]+-g\d+", cluster) is not None
 
 
 @contextlib.contextmanager
 def _said(what: str) -> Iterator[None]:
-    """A server that does not answer, in our words."""
+    """Raise SkyUnreachable with our text if the server does not answer."""
     import requests
     from sky import exceptions
 
@@ -485,7 +501,10 @@ def _said(what: str) -> Iterator[None]:
 
 
 def __getattr__(name: str) -> Any:
-    """`OurNodes`, the plugin that sky_plugins.yaml names: made when asked for, because it is one of SkyPilot's."""
+    """Return `OurNodes`, the plugin named in sky_plugins.yaml.
+
+    Created on access, because the base class is SkyPilot's.
+    """
     if name != "OurNodes":
         raise AttributeError(name)
     from sky import provision
@@ -495,14 +514,14 @@ def __getattr__(name: str) -> Any:
     def without_credentials(
         task: Any, to_provision: Any, *, _extra_launch_context: Any, _is_launched_by_jobs_controller: bool
     ) -> Any:
-        """SkyPilot's own template with nothing to upload: configuration alone cannot say so for every cloud."""
+        """Return SkyPilot's own template without uploads. Configuration alone cannot stop uploads for every cloud."""
         if RUN_LABEL not in (to_provision.labels or {}):
             return None
         cloud = to_provision.cloud.canonical_name()
         return provision.TemplateSpec(template_path=f"{cloud}-ray.yml.j2", variables={"credentials": {}})
 
     class GoogleBootstrap:
-        """SkyPilot's, but for the identity: SkyPilot makes and attaches one that may do everything."""
+        """SkyPilot's bootstrap without its identity: SkyPilot creates and attaches an identity with all permissions."""
 
         @staticmethod
         def bootstrap_instances(region: str, cluster_name_on_cloud: str, config: Any) -> Any:

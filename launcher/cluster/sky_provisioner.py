@@ -1,19 +1,19 @@
-"""Nodes on real clouds: SkyPilot buys them, the clouds' own inventories say how they are, a line goes to each.
+"""Nodes on real clouds: SkyPilot buys them, the clouds' inventories report their state, an SSH connection goes to each.
 
 RUN/nodes/NAME/  want.json (Placement)  spec.json (NodeSpec)  launch.json  machine.json  login.json  ssh.key
                  stopping.json  release.json  ending.json  ended.json  cleared.json
-                 and beside them the mirror of the node's own files (node_link.py)
+                 and beside these the mirror of the node's own files (node_link.py)
 
-asked for -> handed to SkyPilot -> machine up and set up -> agent told to run -> ready -> ending -> ended -> cleared
+requested -> launch sent to SkyPilot -> VM up and set up -> agent started -> ready -> ending -> ended -> cleared
 
-`SkyProvisioner` keeps no state but these files, so any process may carry on with them. Each `observe` takes every node
-one step further; whatever may block is done by a pool, one thing at a time for each node and each region. Promises:
+`SkyProvisioner` keeps no state except these files, so any process may continue the work. Each `observe` advances every
+node by one step. Blocking calls run in a pool, one at a time for each node and each region. Promises:
 
-A node is gone when the cloud says so, or when it is silent and a fresh look at the cloud is no comfort. An API that
-does not answer proves nothing. A name that was released is never launched. `ended.json` says that no machine and no
-disk of the name is left; `cleared.json` that SkyPilot has forgotten it too. What carries our label and was not asked
-for is reported, and what lives on after its end is ended again. A file that a power cut damaged is asked for again
-from the cloud or from SkyPilot; a node whose spec is lost is ended.
+A node is lost when the cloud reports the VM gone, or when the node stops answering although a fresh API call shows the
+VM running. An API that does not answer proves nothing. A released name is never launched again. `ended.json` says that
+no VM and no disk of the name is left. `cleared.json` says that SkyPilot has also forgotten the name. A VM with our
+label and without a request is reported. A VM that lives on after its end is terminated again. The content of a file
+damaged by a power cut is read again from the cloud or from SkyPilot. A node with a lost spec is terminated.
 """
 
 import json
@@ -57,73 +57,76 @@ from launcher.placement.placement import Placement
 log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 2.0
-"""Between two looks at the inventory of a region where we have nodes, and at SkyPilot's requests."""
+"""Time between two reads of SkyPilot's requests and of the inventory of a region with nodes."""
 
 SWEEP_SECONDS = 60.0
-"""Between two looks at a region where the run could have nodes and should have none."""
+"""Time between two reads of a region where the run may have nodes and should have none."""
 
 FRESH_SECONDS = 10.0
-"""An inventory that is older proves nothing."""
+"""Age up to which an inventory counts as proof."""
 
 SILENT_SECONDS = 20.0
-"""A line that is quiet for longer makes us doubt."""
+"""Silence of a connection after which the node is in doubt."""
 
 LOST_SECONDS = 90.0
-"""A node that is silent for so long is ended, though the cloud calls it running: it does no work and costs money."""
+"""Silence after which a node is terminated even though the cloud calls the VM running: the node costs money without
+work."""
 
 ALL_SILENT = 4
-"""So many times longer when no node at all is heard: then it may be us who cannot be reached."""
+"""Factor on the patience while no node at all answers: the controller's own network may be down."""
 
 FIRST_WORD_SECONDS = 300.0
-"""A machine that is set up and never said a word."""
+"""Patience with a VM that is set up and has never answered."""
 
 LAUNCH_SECONDS = 1800.0
-"""A launch that takes longer never ends: SkyPilot waits 10 minutes for SSH, an environment takes some to install."""
+"""Longest time of a launch. SkyPilot waits 10 minutes for SSH, and an environment takes minutes to install."""
 
 LAUNCH_TRIES = 5
 LAUNCH_GAP_MS, LONGEST_LAUNCH_GAP_MS = 10_000, 120_000
-"""Launches of one node that failed for no reason that the cloud gave, and the time between them, which doubles."""
+"""Tries per node for launches that fail without a reason from the cloud, and the gap between tries, which doubles."""
 
 READY_SECONDS = 900.0
-"""An agent whose workers have not called in by then. Loading a large model takes minutes."""
+"""Longest time until an agent's workers call in. Loading a large model takes minutes."""
 
 RULES_SECONDS = 60.0
-"""An agent that is not ready by then may lack a rule of the firewall: looked up, again after so long."""
+"""Time after which missing firewall rules are looked up for an agent that is not ready. The lookup repeats at the
+same gap."""
 
 STOPPED_SECONDS = 120.0
-"""A machine that is on its way out for so long has stopped, and stays: its disk is paid for."""
+"""Time after which a stopping VM counts as stopped for good. The disk of a stopped VM is billed."""
 
 GONE_LOOKS = 2
-"""New machines may be missing from a list for a moment; one that is missing twice in a row is gone."""
+"""Inventory reads in a row that must miss a VM before the VM counts as gone. New VMs may be missing for a moment."""
 
 NEVER_SEEN_LOOKS = 15
-"""A machine that SkyPilot logged in to, and that so many looks do not find."""
+"""Inventory reads after which a VM that SkyPilot logged in to, and no read found, counts as gone."""
 
 EXIT_SECONDS = 3.0
-"""An agent that has ended stays ended for so long: it was not ended to be started anew."""
+"""Time for which an agent's exit must last. A shorter exit is a restart."""
 
 AFTER_NOTICE_MS = 600_000
-"""A cloud that said it takes a machine back and has not done so by then."""
+"""Time after an announced preemption for which the VM is left to the cloud."""
 
 STOPPING_NOTICE_MS = 30_000
-"""What is left when the first that we hear of a reclaim is that the machine is stopping (Google Cloud's notice)."""
+"""Assumed time left if a stopping VM is the first sign of a preemption (Google Cloud's notice)."""
 
 SET_UP_SECONDS = 30.0
-"""Between two questions to SkyPilot how a set-up goes; each costs it an SSH session and seconds of CPU."""
+"""Time between two queries to SkyPilot for the set-up. Each query costs an SSH session and seconds of CPU."""
 
 REARM_SECONDS = 300.0
 AUTOSTOP_MARGIN_MINUTES = 30
-"""SkyPilot's own timer on the machine goes off so long after the money ran out, in case the node's agent did not."""
+"""Delay of SkyPilot's own timer on the VM after the spend deadline, in case the node's agent did not terminate the
+VM."""
 
 UNLIMITED_MINUTES = 24 * 60
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Purchases:
-    """What all nodes of a run have in common.
+    """The common facts of all nodes of a run.
 
-    `owners`: who we are, by cloud. `regions`: where it could have nodes, (cloud, region). `weights`: where the model
-    is, by cloud (weights.py); nowhere when it ships with spotrl. `images`: by cloud, or cloud/region.
+    `owners`: our identity, by cloud. `regions`: where the run may have nodes, (cloud, region). `weights`: location
+    of the model, by cloud (weights.py); empty if the model ships with spotrl. `images`: by cloud, or cloud/region.
     """
 
     run: str
@@ -136,12 +139,15 @@ class Purchases:
     weights: Mapping[str, str] = field(default_factory=dict)
     images: Mapping[str, str] = field(default_factory=dict)
     named: Callable[[str, str], Named] = lambda cloud, region: NOTHING_NAMED
-    """Identity and network that the job names, by cloud and region."""
+    """The identity and network named in the job, by cloud and region."""
 
 
 @dataclass(slots=True)
 class _Seen:
-    """The last look at a region. `at` of the last answer; `trouble`: why there is none since."""
+    """The last inventory of a region.
+
+    `at`: time of the last answer; `trouble`: reason for missing answers since then.
+    """
 
     machines: tuple[Machine, ...] = ()
     at: float | None = None
@@ -150,7 +156,10 @@ class _Seen:
 
 
 class SkyProvisioner:
-    """Starts and stops nodes on AWS and Google Cloud, without waiting. For one thread; the pool's are its own."""
+    """Starts and stops nodes on AWS and Google Cloud, without waiting.
+
+    For use by one thread; the pool has its own threads.
+    """
 
     def __init__(
         self,
@@ -165,7 +174,10 @@ class SkyProvisioner:
         monotonic: Callable[[], float] = time.monotonic,
         check_lease: Callable[[], None] = lambda: None,
     ) -> None:
-        """`check_lease` raises LeaseLost when another controller has taken over; it is called before each purchase."""
+        """Create the provisioner.
+
+        `check_lease` is called before each purchase and raises LeaseLost after a takeover.
+        """
         self._check_lease = check_lease
         self._all, self._sky, self._clouds, self._clock = purchases, sky, clouds, clock
         self._make_link, self._monotonic = link, monotonic
@@ -180,13 +192,16 @@ class SkyProvisioner:
         self._tidied: set[tuple[str, str]] = set()
         self._last_observed: float | None = None
         self._trainer: str | None = None
-        """Where the newest trainer is, as this pass found it."""
+        """Private address of the newest trainer, as found by the current pass."""
         nodes_folder(purchases.folder).mkdir(parents=True, exist_ok=True, mode=0o700)
 
-    # --- what the controller asks -----------------------------------------------------------------
+    # --- calls of the controller ---------------------------------------------------------------------
 
     def request(self, want: Placement, spec: NodeSpec) -> None:
-        """Write the intent; the next `observe` acts on it. The same name twice is one node; one that ended stays so."""
+        """Write the intent; the next `observe` acts on the intent.
+
+        A repeated name requests no second node. A name that ended stays ended.
+        """
         node = self._node(spec.node)
         if node.has("spec"):
             return
@@ -196,7 +211,7 @@ class SkyProvisioner:
         node.write("spec", json.loads(spec.model_dump_json()))
 
     def observe(self) -> Sequence[NodeFact]:
-        """How every node is by what is known now; and one step further with each."""
+        """Return the state of every node from current knowledge, and advance each node by one step."""
         now = self._monotonic()
         passed = 0.0 if self._last_observed is None else min(1.0, now - self._last_observed)
         self._last_observed = now
@@ -213,7 +228,10 @@ class SkyProvisioner:
         return facts + self._strangers()
 
     def release(self, names: Sequence[str]) -> None:
-        """Write it down; the next `observe` acts on it. A name that was never asked for is ended by its label."""
+        """Write the release; the next `observe` acts on the release.
+
+        A name without a request is terminated by its label.
+        """
         for name in names:
             node = self._node(name)
             if not node.is_begun("release") and not node.has("ended"):
@@ -221,7 +239,7 @@ class SkyProvisioner:
             self._find_machine(node)
 
     def rearm(self, name: str, money_deadline_ms: int) -> None:
-        """Tell the node, and let SkyPilot's own timer on the machine follow."""
+        """Send the node a new spend deadline. SkyPilot's own timer on the VM follows."""
         node = self._nodes.get(name)
         if node is None or node.has("ended"):
             return
@@ -230,12 +248,12 @@ class SkyProvisioner:
             node.link.rearm(money_deadline_ms - self._clock.now_ms())
 
     def door(self, name: str, port: int) -> tuple[str, int] | None:
-        """This end of the tunnel to that node."""
+        """Return the local end of the tunnel to the node."""
         node = self._nodes.get(name)
         return node.link.door(port) if node is not None and node.link is not None else None
 
     def tidy(self) -> bool:
-        """Take away the groups, networks and identities of the run, once no node is left."""
+        """Remove the groups, networks and identities of the run, once no node is left."""
         self.observe()
         if any(not node.is_cleared() for node in self._nodes.values()):
             return False
@@ -245,26 +263,26 @@ class SkyProvisioner:
         return places <= self._tidied
 
     def close(self) -> None:
-        """Drop chores that wait for a thread of the pool, and close the lines to nodes."""
+        """Drop tasks waiting for a thread of the pool, and close the connections to nodes."""
         self._chores.close()
         for node in self._nodes.values():
             self._close(node)
 
     def troubles(self) -> Sequence[str]:
-        """What did not work when it was last tried, in words: clouds that do not answer, what cannot be removed."""
+        """Return the current errors in words: clouds that do not answer, resources that cannot be removed."""
         return [f"{what}: {text}" for what, text in sorted(self._chores.troubles.items())]
 
-    # --- looking ----------------------------------------------------------------------------------
+    # --- reading ----------------------------------------------------------------------------------
 
     def _look(self) -> None:
-        """Ask the clouds and SkyPilot how things are, where that is due. Answers come with a later pass."""
+        """Query the clouds and SkyPilot if due. The answers arrive in a later pass."""
         nodes = [node for node in self._nodes.values() if not node.is_cleared()]
         active = {place for node in nodes if (place := node.region) is not None}
         for cloud, region in {*active, *self._all.regions}:
             seconds = LOOK_SECONDS if (cloud, region) in active else SWEEP_SECONDS
             self._chores.every(seconds, f"look {cloud}/{region}", partial(self._look_at, cloud, region))
         for cloud, region in {place for node in nodes if node.has("login") and (place := node.region)}:
-            if (cloud, region) not in self._places:  # a process that carries on may have another address
+            if (cloud, region) not in self._places:  # a process that continues the run may have another address
                 self._chores.do(f"place {cloud}/{region}", partial(self._prepare, cloud, region))
         requests = [str(one["request_id"]) for node in self._launching() if (one := node.read("launch"))]
         if requests:
@@ -281,7 +299,10 @@ class SkyProvisioner:
         seen.looks += 1
 
     def _machines_in(self, cloud: str, region: str) -> list[Machine]:
-        """The run's. Somebody else's run may have its name: what bears another owner's label is not ours to touch."""
+        """Return the run's VMs.
+
+        Another user's run may have the same name: VMs with another owner's label are left alone.
+        """
         found = self._clouds[cloud].machines(region, run=self._all.run)
         return [one for one in found if one.owner in ("", self._all.owners[cloud])]
 
@@ -298,7 +319,7 @@ class SkyProvisioner:
         return [machine for seen in list(self._seen.values()) for machine in seen.machines]
 
     def _strangers(self) -> list[NodeFact]:
-        """What bears the run's label and nobody asked for; and what lives on after its end, which is ended again."""
+        """Return VMs with the run's label and without a request. Terminate VMs that live on after their end."""
         facts = []
         for seen in list(self._seen.values()):
             for machine in seen.machines:
@@ -312,11 +333,11 @@ class SkyProvisioner:
                     self._chores.do(f"end {machine.id}", partial(self._end_again, machine))
         return facts
 
-    # --- one step further -------------------------------------------------------------------------
+    # --- advancing nodes ---------------------------------------------------------------------------
 
     def _advance(self, node: CloudNode, passed: float) -> None:
         if self._chores.is_busy(node.name):
-            return  # its files are being written
+            return  # a pool task is writing the node's files
         if node.has("ended"):
             self._close(node)
             self._chores.do(node.name, partial(self._clear, node))
@@ -326,7 +347,7 @@ class SkyProvisioner:
             self._chores.do(node.name, partial(self._end, node))
             return
         if not node.has("spec") and not self._is_damaged(node):
-            return  # an intent that was cut short: asking again completes it
+            return  # an interrupted intent: a repeated request completes the files
         machine = self._cloud_says(node)
         if node.is_ending or self._chores.is_busy(node.name):
             return
@@ -342,11 +363,11 @@ class SkyProvisioner:
             self._keep(node, machine, passed)
 
     def _is_damaged(self, node: CloudNode) -> bool:
-        """Return whether the node's spec was written, and cannot be read any more."""
+        """Return whether the node's spec was written and cannot be read any more."""
         return not node.has("spec") and (node.is_begun("spec") or node.is_begun("launch"))
 
     def _mend(self, node: CloudNode) -> None:
-        """Ask again for what a damaged file said; end the node if nobody else knows it."""
+        """Recover the content of a damaged file, or end the node if no other source knows the content."""
         if self._is_damaged(node):
             self._ending(node, NodeStatus.GONE, "its spec.json cannot be read: a power cut of the launcher's machine?")
         elif not node.has("want") and not node.has("launch"):
@@ -356,17 +377,17 @@ class SkyProvisioner:
             self._close(node)
             node.login = None
             node.forget("login")
-            node.forget("launch")  # a launch of long ago would count as late; its cluster is adopted instead
+            node.forget("launch")  # an old launch would count as late; its cluster is adopted instead
 
     def _find_machine(self, node: CloudNode) -> None:
-        """Write down which machine a node has, by its label, where no file says where the node is."""
+        """Record the VM of a node by its label, if no file says where the node is."""
         if node.region is None:
             known = _newest([*self._machines()], node.name)
             if known is not None:
                 node.write_machine(known)
 
     def _cloud_says(self, node: CloudNode) -> Machine | None:
-        """What the cloud says of its machine now; begins the node's end when that is what it says."""
+        """Return the node's VM from the inventory. Begin the node's end if the cloud reports an end."""
         self._find_machine(node)
         place = node.region
         seen = self._seen.get(place) if place is not None else None
@@ -382,7 +403,7 @@ class SkyProvisioner:
             self._refuse_strange_identity(node, machine)
             return machine
         if known is None and not node.has("login"):
-            return machine  # nothing was there yet, or only what an attempt of SkyPilot's left
+            return machine  # no VM existed yet, or only remains of a SkyPilot attempt
         if machine is not None and machine.state is MachineState.STOPPING:
             self._is_stopping(node, machine)
             return machine
@@ -397,7 +418,10 @@ class SkyProvisioner:
         return machine
 
     def _refuse_strange_identity(self, node: CloudNode, machine: Machine) -> None:
-        """SkyPilot attaches an identity of its own, which may do everything, unless its API server has our plugin."""
+        """Deny a node that runs under a foreign identity.
+
+        Without our plugin, SkyPilot's API server attaches an identity of its own with all permissions.
+        """
         place = self._places.get((machine.cloud, machine.region))
         if place is not None and machine.identity and machine.identity != place.identity:
             evidence = (
@@ -408,11 +432,12 @@ class SkyProvisioner:
             self._ending(node, NodeStatus.DENIED, evidence)
 
     def _is_stopping(self, node: CloudNode, machine: Machine) -> None:
-        """A notice, if there was none; and an end, if it stays like that."""
+        """Record a notice if none came, and end the node if the VM keeps stopping."""
         now = self._monotonic()
         if node.stopping_since is None:
             node.stopping_since = now
-        if not node.has("stopping") and node.has("login"):  # before that it is SkyPilot, at a launch that failed
+        # before the login, SkyPilot itself stops VMs of a failed launch
+        if not node.has("stopping") and node.has("login"):
             deadline_ms = self._clock.now_ms() + STOPPING_NOTICE_MS
             node.write("stopping", {"deadline_ms": deadline_ms, "reason": machine.reason})
             if node.link is not None:
@@ -421,7 +446,7 @@ class SkyProvisioner:
             self._chores.do(node.name, partial(self._learn_end, node, machine, False))
 
     def _end_doubles(self, node: CloudNode, machines: Sequence[Machine]) -> None:
-        """SkyPilot's retries may leave a second machine of one name. The one that it logs in to stays."""
+        """Terminate second VMs of the same name, left by SkyPilot's retries. The VM of SkyPilot's login stays."""
         alive = [one for one in machines if one.name == node.name and one.state is MachineState.RUNNING]
         login = node.read("login")
         if len(alive) > 1 and login is not None:
@@ -459,7 +484,7 @@ class SkyProvisioner:
             self._ending(node, NodeStatus.GONE, f"its launch failed: {outcome.text}", ask_rules=True)
 
     def _keep(self, node: CloudNode, machine: Machine | None, passed: float) -> None:
-        """A machine that is set up: a line to it, an agent on it, and an eye on both."""
+        """Keep the connection and the agent of a set-up VM alive, and watch both."""
         login = node.read("login") or {}
         if node.link is None:
             line = Login(
@@ -480,7 +505,7 @@ class SkyProvisioner:
             self._chores.every(REARM_SECONDS, f"rearm {node.name}", partial(self._rearm_sky, node))
 
     def _tell(self, node: CloudNode, login: Mapping[str, Any]) -> None:
-        """Let the agent run, with the address of the trainer that there is now."""
+        """Start the agent with the address of the current trainer."""
         spec, place = NodeSpec.model_validate(node.read("spec")), node.region
         host = login["address"] if spec.role == "trainer" else self._trainer
         if (
@@ -510,7 +535,7 @@ class SkyProvisioner:
         node.link.run(node.told)
 
     def _trainer_address(self) -> str | None:
-        """Of the newest trainer that has not ended."""
+        """Return the private address of the newest trainer that has not ended."""
         trainers = []
         for node in self._nodes.values():
             if node.is_ending:
@@ -521,9 +546,9 @@ class SkyProvisioner:
         return max(trainers)[2] if trainers else None
 
     def _has_exited(self, node: CloudNode) -> bool:
-        """The agent is over, and the machine is not needed any more; unless the cloud is about to take it anyway.
+        """Return whether the agent has exited for good, and end the node unless a preemption is near.
 
-        AWS does not bill a spot instance that it takes back within an hour, but does if we end it first.
+        AWS does not bill a spot instance that AWS preempts within an hour, but does if we terminate the instance first.
         """
         said = node.read("exit")
         if said is None:
@@ -541,7 +566,10 @@ class SkyProvisioner:
         return True
 
     def _is_late(self, node: CloudNode) -> bool:
-        """Nobody is ready there. A missing rule of the firewall is the usual reason, and can be looked up."""
+        """Return whether the node's workers are late, and end the node after `READY_SECONDS`.
+
+        A missing firewall rule is the usual reason, and can be looked up.
+        """
         waited, place = self._monotonic() - node.told_at, node.region
         if node.told is None or place is None or node.has("ready") or waited < RULES_SECONDS:
             return False
@@ -554,7 +582,7 @@ class SkyProvisioner:
         return True
 
     def _doubt(self, node: CloudNode, machine: Machine | None, passed: float) -> None:
-        """Silence alone proves nothing. It does when the cloud, asked since, says that the machine runs."""
+        """End a node after long silence. Silence counts only if a fresh inventory shows the VM running."""
         if self._is_heard(node):
             node.silent = 0.0
             return
@@ -576,10 +604,10 @@ class SkyProvisioner:
         seen = self._seen.get(place) if place is not None else None
         return seen is not None and seen.at is not None and self._monotonic() - seen.at <= FRESH_SECONDS
 
-    # --- what may block ---------------------------------------------------------------------------
+    # --- blocking calls -----------------------------------------------------------------------------
 
     def _launch(self, node: CloudNode, tries: int = 1) -> None:
-        """Hand the launch to SkyPilot, unless somebody did before a crash."""
+        """Send the launch to SkyPilot, unless a launch from before a crash exists."""
         if not node.fresh and tries == 1 and self._adopt(node):
             return
         want = node.want
@@ -605,12 +633,12 @@ class SkyProvisioner:
         )
         self._check_lease()
         request = self._sky.start(launch)
-        node.forget("machine")  # of an attempt before
+        node.forget("machine")  # from an earlier attempt
         node.missing = 0
         node.write("launch", {"request_id": request, "at_ms": now_ms, "tries": tries})
 
     def _adopt(self, node: CloudNode) -> bool:
-        """What a launch before a crash left: a request, a cluster. Machines without either are found by the launch."""
+        """Adopt a request or cluster left by a launch before a crash. VMs without either are found by the launch."""
         now_ms = self._clock.now_ms()
         request = self._sky.pending(node.name).get(node.name)
         if request is not None:
@@ -630,7 +658,7 @@ class SkyProvisioner:
         return False
 
     def _log_in(self, node: CloudNode) -> None:
-        """Remember how, once the machine says that it is set up."""
+        """Record the login, once the VM reports a finished set-up."""
         if node.login is None:
             self._find_login(node)
         assert node.login is not None
@@ -668,10 +696,10 @@ class SkyProvisioner:
         node.set_up = self._sky.set_up(node.name)
 
     def _learn_end(self, node: CloudNode, machine: Machine, patient: bool) -> None:
-        """How the cloud says that it ended. `patient`: SkyPilot may still be about to say why, and better."""
+        """Record the VM's end as the cloud reports. `patient`: SkyPilot may still report a better reason."""
         end = self._clouds[machine.cloud].end_of(machine)
         if patient and not end.reclaimed and not node.has("login"):
-            return  # it ends what it cannot set up
+            return  # SkyPilot terminates a VM after a failed set-up
         notice_ms = node.notice_ms
         self._ending(
             node,
@@ -683,14 +711,14 @@ class SkyProvisioner:
         )
 
     def _end(self, node: CloudNode) -> None:
-        """No machine, no disk: asked of the cloud itself, whatever SkyPilot believes."""
+        """Terminate the VM and remove its disks through the cloud's own API, whatever SkyPilot's records say."""
         self._check_lease()
         ending = node.read("ending") or {"status": NodeStatus.GONE, "evidence": self._end_text(node)}
         if not node.has("ending"):
             node.write("ending", ending)
         try:
             self._cancel(node)
-        except Failure as failure:  # the machine is ended all the same; `_clear` insists
+        except Failure as failure:  # the VM is terminated anyway, and `_clear` cancels again
             log.warning("%s: its launch could not be cancelled: %s", node.name, failure)
         place = node.region or self._search(node)
         if place is None:
@@ -711,7 +739,7 @@ class SkyProvisioner:
         self._ended(node, ending)
 
     def _search(self, node: CloudNode) -> tuple[str, str] | None:
-        """Look in every region of the run for the machine of a node that was asked for; no file says where it is."""
+        """Search every region of the run for the VM of a requested node without a recorded region."""
         if any(node.is_begun(what) for what in ("want", "spec", "launch", "machine")):
             found = [one for place in self._all.regions for one in self._machines_in(*place)]
             newest = _newest(found, node.name)
@@ -726,7 +754,10 @@ class SkyProvisioner:
         self._look_at(machine.cloud, machine.region)
 
     def _last_words(self, node: CloudNode, ending: Mapping[str, Any], machine: Machine) -> dict[str, Any]:
-        """What to write down before the machine is ended: when, and which rule is missing if nobody could reach it."""
+        """Return facts to record before the VM is terminated.
+
+        The facts are the end time, and a missing firewall rule if the node was not reachable.
+        """
         words: dict[str, Any] = {}
         if ending.get("ended_ms") is None:
             words["ended_ms"] = self._clock.now_ms()
@@ -739,7 +770,10 @@ class SkyProvisioner:
         return words
 
     def _ask_rules(self, cloud: str, region: str) -> None:
-        """Which rules of ours somebody removed. Whoever needs the place next makes them anew."""
+        """Look up which of our firewall rules were removed by hand.
+
+        The next `_prepare` of the region creates them again.
+        """
         place = self._places.get((cloud, region))
         if place is not None:
             self._missing_rules[cloud, region] = missing = "; ".join(self._clouds[cloud].open_rules(place))
@@ -748,14 +782,14 @@ class SkyProvisioner:
                 self._places.pop((cloud, region), None)
 
     def _clear(self, node: CloudNode) -> None:
-        """Let SkyPilot forget it too."""
+        """Remove the node from SkyPilot's records."""
         if node.is_begun("launch"):
             self._cancel(node)
             self._sky.down(node.name)
         node.write("cleared", {"at_ms": self._clock.now_ms()})
 
     def _cancel(self, node: CloudNode) -> None:
-        """Its launch, if that is under way."""
+        """Cancel the node's launch, if still pending."""
         launch = node.read("launch")
         request = launch.get("request_id") if launch is not None else None
         if launch is None and node.is_begun("launch"):
@@ -783,7 +817,7 @@ class SkyProvisioner:
         self._tidied.add((cloud, region))
 
     def _prepare(self, cloud: str, region: str) -> Place:
-        """Group, network, identity of a region: made once, by one thread."""
+        """Create the group, network and identity of a region, once and in one thread."""
         with self._preparing:
             if (cloud, region) not in self._places:
                 self._places[cloud, region] = self._clouds[cloud].prepare(
@@ -867,10 +901,10 @@ class SkyProvisioner:
         )
 
     def _was_late(self, node: CloudNode) -> bool:
-        """The only notice was that it is stopping: nobody could do anything with that."""
+        """Return True if a stopping VM was the only notice, which came too late to act."""
         return not node.has("notice")
 
-    # --- odds and ends ----------------------------------------------------------------------------
+    # --- helpers -----------------------------------------------------------------------------------
 
     def _node(self, name: str) -> CloudNode:
         if name not in self._nodes:
@@ -881,12 +915,12 @@ class SkyProvisioner:
         return self._nodes[name]
 
     def _used(self) -> set[tuple[str, str]]:
-        """Every region that had a node, and where the clouds keep what belongs to no region."""
+        """Return every region that had a node, and each cloud's `home` region for global resources."""
         regions = {place for node in self._nodes.values() if (place := node.region) is not None}
         return regions | {(cloud, self._clouds[cloud].home) for cloud, _ in regions}
 
     def _launching(self) -> list[CloudNode]:
-        """Nodes whose request may be under way."""
+        """Return the nodes with a pending launch request."""
         return [
             node
             for node in self._nodes.values()
@@ -903,7 +937,7 @@ class SkyProvisioner:
 
 
 def _newest(machines: Sequence[Machine], name: str) -> Machine | None:
-    """The machine of a node: one that lives before one that ended."""
+    """Return a node's VM; a live VM comes before an ended VM."""
     order = (MachineState.GONE, MachineState.STOPPING, MachineState.PENDING, MachineState.RUNNING)
     ours = [machine for machine in machines if machine.name == name]
     return max(ours, key=lambda one: (order.index(one.state), one.launched_ms or 0), default=None)

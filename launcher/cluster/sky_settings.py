@@ -1,4 +1,4 @@
-"""The user's own SkyPilot configuration: files that are read and never written, and where its API server is."""
+"""The user's own SkyPilot configuration: files, read and never written, and the address of the API server."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,7 +11,7 @@ HERE = ("127.0.0.1", "localhost", "0.0.0.0", "::1")
 
 
 def configuration_files(environ: Mapping[str, str], folder: Path) -> list[Path]:
-    """Return the configuration files that exist: the user's, then the one of the folder."""
+    """Return the configuration files that exist: the user's, then the folder's."""
     home = Path(environ.get("HOME", "~")).expanduser()
     files = [
         Path(environ.get("SKYPILOT_GLOBAL_CONFIG", "") or home / ".sky" / "config.yaml"),
@@ -28,14 +28,14 @@ def read_configuration(path: Path) -> Any:
 
 
 def value_at(values: Any, key: Sequence[str]) -> Any:
-    """Return the value at a nested key; None where there is none."""
+    """Return the value at a nested key; None if the key is missing."""
     for part in key:
         values = values.get(part) if isinstance(values, Mapping) else None
     return values
 
 
 def remote_api_server(environ: Mapping[str, str], folder: Path) -> str | None:
-    """Return the address of SkyPilot's API server if it runs on another machine. Unreadable files count as empty."""
+    """Return the address of SkyPilot's API server if on another machine, else None. Unreadable files count as empty."""
     from ruamel.yaml.error import YAMLError
 
     named = environ.get(ENDPOINT, "")

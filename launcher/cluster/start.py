@@ -1,10 +1,11 @@
-"""Start weights: what `model.from` names, found and checked before anything is bought, then put into the run's stores.
+"""Start weights: find and check the weights named in `model.from` before a purchase, then copy them to the run's
+stores.
 
-    a run, or a folder of `spotrl pull` -> weights.safetensors, copied and checked by its digest -> does it fit the job?
-    -> STORE/start/weights.safetensors, then manifest.json    (engine/training/checkpoint.py reads them)
+    a run, or a folder of `spotrl pull` -> weights.safetensors, copied and checked by digest -> check the fit to the job
+    -> STORE/start/weights.safetensors, then manifest.json    (engine/training/checkpoint.py reads both)
 
-Only the trainer reads them: rollout nodes get what it publishes. They stay in every store of the run, so that a trainer
-that starts on another machine or cloud still knows what the run is compared with.
+Only the trainer reads the start weights: rollout nodes get the published weights. The start weights stay in every store
+of the run, so that a trainer on another node or cloud still knows the baseline of the run.
 """
 
 import hashlib
@@ -32,15 +33,15 @@ from launcher.report.weights import PULLED_MANIFEST, pull_weights
 WEIGHTS = "weights.safetensors"
 
 START_WEIGHTS, START_MANIFEST = "start/weights.safetensors", "start/manifest.json"
-"""In a store, as engine/training/checkpoint.py reads them; the manifest is {"sha256", "text"}."""
+"""Paths in a store, as engine/training/checkpoint.py reads; the manifest is {"sha256", "text"}."""
 
 MOST_HEADER_BYTES = 100_000_000
-"""safetensors' own limit."""
+"""Largest header of a file, safetensors' own limit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StartWeights:
-    """Weights to start from, copied here. `text`: whose they are, in words."""
+    """Start weights, copied to this machine. `text`: the origin, as text."""
 
     file: Path
     sha256: str
@@ -58,8 +59,7 @@ class _Source:
 def find_start(sessions: sessionmaker[Session], checked: CheckedJob, place: Path) -> StartWeights:
     """Copy the start weights that a job names (model.from) into the folder `place`.
 
-    Raises JobError when there are none under that name, they are damaged or do not fit, StoreError when a bucket
-    cannot be read.
+    Raises JobError if the weights are missing, damaged or do not fit; StoreError if a bucket cannot be read.
     """
     source, file = checked.job.model.start or "", place / WEIGHTS
     try:
@@ -77,9 +77,9 @@ def find_start(sessions: sessionmaker[Session], checked: CheckedJob, place: Path
 
 
 def send_start(start: StartWeights, job: Job, folder: Path) -> None:
-    """Put start weights into every store of the run. May be killed anywhere and repeated. Raises StoreError.
+    """Copy start weights into every store of the run. May be killed anywhere and repeated. Raises StoreError.
 
-    `folder`: the run's, which holds its store on the local infra
+    `folder`: the run's folder, which holds the store on the local infra.
     """
     urls = [run_store(job.store, cloud, job.name) for cloud in job.clouds]
     if not urls:
@@ -97,7 +97,7 @@ def send_start(start: StartWeights, job: Job, folder: Path) -> None:
 
 
 def copy_start(stores: Sequence[ObjectStore], to: Path) -> Path:
-    """Copy the start weights of a run out of its stores. Raises Failure when they are not there."""
+    """Copy the start weights of a run out of its stores. Raises Failure if no store has the weights."""
     for store in stores:
         try:
             to.write_bytes(bytes(obstore.get(store, START_WEIGHTS).bytes()))
@@ -123,7 +123,7 @@ def _from_run(sessions: sessionmaker[Session], name: str, place: Path) -> _Sourc
 
 
 def _from_folder(folder: Path, to: Path) -> _Source:
-    """Raises Failure: every sentence names the folder."""
+    """Copy the weights from a folder of `spotrl pull`. Raises Failure with the folder's name in every message."""
     again = "pull the weights again: `spotrl pull RUN --to FOLDER`"
     try:
         manifest: dict[str, Any] = json.loads((folder / PULLED_MANIFEST).read_text())
@@ -177,7 +177,7 @@ def _check_fits(checked: CheckedJob, source: _Source, file: Path) -> None:
 
 
 def _is_whole(file: Path) -> bool:
-    """Whether the header of a safetensors file can be read, and names as many bytes as there are."""
+    """Return whether a safetensors file has a readable header that matches the file's size."""
     size = file.stat().st_size
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")

@@ -1,12 +1,13 @@
-"""A lease in the run's bucket: one controller per run, whichever machine it is on.
+"""A lease in the run's bucket: one controller per run across machines.
 
 The lease in the ledger (lease.py) counts for the controllers of one machine. Another machine may launch a run under
 the same name and into the same bucket, with a ledger of its own. Both controllers see the bucket. The holder of the
-object there goes on. The other one refuses to start, or stops once it finds that it lost the lease.
+object in the bucket continues. The second controller refuses to start, or stops after it finds the lease lost.
 
-A bucket that does not answer takes the lease from no controller: its nodes are paid for and need one.
-`check` is called before every pass and in every transaction; once it has raised LeaseLost the controller may neither
-buy nor end a node.
+A bucket that does not answer takes the lease from no controller: the controller's nodes are billed and need a
+controller.
+`check` is called before every pass and in every transaction. Once `check` has raised LeaseLost, the controller may
+neither buy nor terminate a node.
 """
 
 import json
@@ -32,20 +33,21 @@ log = logging.getLogger(__name__)
 LEASE_OBJECT = "controller.json"
 
 LEASE_SECONDS = 90.0
-"""A holder that has not renewed for so long is gone (wall clocks of two machines may differ by a few seconds)."""
+"""Time without renewal after which a holder is gone (wall clocks of two machines may differ by a few seconds)."""
 
 RENEW_SECONDS = 20.0
 
 DOUBT_SECONDS = 60.0
-"""A holder that has not renewed for so long may have been frozen while another took over: it asks before it acts."""
+"""Time without renewal after which a holder may have been frozen during a takeover, and checks the bucket before
+acting."""
 
 TROUBLE = (BaseError, OSError, StoreError)
-"""A bucket that does not answer, or cannot be opened."""
+"""The errors of a bucket that does not answer, or cannot be opened."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Claim:
-    """What the object says, and which version of it that was."""
+    """The content of the lease object, and the object's version."""
 
     holder: str
     host: str
@@ -54,9 +56,9 @@ class Claim:
 
 
 class StoreLease:
-    """The lease of one run. Taken by `take`, renewed by a thread of its own until `give_up`.
+    """The lease of one run. Taken by `take`, renewed by a background thread until `give_up`.
 
-    `token`: the run's own, which no other ledger has; so the successor of a controller that died holds the same lease.
+    `token`: the run's own token, unique to its ledger, so the successor of a dead controller holds the same lease.
     """
 
     def __init__(
@@ -76,10 +78,10 @@ class StoreLease:
         self._ended = threading.Event()
         self._renewing = threading.Lock()
         self.lost: str | None = None
-        """Who has it now, once it went to somebody else; the controller must not act any more."""
+        """Host of the new holder after a takeover. Once set, the controller must not act any more."""
 
     def take(self) -> None:
-        """Become the holder, if the bucket answers. LeaseHeld names the machine that has it."""
+        """Become the holder, if the bucket answers. Raises LeaseHeld with the name of the holding machine."""
         try:
             self._take()
         except TROUBLE as error:
@@ -101,13 +103,13 @@ class StoreLease:
             ) from None
 
     def keep(self) -> None:
-        """Renew from now on, beside whatever this process does."""
+        """Renew the lease in a background thread from now on."""
         threading.Thread(target=self._renew_for_ever, name="store lease", daemon=True).start()
 
     def check(self) -> None:
         """Raise LeaseLost if another machine controls the run now.
 
-        A process that was frozen or asleep renews first: its thread may not have run yet.
+        A process that was frozen or asleep renews first: its renewal thread may not have run yet.
         """
         if self.lost is None and self._boot_ms() - self._asked_ms >= DOUBT_SECONDS * 1000:
             self.renew()
@@ -118,7 +120,7 @@ class StoreLease:
             )
 
     def renew(self) -> None:
-        """One renewal; `lost` says so when somebody else has the lease."""
+        """Renew the lease once. Sets `lost` if another holder has the lease."""
         with self._renewing:
             self._renew()
             self._asked_ms = self._boot_ms()
@@ -136,7 +138,7 @@ class StoreLease:
             log.warning("the lease in the bucket could not be renewed: %s", _first_line(error))
 
     def give_up(self) -> None:
-        """The run is over here: the next controller may start at once."""
+        """Give the lease back at the end of the run, so that the next controller can start at once."""
         self._ended.set()
         try:
             there = self._read()
@@ -168,12 +170,15 @@ class StoreLease:
         except (ValueError, KeyError, TypeError):
             log.warning("%s of %s is not a lease: it is written anew", LEASE_OBJECT, self._run)
             return Claim(holder="", host="nobody", until_ms=0, version=version)
-        # The bucket's own time bounds what was written by a clock that was hours ahead.
+        # The bucket's own time bounds leases written by a clock hours ahead.
         until_ms = min(until_ms, round((meta["last_modified"].timestamp() + LEASE_SECONDS) * 1000))
         return Claim(holder=holder, host=host, until_ms=until_ms, version=version)
 
     def _write(self, over: Claim | None) -> None:
-        """Only if the object is still what was read: of two who write at once, one fails."""
+        """Write the lease only if the object is unchanged since the read.
+
+        Of two concurrent writers, the second fails.
+        """
         until_ms = self._wall_ms() + round(LEASE_SECONDS * 1000)
         claim = {"holder": self._holder, "host": socket.gethostname(), "until_ms": until_ms}
         mode: Any = "create" if over is None else over.version

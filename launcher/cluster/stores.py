@@ -1,10 +1,9 @@
-"""The buckets of a run: where its checkpoints and logs are kept on real clouds, one bucket for each cloud.
+"""The buckets of a run: storage of checkpoints and logs on real clouds, one bucket per cloud.
 
-Nodes write to the bucket of their own cloud, with their own identity. When a run moves to another cloud, its newest
-whole checkpoint is carried over before a trainer starts there: files first, the manifest last, so that a copy that
-was cut short does not count and is done again.
-
-The launcher's own credentials come from where boto3 and Google's libraries find them; endpoints from the environment.
+Nodes write to the bucket of their own cloud, with their own identity. After a failover to another cloud, the newest
+whole checkpoint is copied over before a trainer starts there: files first, the manifest last. So an interrupted copy
+does not count and is repeated. The launcher uses the credentials of boto3 and Google's libraries, and takes endpoints
+from the environment.
 """
 
 import json
@@ -27,26 +26,26 @@ if TYPE_CHECKING:
 PROBE = "spotrl-probe"
 
 RETRIES: "RetryConfig" = {"max_retries": 3, "retry_timeout": timedelta(seconds=20)}
-"""A bucket that does not answer is said so within half a minute; who needs it later asks again."""
+"""Retry limits: a bucket that does not answer is reported within half a minute, and later callers try again."""
 
 
 class StoreError(Failure):
-    """A bucket that cannot be used as it must be."""
+    """A bucket is unusable."""
 
 
 class StoreDenied(StoreError):
-    """A bucket that these credentials may not use."""
+    """A bucket refuses these credentials."""
 
     exit_code = ExitCode.CREDENTIALS
 
 
 def run_store(store: Mapping[str, str], cloud: str, run: str) -> str:
-    """Where a run keeps its checkpoints on this cloud: an obstore URL. KeyError when the job names no bucket of it."""
+    """Return the obstore URL of the run's checkpoints on a cloud. KeyError if the job names no bucket for the cloud."""
     return f"{store[cloud].rstrip('/')}/{run}"
 
 
 def open_store(url: str) -> ObjectStore:
-    """The store behind a URL, with this user's credentials. Raises StoreError."""
+    """Return the store behind a URL, with this user's credentials. Raises StoreError."""
     bucket = url.partition("://")[2].partition("/")[0]
     try:
         if url.startswith("s3://"):
@@ -63,7 +62,7 @@ def open_store(url: str) -> ObjectStore:
 def run_stores(infra: str, store: Mapping[str, str], run: str, folder: Path) -> list[ObjectStore]:
     """Open every store that a run may have written to: one bucket for each cloud, or the run's folder on this machine.
 
-    Raises StoreError. A folder that is not there yet is no store.
+    Raises StoreError. A missing folder is no store.
     """
     clouds = [cloud for cloud in infra.split(",") if cloud in store]
     if clouds:
@@ -73,7 +72,7 @@ def run_stores(infra: str, store: Mapping[str, str], run: str, folder: Path) -> 
 
 
 def read_object(stores: Sequence[ObjectStore], path: str) -> bytes | None:
-    """Return an object of the first store that has it; None when none has. Raises StoreError."""
+    """Return an object from the first store that has the object; None if no store has it. Raises StoreError."""
     with bucket_errors(path):
         for store in stores:
             try:
@@ -85,7 +84,7 @@ def read_object(stores: Sequence[ObjectStore], path: str) -> bytes | None:
 
 @contextmanager
 def bucket_errors(what: str) -> Iterator[None]:
-    """Turn what a bucket says against reading `what` into a StoreError."""
+    """Convert a bucket's errors while reading `what` to StoreError."""
     try:
         yield
     except (PermissionDeniedError, UnauthenticatedError) as error:
@@ -98,7 +97,7 @@ def bucket_errors(what: str) -> Iterator[None]:
 
 
 def check_writable(url: str) -> None:
-    """Write, read and delete a small object. Raises StoreError, which names the bucket and what to do."""
+    """Write, read and delete a small object. Raises StoreError, which names the bucket and the remedy."""
     store = open_store(url)
     path, words = f"{PROBE}-{secrets.token_hex(8)}", b"may this run keep its checkpoints here?"
     try:
@@ -134,8 +133,8 @@ def check_new(url: str) -> None:
 
 
 def bucket_region(url: str) -> str:
-    """The region of an S3 bucket, `us-east-1` style. Raises StoreError."""
-    import boto3  # only where a run uses AWS
+    """Return the region of an S3 bucket, in `us-east-1` style. Raises StoreError."""
+    import boto3  # only for runs on AWS
     from botocore.exceptions import BotoCoreError, ClientError
 
     bucket = url.partition("://")[2].partition("/")[0]
@@ -147,15 +146,18 @@ def bucket_region(url: str) -> str:
 
 
 def newest_checkpoint(store: ObjectStore) -> str | None:
-    """The name of the newest whole checkpoint (engine/training/checkpoint.py): the one whose manifest can be read."""
+    """Return the name of the newest whole checkpoint (engine/training/checkpoint.py).
+
+    Whole means that the manifest can be read.
+    """
     return next((name for name in sorted(_whole(store), reverse=True) if _is_manifest(store, name)), None)
 
 
 def carry_over(source: ObjectStore, target: ObjectStore) -> str | None:
-    """Copy the newest whole checkpoint, and which lineages there were. Returns its name; None: there is none yet.
+    """Copy the newest whole checkpoint and the list of lineages. Return the checkpoint's name; None: no checkpoint yet.
 
-    May be repeated, and cut short anywhere: what counts is the manifest, which is copied last. Bytes pass through this
-    machine, because no cloud copies from the other's buckets.
+    May be repeated, and interrupted anywhere: the manifest counts, and is copied last. Bytes pass through this machine,
+    because no cloud copies from another cloud's buckets.
     """
     for path in paths_in(source, "lineages/"):
         obstore.put(target, path, b"claimed")
@@ -163,14 +165,14 @@ def carry_over(source: ObjectStore, target: ObjectStore) -> str | None:
     if name is None or (name in _whole(target) and _is_manifest(target, name)):
         return name
     for path in sorted(paths_in(source, f"checkpoints/{name}/"), key=lambda path: path.endswith("/manifest.json")):
-        with obstore.open_writer(target, path) as writer:  # piece by piece: a checkpoint need not fit in memory
+        with obstore.open_writer(target, path) as writer:  # in pieces: a checkpoint need not fit in memory
             for piece in obstore.get(source, path).stream():
                 writer.write(piece)
     return name
 
 
 def _s3(url: str, bucket: str) -> ObjectStore:
-    import boto3  # only where a run uses AWS
+    import boto3  # only for runs on AWS
     from obstore.auth.boto3 import Boto3CredentialProvider
 
     region = bucket_region(url)
@@ -186,7 +188,7 @@ def _whole(store: ObjectStore) -> set[str]:
 
 
 def _is_manifest(store: ObjectStore, name: str) -> bool:
-    """Not one that was cut short, where a store writes in pieces."""
+    """Return whether the manifest can be read. A store that writes in pieces may hold a partial manifest."""
     try:
         json.loads(bytes(obstore.get(store, f"checkpoints/{name}/manifest.json").bytes()))
     except ValueError:

@@ -1,9 +1,9 @@
-"""A model's weights in the run's buckets: sent once, then every node of every run takes them from its own region.
+"""A model's weights in the run's buckets: sent once, then fetched by every node of every run from its own region.
 
-    STORE/_weights/DIGEST/  the model's files, .manifest.json    (engine/models/fetch.py reads it)
+    STORE/_weights/DIGEST/  the model's files, .manifest.json    (engine/models/fetch.py reads the manifest)
 
-The digest is of names and contents, so that a model that is there is not sent again, and another one never takes its
-place. The manifest is written last: what was cut short does not count, and is gone on with file by file.
+The digest covers names and contents, so an existing model is not sent again, and another model never replaces it. The
+manifest is written last: an interrupted upload does not count, and continues file by file.
 """
 
 import hashlib
@@ -18,25 +18,25 @@ from obstore.exceptions import BaseError
 from launcher.cluster.stores import StoreError, open_store
 
 MANIFEST = ".manifest.json"
-"""{"files": {NAME: BYTES}}: what belongs to the model, as engine/models/fetch.py reads it. No file that is sent begins
-with a dot."""
+"""Manifest file, {"files": {NAME: BYTES}}: the model's files, as engine/models/fetch.py reads. No sent file's name
+begins with a dot."""
 
 AT_ONCE = 4
-"""Files."""
+"""Files sent in parallel."""
 
 
 def weights_of(store: str, digest: str) -> str:
-    """Where a model's weights are in a bucket: an obstore URL. No run can be called `_weights`."""
+    """Return the URL of a model's weights in a bucket (obstore). No run can be called `_weights`."""
     return f"{store.rstrip('/')}/_weights/{digest}"
 
 
 def bytes_of(folder: Path) -> int:
-    """Of all that is sent."""
+    """Return the total size of the model's sent files."""
     return sum(_files(folder).values())
 
 
 def digest_of(folder: Path) -> str:
-    """Of all that is sent of a model's folder. Reads it whole: about a second a gigabyte."""
+    """Return the digest of a model's sent files. Reads every file: about a second a gigabyte."""
 
     def entry(name: str) -> str:
         with (folder / name).open("rb") as file:
@@ -48,7 +48,10 @@ def digest_of(folder: Path) -> str:
 
 
 def send(folder: Path, url: str, say: Callable[[str], None]) -> None:
-    """Put the model there, unless it is. May be killed anywhere, and done twice at once. Raises StoreError."""
+    """Send the model to the bucket, unless present.
+
+    May be killed anywhere, and run twice at once. Raises StoreError.
+    """
     store, sizes = open_store(url), _files(folder)
     manifest = json.dumps({"files": sizes}).encode()
     try:
@@ -73,7 +76,7 @@ def send(folder: Path, url: str, say: Callable[[str], None]) -> None:
 
 
 def _files(folder: Path) -> dict[str, int]:
-    """Bytes by name. What begins with a dot stays here: caches of whatever brought it."""
+    """Return file sizes by name. Names with a leading dot are skipped: caches of the download tool."""
     found = {path.relative_to(folder).as_posix(): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
     return {name: found[name] for name in sorted(found) if not any(part.startswith(".") for part in Path(name).parts)}
 

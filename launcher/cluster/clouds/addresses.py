@@ -1,4 +1,4 @@
-"""Ranges of addresses in CIDR, as firewall rules of both clouds write them."""
+"""Address ranges in CIDR notation, as firewall rules of both clouds use."""
 
 from ipaddress import IPv4Network, IPv6Network, ip_network
 

@@ -1,9 +1,9 @@
-"""AWS as a run's second pair of eyes: instances and volumes by tag, why they ended, their end; a group and a role.
+"""AWS's own API for a run: tagged instances and volumes, reasons of ends, termination; a security group and a role.
 
-Endpoints and credentials are botocore's own business (AWS_ENDPOINT_URL..., AWS_PROFILE). Everything that is made for a
-run is called `spotrl-RUN` and carries its tags. Roles and instance profiles lie under the path /spotrl/.
+botocore handles endpoints and credentials (AWS_ENDPOINT_URL..., AWS_PROFILE). Every resource made for a run is called
+`spotrl-RUN` and carries the run's tags. Roles and instance profiles lie under the path /spotrl/.
 
-What nodes get is one role each run: they may end instances of their own run, and read and write their own prefix.
+Each run gives its nodes one role: nodes may terminate instances of their own run, and read and write their own prefix.
 """
 
 import json
@@ -51,10 +51,10 @@ STATES: Mapping[str, MachineState] = {
 }
 
 RECLAIMED = frozenset({"Server.SpotInstanceTermination", "Server.SpotInstanceShutdown"})
-"""State reasons by which EC2 says that it was EC2."""
+"""State reasons for which EC2 itself ended the instance."""
 
 ASK_LESS = re.compile(r"Throttl|RequestLimitExceeded|SlowDown|Unavailable|Internal|RequestTimeout|^NoSuchEntity$")
-"""NoSuchEntity: IAM takes seconds until it knows what was just made."""
+"""Error codes to retry. NoSuchEntity: IAM takes seconds until a new resource is known."""
 
 NOT_YET = frozenset({"DependencyViolation", "VolumeInUse", "DeleteConflict", "IncorrectState"})
 
@@ -76,13 +76,14 @@ SEEN_BY_NODES = ("ec2:DescribeInstances", "ec2:DescribeSecurityGroups", "ec2:Des
 
 
 def node_policy(run: str | None, buckets: Sequence[str], models: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the policy of a run's nodes: see instances, end those of its own run, use its own prefix, read the model.
+    """Return the policy of a run's nodes.
 
-    No `run`: an identity for nodes of all runs, which may end those of any.
+    Nodes may see instances, terminate the run's instances, use the run's prefix and read the model.
+    No `run`: an identity for nodes of all runs, which may terminate instances of any run.
     """
     label = f"ec2:ResourceTag/{RUN_LABEL}"
     statements: list[dict[str, Any]] = [
-        # SkyPilot's timer on the machine looks at more than our own end of it does.
+        # SkyPilot's timer on the VM reads more than our own termination does.
         {"Sid": "See", "Effect": "Allow", "Action": list(SEEN_BY_NODES), "Resource": "*"},
         {
             "Sid": "EndOurOwn",
@@ -119,7 +120,7 @@ def node_policy(run: str | None, buckets: Sequence[str], models: Sequence[str] =
 def owner_of(arn: str) -> str:
     """Return the part of a caller's ARN that is the same in every session.
 
-    An assumed role's session has another name each time (a CI job's number, a time), so the role counts. Only
+    An assumed role's session has a different name each time (a CI job's number, a time), so the role counts. Only
     IAM Identity Center (roles called AWSReservedSSO_...) names the session after the person.
     """
     kind, _, name = arn.rpartition(":")[2].partition("/")
@@ -130,7 +131,10 @@ def owner_of(arn: str) -> str:
 
 
 class AwsApi:
-    """One account. Clients are made once for each service and region; they are for many threads, a session is not."""
+    """One account.
+
+    A client is made once per service and region. Clients may be shared between threads, a session may not.
+    """
 
     cloud, home = "aws", HOME_REGION
 
@@ -182,7 +186,7 @@ class AwsApi:
         return found + self._roles(owner, run) if region == HOME_REGION else found
 
     def end(self, machines: Sequence[Machine]) -> None:
-        """One by one: one id that EC2 does not know any more makes it refuse all of a call."""
+        """Terminate one by one: with one unknown id, EC2 refuses a whole call."""
         for machine in machines:
             with _said(f"aws ec2 TerminateInstances {machine.id}, {machine.region}"), _missing_is_none():
                 self._client("ec2", machine.region).terminate_instances(InstanceIds=[machine.id])
@@ -286,7 +290,7 @@ class AwsApi:
         return group
 
     def _set_rules(self, client: Any, group: Mapping[str, Any], ssh_from: str) -> None:
-        """SSH from where the controller is now, and from nowhere else any more."""
+        """Allow SSH only from the controller's current address, and all traffic inside the group."""
         group_id = group["GroupId"]
         if not _has_inside(group):
             inside = {"IpProtocol": "-1", "UserIdGroupPairs": [{"GroupId": group_id}]}
@@ -312,7 +316,7 @@ class AwsApi:
             iam.put_role_policy(RoleName=name, PolicyName="node", PolicyDocument=json.dumps(policy))
             with _already_is_fine():
                 iam.create_instance_profile(InstanceProfileName=name, Path=PATH, Tags=_tags(tags))
-            with _already_is_fine():  # LimitExceeded: it has its one role
+            with _already_is_fine():  # LimitExceeded: the profile already has its one role
                 iam.add_role_to_instance_profile(InstanceProfileName=name, RoleName=name)
 
     def _roles(self, owner: str | None, run: str | None) -> list[Thing]:
@@ -444,7 +448,10 @@ def _ms(when: datetime | None) -> int | None:
 
 
 def _transition_ms(text: str) -> int | None:
-    """`User initiated (2026-03-04 05:06:07 GMT)` holds the only time of an end that EC2 tells."""
+    """Return the end time in a text like `User initiated (2026-03-04 05:06:07 GMT)`.
+
+    EC2 reports the time nowhere else.
+    """
     found = re.search(r"\((\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) (?:GMT|UTC)\)", text)
     return _ms(datetime.fromisoformat(found[1]).replace(tzinfo=UTC)) if found else None
 
@@ -462,7 +469,7 @@ def _clients() -> Callable[[str, str], Any]:
             if not sessions:
                 sessions.append(boto3.session.Session())
             if (service, region) not in made:
-                # Twice 4.5 s and a pause: no call takes longer than 10 s, and who asks asks again.
+                # Twice 4.5 s and a pause: no call takes longer than 10 s, and callers retry.
                 patience = Config(
                     retries={"mode": "standard", "total_max_attempts": 2}, connect_timeout=1.5, read_timeout=3
                 )
@@ -481,7 +488,7 @@ def _code(error: Exception) -> str:
 
 @contextmanager
 def _missing_is_none() -> Iterator[None]:
-    """What is not there any more need not be ended."""
+    """Ignore errors about missing resources, which need no removal."""
     try:
         yield
     except Exception as error:
@@ -500,7 +507,7 @@ def _already_is_fine() -> Iterator[None]:
 
 @contextmanager
 def _said(what: str) -> Iterator[None]:
-    """The client's errors in our words: nothing known, or no."""
+    """Convert the client's errors to CloudUnreachable (unknown state) or CloudRefused."""
     from botocore import exceptions as aws
 
     try:

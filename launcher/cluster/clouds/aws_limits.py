@@ -1,7 +1,8 @@
 """AWS's clock, permissions and quotas, for `spotrl check`.
 
-Quotas of GPUs are counted in vCPUs, by family and market, each region for itself. Codes: Amazon EC2 quotas as listed in
-the Service Quotas console (several public lists agree). No P6 spot quota is listed there, so it is not guessed.
+Quotas of GPUs are counted in vCPUs, by family and capacity type, separately in each region. The codes are the Amazon
+EC2 quotas in the Service Quotas console (several public lists agree). The console lists no P6 spot quota, so none is
+guessed.
 """
 
 import re
@@ -43,7 +44,7 @@ DRY_RUN: Mapping[str, tuple[str, dict[str, Any]]] = {
     "ec2:DescribeInstances": ("describe_instances", {}),
     "ec2:DescribeVolumes": ("describe_volumes", {}),
 }
-"""What can be tried without doing it, where IAM does not say what the caller may do."""
+"""Actions with a dry run, used if IAM does not tell the caller's permissions."""
 
 CONTEXT = [
     {"ContextKeyName": key, "ContextKeyValues": [value], "ContextKeyType": "string"}
@@ -55,11 +56,11 @@ CONTEXT = [
         ("iam:AWSServiceName", "spot.amazonaws.com"),
     )
 ]
-"""What our own calls would carry: conditions of the policy are judged by it."""
+"""Context of our own calls, against which IAM evaluates the policy's conditions."""
 
 
 def quota_code(instance_type: str, market: Market) -> str | None:
-    """The quota that a type counts against; None where we do not know."""
+    """Return the code of an instance type's quota; None if unknown."""
     family = re.match(r"[a-z]+\d*", instance_type)
     name, spot = family[0] if family else "", market is Market.SPOT
     if re.fullmatch(r"(g|gr|vt)\d+", name):
@@ -76,10 +77,10 @@ def quota_code(instance_type: str, market: Market) -> str | None:
 
 
 class AwsLimits(AwsApi):
-    """The same account, asked other questions."""
+    """The checks of limits on one AWS account."""
 
     def clock_ms(self) -> int:
-        """Also from an answer that refuses: a clock that is wrong is why signatures are."""
+        """Return AWS's time, also from a refusal: a wrong clock makes AWS refuse signatures."""
         client = self._client("sts", HOME_REGION)
         try:
             with _said("aws sts GetCallerIdentity"):
@@ -97,7 +98,7 @@ class AwsLimits(AwsApi):
         return round(parsedate_to_datetime(told).timestamp() * 1000)
 
     def permissions(self, named: Named = NOTHING_NAMED) -> Permissions:
-        """By IAM's own simulation where the caller may ask for it, else by trying what can be tried."""
+        """Return the caller's missing permissions, by IAM's simulation if allowed, else by dry runs."""
         caller = self.caller()
         role = re.fullmatch(r"arn:(aws[a-z-]*):sts::(\d+):assumed-role/([^/]+)/.+", caller.identity)
         source = f"arn:{role[1]}:iam::{role[2]}:role/{role[3]}" if role else caller.identity
@@ -119,7 +120,7 @@ class AwsLimits(AwsApi):
         try:
             used = self._used(region)
             limits = {code: self._limit(region, code) for code in sorted(names)}
-        except ResponseParserError as error:  # a proxy's answer, say
+        except ResponseParserError as error:  # for example a proxy's answer
             raise CloudUnreachable(f"aws quotas, {region}: the answer cannot be read ({error})") from None
         return {
             code: Quota(name=code, title=TITLES[code], limit=limit, used=used.get(code, 0))
@@ -131,7 +132,7 @@ class AwsLimits(AwsApi):
         return bucket_region(url)
 
     def _simulated(self, source: str, wanted: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-        """Each statement of the policy on its own resources, with the tags that we would send."""
+        """Yield the denied actions of each policy statement, simulated with the statement's resources and our tags."""
         with _said("aws iam SimulatePrincipalPolicy"):
             pages = self._client("iam", HOME_REGION).get_paginator("simulate_principal_policy")
             for statement in wanted:
@@ -148,14 +149,14 @@ class AwsLimits(AwsApi):
                             yield result["EvalActionName"]
 
     def _role_of(self, named: Named) -> str:
-        """The role of a named instance profile; empty where it cannot be seen."""
+        """Return the role of a named instance profile; empty if not visible."""
         if not named.identity:
             return ""
         iam = self._client("iam", HOME_REGION)
         try:
             profile = iam.get_instance_profile(InstanceProfileName=named.identity)["InstanceProfile"]
             return str(profile["Roles"][0]["Arn"])
-        except (ClientError, BotoCoreError, IndexError):  # `check_identity` says why
+        except (ClientError, BotoCoreError, IndexError):  # `check_identity` reports the reason
             return ""
 
     def _tried(self, actions: Collection[str]) -> Iterator[str]:
@@ -173,7 +174,7 @@ class AwsLimits(AwsApi):
                         yield action
 
     def _limit(self, region: str, code: str) -> int | None:
-        """What holds for the account, or AWS's default where nobody ever asked for more; None: AWS has none."""
+        """Return the account's quota, or AWS's default if never raised; None: AWS has no such quota."""
         with _said(f"aws servicequotas GetServiceQuota {code}, {region}"):
             client = self._client("service-quotas", region)
             for ask in (client.get_service_quota, client.get_aws_default_service_quota):

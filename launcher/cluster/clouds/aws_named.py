@@ -1,8 +1,8 @@
-"""Looks at the things on AWS that a job names: an instance profile, a VPC with its subnets and security group.
+"""Check resources on AWS named in a job: an instance profile, a VPC with its subnets and security group.
 
 SkyPilot 0.14.1 finds a VPC and subnets by their Name tags and a group by its name inside the VPC
-(sky/provision/aws/config.py), makes a group that it does not find, and fills one without rules. So every one of them
-has to be there, and to be the only one of its name, before SkyPilot is asked.
+(sky/provision/aws/config.py). SkyPilot creates a missing group, and fills a group without rules. So each named resource
+must exist, and be the only resource of its name, before SkyPilot is called.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +21,7 @@ SSH_PORT = range(22, 23)
 
 @dataclass(slots=True)
 class FoundNetwork:
-    """A network that a job names, as far as it was found. `vpc_name`, `subnet_names`: Name tags, for SkyPilot."""
+    """The found parts of a network named in a job. `vpc_name`, `subnet_names`: Name tags, for SkyPilot."""
 
     vpc_name: str = ""
     group_name: str = ""
@@ -33,7 +33,7 @@ class FoundNetwork:
 
 
 def look_at_profile(iam: Any, name: str) -> Finding:
-    """Look for an instance profile with a role."""
+    """Check for an instance profile with a role."""
     try:
         profile = iam.get_instance_profile(InstanceProfileName=name)["InstanceProfile"]
     except ClientError as error:
@@ -54,7 +54,7 @@ def look_at_profile(iam: Any, name: str) -> Finding:
 
 
 def look_at_network(ec2: Any, region: str, named: Named, ssh_from: str) -> FoundNetwork:
-    """Look at the VPC, the group and the subnets. `ssh_from`: CIDR; empty where SSH comes from an unknown address."""
+    """Check the VPC, the group and the subnets. `ssh_from`: CIDR; empty if SSH comes from an unknown address."""
     found = FoundNetwork()
     vpc = _vpc(ec2, region, named.network, found)
     if vpc is None:
@@ -128,9 +128,9 @@ def _subnets(ec2: Any, vpc: Mapping[str, Any], named: Named, found: FoundNetwork
 
 
 def _unfit(subnet: Mapping[str, Any], tables: Sequence[Mapping[str, Any]], named: Named) -> str:
-    """Return why SkyPilot would not use this subnet, and what to do; empty if it would.
+    """Return the reason why SkyPilot would not use this subnet, with the remedy; empty if SkyPilot would.
 
-    It takes a subnet for public if its route table, or else the VPC's main one, leads to an internet gateway.
+    SkyPilot takes a subnet for public if its route table, or else the VPC's main table, leads to an internet gateway.
     """
     is_public = _has_internet_gateway(subnet["SubnetId"], tables)
     if named.public_addresses:
@@ -150,7 +150,7 @@ def _has_internet_gateway(subnet_id: str, tables: Sequence[Mapping[str, Any]]) -
 
 
 def missing_rules(group: Mapping[str, Any], region: str, ssh_from: str, vpc_cidr: str) -> list[str]:
-    """Return what the group's inbound rules lack, in words: SSH from there, and all traffic among its members."""
+    """Return the group's missing inbound rules, as text: SSH from `ssh_from`, and all traffic among its members."""
     name, missing = f"security group {group['GroupName']} ({region})", []
     if not any(_comes_from(rule, group, vpc_cidr) for rule in _rules_for(group, ALL_PORTS)):
         missing.append(f"{name} lacks the rule: all traffic from itself")
@@ -161,7 +161,7 @@ def missing_rules(group: Mapping[str, Any], region: str, ssh_from: str, vpc_cidr
 
 
 def _rules_for(group: Mapping[str, Any], ports: range) -> Iterator[Mapping[str, Any]]:
-    """Inbound rules that let TCP through on all of these ports."""
+    """Yield inbound rules that allow TCP on all of the ports."""
     for rule in group.get("IpPermissions", ()):
         is_all, is_tcp = rule["IpProtocol"] == "-1", rule["IpProtocol"] in ("tcp", "6")
         if is_all or (is_tcp and rule["FromPort"] <= ports[0] and ports[-1] <= rule["ToPort"]):
@@ -174,7 +174,7 @@ def _comes_from(rule: Mapping[str, Any], group: Mapping[str, Any], cidr: str) ->
 
 
 def _lets_in(rule: Mapping[str, Any], ssh_from: str) -> bool:
-    """Return whether a rule may let SSH in from there. Prefix lists are not read: they may hold the address."""
+    """Return whether a rule may allow SSH from `ssh_from`. Prefix lists are not read: a list may hold the address."""
     if rule.get("PrefixListIds"):
         return True
     if ssh_from:

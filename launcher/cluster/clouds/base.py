@@ -1,9 +1,10 @@
-"""What spotrl asks of a cloud itself, beside SkyPilot: what exists under our labels, why it ended, and its end.
+"""The interface to a cloud's own API, beside SkyPilot: labelled resources, the reason of an end, and termination.
 
-SkyPilot buys; this is the second pair of eyes. It reads the cloud's own inventory by label, region by region, so that
-a machine or disk that nobody remembers is found, and a reclaim is told from a shutdown by the cloud's own words.
+SkyPilot buys; this interface checks independently. An implementation reads the cloud's own inventory by label,
+region by region. So a forgotten VM or disk is found, and a preemption is told from a shutdown by the cloud's own
+report.
 
-Every call may raise CloudUnreachable (nothing is known: never "gone") or CloudRefused (permission, quota: for good).
+Every call may raise CloudUnreachable (unknown state, never "gone") or CloudRefused (permission, quota: for good).
 """
 
 from collections.abc import Sequence
@@ -16,32 +17,32 @@ from launcher.company import NOTHING_NAMED, Named
 from launcher.exit_codes import Failure
 
 RUN_LABEL, NODE_LABEL, OWNER_LABEL = "spotrl-run", "spotrl-node", "spotrl-owner"
-"""On every machine, disk, group, firewall rule, role that is made for a run. None of them ever changes."""
+"""Labels on every VM, disk, group, firewall rule and role made for a run. A label never changes."""
 
 
 class CloudUnreachable(Failure):
-    """The cloud's API did not answer, or asks to be called less. Nothing is known; ask again."""
+    """The cloud's API did not answer, or throttled the call. The state is unknown; ask again."""
 
 
 class CloudRefused(Failure):
-    """The cloud says no, and will say it again: a permission, a quota. The message names it and what to do."""
+    """The cloud refuses permanently: a permission, a quota. The message names the cause and the remedy."""
 
 
 class MachineState(StrEnum):
     PENDING = "pending"
     RUNNING = "running"
     STOPPING = "stopping"
-    """On its way out, nobody works there any more; it may still be billed."""
+    """The VM is stopping and does no work any more. The cloud may still bill the VM."""
     GONE = "gone"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """One instance that carries our labels. `address` is private, `public_address` may be empty.
+    """One VM with our labels. `address` is private, `public_address` may be empty.
 
-    `identity`: what it runs as (instance profile, service account), as `Place.identity`; empty: the cloud does not say.
-    `reason`: the cloud's own words for its end. `reclaimed`: the cloud took it back (a spot reclaim), by its own word.
-    `launched_ms`, `ended_ms`: UTC milliseconds, None where the cloud does not say.
+    `identity`: the VM's instance profile or service account, like `Place.identity`; empty: the cloud does not say.
+    `reason`: the cloud's own text about the end. `reclaimed`: the cloud reports a spot preemption.
+    `launched_ms`, `ended_ms`: UTC milliseconds, None if the cloud does not say.
     """
 
     cloud: str
@@ -65,7 +66,7 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Thing:
-    """Something else that carries our labels: `kind` is disk, address, group, firewall, key, role, network, ..."""
+    """A labelled resource other than a VM: `kind` is disk, address, group, firewall, key, role, network, ..."""
 
     cloud: str
     region: str
@@ -79,7 +80,10 @@ class Thing:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Caller:
-    """Who asks: `owner` fits in a label (lower case, digits, -; at most 63), `account` is the account or project id."""
+    """The identity behind the credentials.
+
+    `owner` fits in a label (lower case, digits, -; at most 63 characters), `account` is the account or project id.
+    """
 
     account: str
     identity: str
@@ -87,7 +91,10 @@ class Caller:
 
 
 def refuse_anothers(what: str, run: str, owner: str, found: str) -> None:
-    """Two people may call their runs the same. `found`: whose it is by its label. Raises CloudRefused."""
+    """Raise CloudRefused if the resource belongs to another owner. Two users may give their runs the same name.
+
+    `found`: the owner in the resource's label.
+    """
     if found not in ("", owner):
         raise CloudRefused(
             f"{what} is there already and belongs to {found}, who has a run called {run} too; give this one another "
@@ -97,12 +104,12 @@ def refuse_anothers(what: str, run: str, owner: str, found: str) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """What is ready in a region for a run's nodes: SkyPilot is told these names.
+    """The prepared resources of a region for a run's nodes. SkyPilot receives the names.
 
-    `group`: security group (AWS) or network tag (GCP) that lets our nodes talk to one another and lets SSH in from the
-    controller's address alone. `identity`: instance profile (AWS) or service account (GCP) that nodes run as.
-    `network`: of Google Cloud; of AWS the Name tag of a VPC that the job names, empty for the default one.
-    `ssh_from`: empty where nobody here knows which addresses SSH comes from, because it comes through a proxy.
+    `group`: security group (AWS) or network tag (GCP) that opens traffic between our nodes, and SSH from the
+    controller's address alone. `identity`: instance profile (AWS) or service account (GCP) of the nodes.
+    `network`: on Google Cloud the network; on AWS the Name tag of a VPC named in the job, empty for the default VPC.
+    `ssh_from`: the SSH source addresses; empty if SSH comes through a proxy with unknown addresses.
     """
 
     cloud: str
@@ -113,11 +120,14 @@ class Place:
     subnets: tuple[str, ...] = ()
     ssh_from: str = ""
     named: Named = NOTHING_NAMED
-    """The part of it that the job named: it is never changed."""
+    """The part named in the job, which spotrl never changes."""
 
 
 class Look(StrEnum):
-    """Result of a look at a thing that the job names. UNSURE: it could not be seen, or may not do."""
+    """The result of checking a resource named in the job.
+
+    UNSURE: the check could not see the resource, or has doubts.
+    """
 
     OK = "ok"
     WRONG = "wrong"
@@ -126,19 +136,19 @@ class Look(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """A look at a named thing, in words: `found; what to do`."""
+    """The check of a named resource, as text: `found; what to do`."""
 
     look: Look
     text: str
 
 
 def wrong_of(findings: Sequence[Finding]) -> list[str]:
-    """Return what is wrong, in words."""
+    """Return the texts of all wrong findings."""
     return [one.text for one in findings if one.look is Look.WRONG]
 
 
 def refuse_wrong(findings: Sequence[Finding]) -> None:
-    """Raise CloudRefused with everything that is wrong with the things that a job names."""
+    """Raise CloudRefused with every wrong finding about resources named in a job."""
     if wrong := wrong_of(findings):
         raise CloudRefused(
             f"{'; '.join(wrong)} (the job names it, so spotrl does not change it; `spotrl check` looks again)"
@@ -151,28 +161,28 @@ class CloudApi(Protocol):
     cloud: str
 
     home: str
-    """The region under which `things` lists what belongs to no region (roles, networks)."""
+    """The region under which `things` lists global resources (roles, networks)."""
 
     def caller(self) -> Caller:
-        """Whose credentials these are."""
+        """Return the identity behind the credentials."""
 
     def regions(self) -> Sequence[str]:
-        """Every region of the account: where a forgotten machine could be."""
+        """Return every region of the account, because a forgotten VM may be in any region."""
 
     def machines(self, region: str, *, owner: str | None = None, run: str | None = None) -> Sequence[Machine]:
-        """Every labelled machine of a region, those that ended a while ago too as long as the cloud remembers."""
+        """Return every labelled VM of a region, including ended VMs as long as the cloud remembers."""
 
     def end_of(self, machine: Machine) -> Machine:
-        """What became of a machine that `machines` does not list any more: GONE, and why, as far as the cloud knows."""
+        """Return the end of a VM missing from `machines`: GONE, with the reason as far as the cloud knows."""
 
     def things(self, region: str, *, owner: str | None = None, run: str | None = None) -> Sequence[Thing]:
-        """Every other labelled thing of a region: disks above all."""
+        """Return every other labelled resource of a region, above all disks."""
 
     def end(self, machines: Sequence[Machine]) -> None:
-        """Delete them, with their boot disks. Idempotent; returns when the cloud has taken the order."""
+        """Delete the VMs with their boot disks. Idempotent; returns when the cloud has accepted the order."""
 
     def remove(self, things: Sequence[Thing]) -> Sequence[Thing]:
-        """Delete them. Returns those that cannot go yet (a group that a dying machine still uses)."""
+        """Delete the resources. Return those that cannot go yet (a group that a dying VM still uses)."""
 
     def prepare(
         self,
@@ -185,18 +195,19 @@ class CloudApi(Protocol):
         models: Sequence[str] = (),
         named: Named = NOTHING_NAMED,
     ) -> Place:
-        """Make what the run's nodes need in a region, or find it: group, rules, identity. Idempotent.
+        """Find or create the resources for the run's nodes in a region: group, rules, identity. Idempotent.
 
-        `ssh_from`: the controller's address as CIDR. `buckets`: the URLs that the nodes may read and write.
-        `models`: those that they may only read. `named`: what is there and used as it is; it is looked at only.
-        Raises CloudRefused when it is there already and somebody else's, or when something named will not do.
+        `ssh_from`: the controller's address as CIDR. `buckets`: URLs that the nodes may read and write.
+        `models`: URLs that the nodes may only read. `named`: existing resources used unchanged; spotrl only checks
+        them.
+        Raises CloudRefused if the resources belong to another owner, or if a named resource is unsuitable.
         """
 
     def check_identity(self, named: Named) -> Sequence[Finding]:
-        """Look at the identity that the job names. Empty when it names none."""
+        """Check the identity named in the job. Empty if the job names none."""
 
     def check_network(self, region: str, named: Named, ssh_from: str) -> Sequence[Finding]:
-        """Look at the network that the job names in a region, its subnets and its rules. Empty when it names none."""
+        """Check the network named in the job in a region, with its subnets and rules. Empty if the job names none."""
 
     def open_rules(self, place: Place) -> Sequence[str]:
-        """Return the rules that the group or network lacks, in words that name each; empty when all are there."""
+        """Return the missing rules of the group or network, as text; empty if all rules exist."""

@@ -1,4 +1,4 @@
-"""Which implementation stands behind a cloud's name."""
+"""Choose the implementation of a cloud by name."""
 
 import os
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ from launcher.cluster.clouds.base import CloudApi
 
 
 def build_cloud_api(cloud: str, environ: Mapping[str, str] = os.environ) -> CloudApi:
-    """One cloud, as whom the environment says; nothing is asked of it yet."""
+    """Return the API of one cloud with the environment's credentials. No call is made yet."""
     match cloud:
         case "aws":
             from launcher.cluster.clouds.aws import AwsApi

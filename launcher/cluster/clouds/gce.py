@@ -1,12 +1,13 @@
-"""Google Cloud as a run's second pair of eyes: instances and disks by label, why they ended; a network, an identity.
+"""Google Cloud's own API for a run: labelled instances and disks, reasons of ends; a network and an identity.
 
-Plain REST with google-auth, because the calls are few and a poll every other second should not cost a client library.
+Plain REST with google-auth, because the calls are few, and a poll every other second should not need a client library.
 `SPOTRL_GCP_COMPUTE_ENDPOINT`, `SPOTRL_GCP_IAM_ENDPOINT` and `SPOTRL_GCP_RESOURCE_MANAGER_ENDPOINT` name another server,
-which is not told who asks.
+which receives no credentials.
 
-A run has a network of its own, `spotrl-RUN`, with a subnet in each region that it was in: what is in it are our nodes,
-so its firewall needs no tags. Networks and firewalls carry no labels; whose they are stands in their description.
-A node's identity may end instances of its run and use its prefix of the buckets: a role of two permissions, conditions.
+A run has its own network, `spotrl-RUN`, with a subnet in each used region. Everything inside the network is our node,
+so the firewall needs no tags. Networks and firewalls carry no labels; the owner is in their description.
+A node's identity may terminate instances of its run and use its prefix of the buckets, by a role of few permissions and
+by conditions.
 """
 
 import json
@@ -53,42 +54,43 @@ STATES: Mapping[str, MachineState] = {
     "RUNNING": MachineState.RUNNING,
     "REPAIRING": MachineState.RUNNING,
 }
-"""Everything else is on its way out; an instance that is gone is not listed."""
+"""States by Google status. Every other status means stopping; a deleted instance is not listed."""
 
 ROLE_ID = "spotrlNode"
 ROLE_PERMISSIONS = (
     "compute.instances.delete",
     "compute.instances.get",
     "compute.instances.list",
-    "compute.zoneOperations.get",  # SkyPilot's timer on the machine waits for its deletion
+    "compute.zoneOperations.get",  # SkyPilot's timer on the VM waits for the deletion
 )
-"""One role for all runs of a project: a deleted custom role keeps its name for weeks. Conditions narrow it to a run."""
+"""One role for all runs of a project: a deleted custom role keeps its name for weeks. Conditions narrow the role to
+a run."""
 
 INSIDE = "10.128.0.0/9"
-"""Where subnets of run networks lie; reached from inside the same network alone."""
+"""Address range of the run networks' subnets, reachable only from inside the same network."""
 
 SUBNETS = 128
 
 CALL_SECONDS = (1.5, 3.0)
-"""To connect, and to answer; tried twice, so that no call takes longer than 10 s."""
+"""Seconds to connect and to answer. A call is tried twice and takes at most 10 s."""
 
 TOKEN_SECONDS = 4.0
 
 PREEMPTED, NOTICE_MS = "compute.instances.preempted", 30_000
-"""The operation of a reclaim, and how long a machine goes on after it, at most."""
+"""The operation of a preemption, and the longest time that a VM continues after the operation's start."""
 
 WAIT_SECONDS = 8.0
-"""How long one call waits for an operation that it needs the end of; longer ones are found done when asked again."""
+"""Longest wait of one call for an operation. A longer operation is found finished by a later call."""
 
 NEW_ACCOUNT_SECONDS = 120.0
-"""A service account that was just made is known everywhere after so long, by Google's word."""
+"""Time after which a new service account is known everywhere, according to Google."""
 
 ASK_LESS = frozenset({408, 429, 500, 502, 503, 504})
 NOT_YET = frozenset({"RESOURCE_IN_USE_BY_ANOTHER_RESOURCE", "resourceInUseByAnotherResource", "resourceNotReady"})
 
 
 class GceApi:
-    """One project."""
+    """One Google Cloud project."""
 
     cloud, home = "gcp", HOME_REGION
 
@@ -99,7 +101,7 @@ class GceApi:
         self._names = GoogleNames(self._ask)
         self._known: tuple[Any, str] | None = None
         self._bound_first: dict[str, float] = {}
-        """By account: when it was first to be bound and nobody knew it (monotonic seconds)."""
+        """By account: time of the first binding that failed because the account was unknown (monotonic seconds)."""
 
     def caller(self) -> Caller:
         with _said("gcp credentials"):
@@ -120,9 +122,9 @@ class GceApi:
         return [one for one in found if one.region == region and _is_of(one, owner, run)]
 
     def end_of(self, machine: Machine) -> Machine:
-        """An instance that was preempted is not listed once it is deleted; the operation that did it is."""
+        """Return the VM's end. A deleted preempted instance is not listed, but the preemption's operation is."""
         with _said(f"gcp compute operations of {machine.id}"):
-            # Newest first and one page: a project's operations of weeks are many.
+            # Newest first and one page only: a project has many operations.
             newest = {"orderBy": "creationTimestamp desc", "maxResults": "500"}
             page = self._ask("GET", COMPUTE, f"/zones/{machine.zone}/operations", query=newest)
             operations = [
@@ -170,7 +172,7 @@ class GceApi:
                 self._ask("DELETE", COMPUTE, f"/zones/{machine.zone}/instances/{machine.id}")
 
     def remove(self, things: Sequence[Thing]) -> Sequence[Thing]:
-        """Firewalls before subnets before networks, whatever order they come in."""
+        """Remove firewalls before subnets before networks, in any input order."""
         order = ("disk", "firewall", "subnet", "network", "identity")
         known = sorted((one for one in things if one.kind in order), key=lambda one: order.index(one.kind))
         left = [one for one in things if one.kind not in order]
@@ -302,10 +304,11 @@ class GceApi:
         return email
 
     def _prepare_role(self) -> None:
-        """Make the role of nodes if it is not there yet. One that is there is never changed.
+        """Make the role of nodes if missing. An existing role is never changed.
 
         Raises CloudRefused with an administrator's command if the role is missing and may not be made here, was
-        deleted, or allows something else. Who could change it could give its permissions to a node, and take them.
+        deleted, or has different permissions. A caller with the right to change the role could give its permissions to
+        a node, and take them.
         """
         _, project = self._credentials()
         of_project = f"{ROLE_ID} --project {project}"
@@ -349,7 +352,7 @@ class GceApi:
             ) from None
 
     def _bind(self, email: str, wanted: Mapping[str, tuple[str, str]] | None) -> None:
-        """Give an account exactly these roles (title of the condition -> role, expression); None takes all away."""
+        """Give an account exactly these roles (condition title -> role, expression); None removes all roles."""
         member = f"serviceAccount:{email}"
         for _ in range(3):
             options = {"options": {"requestedPolicyVersion": 3}}
@@ -373,14 +376,14 @@ class GceApi:
                     raise CloudUnreachable(
                         f"gcp projects.setIamPolicy: Google does not know {email} yet; it is asked again"
                     ) from None
-                if answer.status != 409:  # somebody else changed it in between: read it again
+                if answer.status != 409:  # 409: the policy changed in between; read again
                     raise
         raise CloudUnreachable(
             "gcp projects.setIamPolicy: others keep changing the project's policy; it is asked again"
         )
 
     def _is_new(self, email: str) -> bool:
-        """Return whether an account was first to be bound so lately that a policy may not know it yet."""
+        """Return whether an account's first binding is recent enough that a policy may not know the account yet."""
         return time.monotonic() - self._bound_first.setdefault(email, time.monotonic()) < NEW_ACCOUNT_SECONDS
 
     def _remove(self, thing: Thing) -> bool:
@@ -422,7 +425,7 @@ class GceApi:
             raise
 
     def _done(self, operation: Mapping[str, Any]) -> None:
-        """Wait for an operation, for a while."""
+        """Wait at most `WAIT_SECONDS` for an operation."""
         link = operation.get("selfLink", "")
         path = link.partition("/projects/")[2].partition("/")[2]
         until = time.monotonic() + WAIT_SECONDS
@@ -498,9 +501,9 @@ class GceApi:
         raise _answer(answer)
 
     def _session(self, method: str) -> Any:
-        """Return this thread's session, whose connections stay open between calls, and a new one for POST.
+        """Return this thread's session, whose connections stay open between calls, and a new session for POST.
 
-        A connection that died while it was idle fails the call that finds out. Every call but POST is then repeated.
+        A connection that died while idle fails the next call. Every call except POST is then repeated.
         """
         import requests
 
@@ -519,7 +522,7 @@ class GceApi:
         return session
 
     def _credentials(self) -> tuple[Any, str]:
-        """Credentials, none where another server is named, and the project."""
+        """Return the credentials and the project. Another server gets no credentials."""
         with self._lock:
             if self._known is None:
                 named = self._environ.get(PROJECT, "")
@@ -544,10 +547,10 @@ class GceApi:
 def node_conditions(
     run: str, role: str, buckets: Sequence[str], models: Sequence[str] = ()
 ) -> dict[str, tuple[str, str]]:
-    """Return the rights of a run's nodes: title -> role, and the condition that narrows it.
+    """Return the rights of a run's nodes: title -> role, and the condition that narrows the role.
 
-    Names of instances begin with the run's name and the slot's. What stands before the slot must be the run's name and
-    nothing else, or nodes of `exp` could delete those of `exp-2`. A job's name cannot contain what begins a slot.
+    Instance names begin with the names of run and slot. The part before the slot must equal the run's name, or nodes of
+    `exp` could delete nodes of `exp-2`. A job's name cannot contain the beginning of a slot's name.
     """
     of_run = (f'resource.name.extract("/instances/{{run}}{slot}") == "{run}"' for slot in SLOTS_IN_NAMES)
     grants = {
@@ -613,7 +616,7 @@ def _disk(found: Mapping[str, Any]) -> Thing:
 
 
 def _described(kind: str, region: str, found: Mapping[str, Any], run: str | None) -> Thing:
-    """Whose it is, by its description; by its name where somebody has emptied that."""
+    """Return the resource with the owner from its description, or from its name if the description is empty."""
     try:
         whose = json.loads(found.get("description") or "{}")
     except ValueError:
@@ -644,7 +647,7 @@ def _canonical(binding: Mapping[str, Any]) -> str:
 
 
 def _end_ms(operation: Mapping[str, Any]) -> int | None:
-    """When a machine stopped being paid for. A preemption's operation says when its notice began."""
+    """Return the time at which billing of a VM stopped. A preemption's operation records the start of the notice."""
     begun_ms = _ms(operation.get("insertTime"))
     if begun_ms is not None and operation["operationType"] == PREEMPTED:
         return begun_ms + NOTICE_MS
@@ -689,7 +692,7 @@ def _already_is_fine() -> Iterator[None]:
 
 @contextmanager
 def _said(what: str) -> Iterator[None]:
-    """Answers that nobody knew what to do about, in our words: nothing known, or no."""
+    """Convert unhandled answers to CloudUnreachable (unknown state) or CloudRefused."""
     import requests
     from google.auth import exceptions as auth
 

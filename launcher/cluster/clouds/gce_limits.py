@@ -1,7 +1,7 @@
 """Google Cloud's clock, permissions and quotas, for `spotrl check`.
 
-Quotas of GPUs are counted in GPUs, by model and market in each region, and once more over all regions. A project that
-never asked for preemptible GPUs may use its ordinary ones for spot; that is not counted on.
+Quotas of GPUs are counted in GPUs, by model and capacity type in each region, and once more over all regions. A project
+without a preemptible GPU quota may use its ordinary quota for spot; the check does not rely on the rule.
 """
 
 from collections.abc import Collection, Mapping
@@ -26,19 +26,19 @@ MODELS = {
     "A100": "NVIDIA_A100",
     "A100-80GB": "NVIDIA_A100_80GB",
 }
-"""What Compute Engine calls a GPU in the name of its quota (its client's Quota.Metric). Newer ones are granted by
-family, which only the console tells."""
+"""Compute Engine's names of GPUs in quota names (its client's Quota.Metric). Newer GPUs have quotas by family, which
+only the console shows."""
 
 SPOT_MODELS = {**MODELS, "H100": "NVIDIA_H100"}
 
 STORAGE = "https://storage.googleapis.com/storage/v1/b"
 
 AT_ONCE = 100
-"""Permissions that one call may test."""
+"""Most permissions tested by one call."""
 
 
 class GceLimits(GceApi):
-    """The same project, asked other questions."""
+    """The checks of limits on one Google Cloud project."""
 
     def clock_ms(self) -> int:
         import requests

@@ -1,7 +1,6 @@
-"""Looks at the things on Google Cloud that a job names: a service account, a network with its subnet and its rules.
+"""Check resources on Google Cloud named in a job: a service account, a network with its subnet and rules.
 
-Only rules of the network itself are read, and only those that allow. Rules that deny, and firewall policies of the
-organisation, are not looked at.
+Only the network's own allow rules are read. Deny rules, and firewall policies of the organisation, are not read.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,13 +18,16 @@ Ask = Callable[..., dict[str, Any]]
 
 
 class GoogleNames:
-    """Named things, by the calls of one project. `ask` is `GceApi._ask`: method, service, path; raises Answer."""
+    """Checks of named resources by calls of one project.
+
+    `ask` is `GceApi._ask`: method, service, path; raises Answer.
+    """
 
     def __init__(self, ask: Ask) -> None:
         self._ask = ask
 
     def look_at_account(self, email: str) -> Finding:
-        """Look for a service account that is not disabled."""
+        """Check for a service account in enabled state."""
         try:
             account = self._ask("GET", IAM_OF_ANY, f"/serviceAccounts/{email}")
         except Answer as answer:
@@ -36,7 +38,7 @@ class GoogleNames:
         return Finding(look=Look.OK, text=f"service account {email}")
 
     def look_at_network(self, region: str, named: Named, ssh_from: str) -> list[Finding]:
-        """Look at the network, its subnet and its rules. `ssh_from`: CIDR; empty where SSH comes from elsewhere."""
+        """Check the network, its subnet and its rules. `ssh_from`: CIDR; empty if SSH comes from an unknown address."""
         project, _, network = named.network.rpartition("/")
         compute = compute_of(project) if project else COMPUTE
         try:
@@ -80,7 +82,7 @@ class GoogleNames:
 
 
 def missing_rules(rules: Iterable[Mapping[str, Any]], named: Named, ssh_from: str, subnet: str) -> list[str]:
-    """Return what the rules of a network lack, in words: all traffic among nodes of the subnet, and SSH from there."""
+    """Return a network's missing rules, as text: all traffic among the subnet's nodes, and SSH from `ssh_from`."""
     ours = [rule for rule in rules if _is_for_nodes(rule, named.identity)]
     missing = []
     if not any(_from_nodes(rule, named.identity, subnet) for rule in ours if _lets(rule, ALL_PORTS)):
@@ -92,7 +94,7 @@ def missing_rules(rules: Iterable[Mapping[str, Any]], named: Named, ssh_from: st
 
 
 def _is_for_nodes(rule: Mapping[str, Any], identity: str) -> bool:
-    """Return whether a rule applies to nodes: they have no network tags that an administrator would know."""
+    """Return whether a rule applies to nodes. Nodes have no network tags that an administrator would know."""
     accounts = rule.get("targetServiceAccounts")
     return (
         rule.get("direction", "INGRESS") == "INGRESS"
@@ -103,7 +105,7 @@ def _is_for_nodes(rule: Mapping[str, Any], identity: str) -> bool:
 
 
 def _lets(rule: Mapping[str, Any], ports: range) -> bool:
-    """Return whether a rule allows TCP on all of these ports."""
+    """Return whether a rule allows TCP on all of the ports."""
     return any(
         one["IPProtocol"] == "all" or (one["IPProtocol"] in ("tcp", "6") and _has_ports(one.get("ports"), ports))
         for one in rule.get("allowed", ())
@@ -111,7 +113,7 @@ def _lets(rule: Mapping[str, Any], ports: range) -> bool:
 
 
 def _has_ports(named: Sequence[str] | None, wanted: range) -> bool:
-    """Return whether one of the ranges (`22`, `0-65535`) has them all. None named: all of them."""
+    """Return whether a single range (`22`, `0-65535`) covers all wanted ports. No ranges: all ports."""
     if not named:
         return True
     ends = (text.partition("-") for text in named)
@@ -130,7 +132,7 @@ def _lets_in(rule: Mapping[str, Any], ssh_from: str) -> bool:
 
 
 def _unseen(answer: Answer, what: str, field: str) -> Finding:
-    """A thing that is not there, or may not be looked at. Raises the answer if it says something else."""
+    """Return the finding for a missing or invisible resource. Raises every other answer."""
     if answer.status == 404:
         return Finding(look=Look.WRONG, text=f"gcp has no {what}; correct {field}")
     if answer.status == 403:

@@ -1,4 +1,4 @@
-"""Addresses of Google's services, and their answers that are not a yes."""
+"""Addresses of Google's services, and their error answers."""
 
 COMPUTE = ("SPOTRL_GCP_COMPUTE_ENDPOINT", "https://compute.googleapis.com", "/compute/v1/projects/{project}")
 IAM = ("SPOTRL_GCP_IAM_ENDPOINT", "https://iam.googleapis.com", "/v1/projects/{project}")
@@ -11,17 +11,17 @@ PROJECTS = (
 
 
 def compute_of(project: str) -> tuple[str, str, str]:
-    """Return Compute Engine of another project than the one that asks."""
+    """Return Compute Engine's address for another project than the caller's."""
     variable, default, path = COMPUTE
     return variable, default, path.format(project=project)
 
 
 IAM_OF_ANY = (IAM[0], IAM[1], IAM[2].format(project="-"))
-"""Service accounts of any project, by their e-mail."""
+"""Address of service accounts in any project, by e-mail."""
 
 
 class Answer(Exception):
-    """An answer that is not a yes, for those callers that know what to do about it."""
+    """An error answer, for callers that can handle the error."""
 
     def __init__(self, status: int, reason: str, text: str) -> None:
         super().__init__(f"{status} {reason}: {text}")

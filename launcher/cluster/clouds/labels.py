@@ -1,6 +1,6 @@
 """Names and labels in the alphabet of the clouds: lower case, digits and hyphens, at most 63 characters.
 
-One name serves AWS and Google Cloud alike, so that whoever sees it in a console knows whose it is.
+AWS and Google Cloud use the same name, so that a reader of either console recognises the owner.
 """
 
 import hashlib
@@ -10,7 +10,7 @@ PREFIX = "spotrl"
 
 
 def slug(text: str, limit: int = 63) -> str:
-    """`text` as a label's value; what does not fit is told apart by a digest."""
+    """Return `text` as a label's value. A too long text is cut and made unique by a digest."""
     words = re.sub(r"[^a-z0-9-]+", "-", text.lower()).strip("-") or "x"
     if len(words) <= limit:
         return words
@@ -19,11 +19,11 @@ def slug(text: str, limit: int = 63) -> str:
 
 
 def run_name(run: str, limit: int = 63) -> str:
-    """What is made for a run is called so: its group, network, identity."""
+    """Return the name of a run's resources: group, network, identity."""
     return slug(f"{PREFIX}-{run}", limit)
 
 
 def bucket_of(url: str) -> tuple[str, str]:
-    """Bucket and prefix, without slashes around it, of `s3://bucket/prefix`."""
+    """Return bucket and prefix of `s3://bucket/prefix`, the prefix without outer slashes."""
     bucket, _, prefix = url.partition("://")[2].partition("/")
     return bucket, prefix.strip("/")

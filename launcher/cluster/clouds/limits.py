@@ -1,7 +1,7 @@
-"""What `spotrl check` asks of a cloud before anything is bought: its clock, permissions, quotas, where a bucket is.
+"""Facts about a cloud that `spotrl check` reads before a purchase: clock, permissions, quotas, regions of buckets.
 
-A quota is a name and a number in a region. A machine draws on one or more of them, in units of its own (AWS counts
-vCPUs by family, Google Cloud GPUs by model), so that what a plan needs is a sum of names.
+A quota is a name and a number in a region. A node uses one or more quotas, in a unit per cloud (AWS counts vCPUs by
+family, Google Cloud GPUs by model), so a plan's need is a sum per quota name.
 """
 
 from collections.abc import Collection, Mapping
@@ -14,13 +14,13 @@ from launcher.placement.placement import Placement
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Quota:
-    """How much of something an account may have at once. `used` counts what is there now, ours or not."""
+    """A limit on an account's use of a resource. `used` counts the current use, by spotrl and by all else."""
 
     name: str
     limit: int
     used: int
     title: str = ""
-    """As the cloud's console calls it."""
+    """The quota's title in the cloud's console."""
 
     @property
     def free(self) -> int:
@@ -29,7 +29,7 @@ class Quota:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Permissions:
-    """What was found out: those that are missing, those that nobody could say, and why not."""
+    """The result of a permission check: `missing` are denied, `unsaid` could not be checked because of `why`."""
 
     missing: tuple[str, ...] = ()
     unsaid: tuple[str, ...] = ()
@@ -37,31 +37,31 @@ class Permissions:
 
 
 class CloudLimits(Protocol):
-    """One cloud. Every call may raise CloudUnreachable or CloudRefused, and is bounded in time (10 s)."""
+    """The limits of one cloud. Every call may raise CloudUnreachable or CloudRefused, and is bounded in time (10 s)."""
 
     cloud: str
 
     def clock_ms(self) -> int:
-        """What time it is, by the cloud's own answer (UTC, milliseconds; it tells seconds)."""
+        """Return the cloud's time from an answer (UTC milliseconds, with a resolution of seconds)."""
 
     def permissions(self, named: Named = NOTHING_NAMED) -> Permissions:
-        """Which of those that launching needs (launcher/cluster/clouds/policies.py) the caller lacks.
+        """Return the caller's missing permissions among those for launching (launcher/cluster/clouds/policies.py).
 
-        `named`: what the job names on this cloud, which is not made.
+        `named`: existing resources in the job on this cloud, which are not created.
         """
 
     def draws_on(self, want: Placement) -> Mapping[str, int]:
-        """Quotas by name that one such machine uses, and how much. Empty: nobody knows which."""
+        """Return the use of each quota by one such node, by quota name. Empty: unknown."""
 
     def quotas(self, region: str, names: Collection[str]) -> Mapping[str, Quota]:
-        """Those of these quotas that the cloud tells of."""
+        """Return the requested quotas, as far as the cloud reports them."""
 
     def bucket_region(self, url: str) -> str:
-        """Where a bucket is: a region, or on Google Cloud also a continent (`us`)."""
+        """Return a bucket's location: a region, or on Google Cloud also a continent (`us`)."""
 
 
 def build_limits(cloud: str) -> CloudLimits:
-    """As whom the environment says; nothing is asked yet."""
+    """Return the limits of a cloud with the environment's credentials. No call is made yet."""
     match cloud:
         case "aws":
             from launcher.cluster.clouds.aws_limits import AwsLimits

@@ -1,12 +1,12 @@
-"""The least that a launcher's own credentials must allow, as `spotrl check --print-policy` prints it.
+"""The minimal permissions of the launcher's own credentials, printed by `spotrl check --print-policy`.
 
-AWS: a policy document. Google Cloud: a custom role. Both are what unmodified SkyPilot 0.14.1 calls when it is driven as
-we drive it (launcher/cluster/sky.py: our own group or network, our own identity, no ports, no storage mounts), and what
-we call ourselves (aws.py, gce.py, the price sources). Tests compare them with that code: what is missing here fails
-there, on a machine that was just paid for.
+AWS: a policy document. Google Cloud: a custom role. Both cover two sets of calls. The first set is made by unmodified
+SkyPilot 0.14.1, driven as in launcher/cluster/sky.py (our own group or network, our own identity, no ports, no storage
+mounts). The second set is our own (aws.py, gce.py, the price sources). Tests compare the permissions with the code: a
+missing permission would fail a node that was just paid for.
 
-On AWS, what ends or changes something is tied to our label, so that these credentials can do nothing to other machines.
-Google Cloud has no condition on labels: there these permissions hold for the whole project, and the text says so.
+On AWS, every action that ends or changes a resource is tied to our label, so these credentials cannot harm foreign VMs.
+Google Cloud has no condition on labels: there the permissions hold for the whole project, and the text says so.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from launcher.cluster.clouds.labels import bucket_of
 from launcher.company import NOTHING_NAMED, Named
 
 ACCOUNT = "ACCOUNT_ID"
-"""Stands in a policy for an account that nobody named."""
+"""Placeholder in a policy for an unknown account."""
 
 BUCKETS = ("s3://YOUR_BUCKET/YOUR_FOLDER",)
 
@@ -41,7 +41,7 @@ SEE = (
     "servicequotas:GetServiceQuota",
     "sts:GetCallerIdentity",
 )
-"""None of it changes anything or costs anything, and none can be narrowed to resources."""
+"""Read-only actions, which cost nothing and cannot be narrowed to resources."""
 
 ROLES = (
     "iam:CreateRole",
@@ -64,9 +64,10 @@ BOTH = ("iam:AddRoleToInstanceProfile", "iam:RemoveRoleFromInstanceProfile")
 def aws_policy(
     account: str = ACCOUNT, buckets: Sequence[str] = (), named: Named = NOTHING_NAMED, role: str = ""
 ) -> dict[str, Any]:
-    """The policy of whoever launches. `buckets`: of the job's `store`; its statements are left out without.
+    """Return the policy for the launching user. `buckets`: from the job's `store`; empty: no bucket statements.
 
-    `named`: what the job names; the permissions to make it are left out. `role`: ARN of a named profile's role.
+    `named`: resources in the job, for which the permissions to create are left out. `role`: ARN of a named profile's
+    role.
     """
     here = f"arn:aws:ec2:*:{account}"
     ours, profile = f"arn:aws:iam::{account}:role/spotrl/*", f"arn:aws:iam::{account}:instance-profile/spotrl/*"
@@ -140,7 +141,7 @@ def _roles(role: str, profile: str) -> list[dict[str, Any]]:
 
 
 def _named_role(account: str, identity: str, role: str) -> list[dict[str, Any]]:
-    """The role is taken to be called as its instance profile, where nobody has asked."""
+    """Return the statements for a named role. An unknown role is assumed to have its instance profile's name."""
     role = role or f"arn:aws:iam::{account}:role/{identity}"
     return [
         _allow("SeeTheProfile", ["iam:GetInstanceProfile", "iam:ListRoleTags"], "*"),
@@ -218,7 +219,7 @@ SKYPILOT_ASKS = (
     "serviceusage.services.list",
     "serviceusage.services.use",
 )
-"""SkyPilot tests for these before it uses the cloud at all, whether it needs each of them or not."""
+"""Permissions that SkyPilot tests before any use of the cloud, needed or not."""
 
 WE_ASK = (
     "compute.disks.delete",
@@ -266,13 +267,16 @@ MAKING_IDENTITIES = (
 
 
 def gcp_permissions(named: Named = NOTHING_NAMED) -> list[str]:
-    """The permissions of whoever launches, in the project. `named`: what the job names, which is not made."""
+    """Return the launching user's permissions in the project.
+
+    `named`: existing resources in the job, which are not created.
+    """
     making = {*(MAKING_NETWORKS if named.network else ()), *(MAKING_IDENTITIES if named.identity else ())}
     return sorted({*SKYPILOT_ASKS, *WE_ASK} - making)
 
 
 def gcp_role(named: Named = NOTHING_NAMED) -> str:
-    """A role definition for `gcloud iam roles create`, with what else is to be done as comments."""
+    """Return a role definition for `gcloud iam roles create`, with the remaining steps as comments."""
     permissions = "\n".join(f"- {name}" for name in gcp_permissions(named))
     notes = GCP_NOTES + (GCP_NAMED_NOTES.format(identity=named.identity) if named.identity else "")
     return f"{notes}title: spotrl launcher\nstage: GA\nincludedPermissions:\n{permissions}\n"

@@ -1,7 +1,8 @@
-"""Refusals that hold until a person changes something on the cloud: their words, and what that person can do.
+"""Refusals that last until a user changes a setting on the cloud: their texts, and advice.
 
-An organisation policy, an account without subnets, a SkyPilot without a login: asking again brings the same answer.
-The words are those of AWS, Google Cloud and SkyPilot 0.14.1 (`sky/provision/*/config.py`, `sky/clouds/gcp.py`).
+Causes are an organisation policy, an account without subnets, a SkyPilot without a login: a retry brings the same
+answer.
+The texts come from AWS, Google Cloud and SkyPilot 0.14.1 (`sky/provision/*/config.py`, `sky/clouds/gcp.py`).
 """
 
 import re
@@ -16,10 +17,10 @@ OF_CONSTRAINTS = {
     "compute.requireOsLogin": "SkyPilot and spotrl log in by keys in a machine's metadata, which OS Login turns off",
     "compute.skipDefaultNetworkCreation": "or name a network that is there in the job (network.gcp)",
 }
-"""Ways out for a job, beside an exception by the administrator."""
+"""Workarounds in the job, as an alternative to an exception by the administrator."""
 
 ZONE_WORDS = ("No usable subnets matching availability zone",)
-"""A zone without a subnet says nothing of its region's other zones."""
+"""Texts of refusals that hold in one zone: a zone without a subnet tells nothing about the region's other zones."""
 
 NETWORK_WORDS = (
     *ZONE_WORDS,
@@ -54,7 +55,7 @@ REFUSAL_WORDS = (*POLICY_WORDS, *NETWORK_WORDS, *LOGIN_WORDS)
 
 
 def advice_on(reason: str) -> str:
-    """Return what a person can do about a refusal; empty where its words are none of these."""
+    """Return advice for the user about a refusal; empty if the text is unknown."""
     if any(word in reason for word in POLICY_WORDS):
         return _on_policy(reason)
     if any(word in reason for word in NETWORK_WORDS):
@@ -72,7 +73,7 @@ def advice_on(reason: str) -> str:
 
 
 def holds_in_its_zone_alone(reason: str) -> bool:
-    """Return whether a refusal says something about one zone and nothing about the others of its region."""
+    """Return whether a refusal concerns one zone only, and not the region's other zones."""
     return any(word in reason for word in ZONE_WORDS)
 
 
