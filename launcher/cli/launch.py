@@ -490,8 +490,8 @@ def _check_name_is_free(sessions: sessionmaker[Session], checked: CheckedJob) ->
     store = runs_folder() / name / "store"
     if checked.job.infra == LOCAL and store.exists():
         raise JobError(
-            f"{store} holds checkpoints of an earlier run called {name}, which this ledger does not know, and a new run "
-            "would go on from them",
+            f"{store} holds checkpoints of an earlier run called {name}, which this ledger does not know, and a new "
+            "run would go on from them",
             f"give this one another name (--name {name}-2), or move {store.parent} away",
             field="name",
         )
