@@ -66,11 +66,11 @@ def now_ms() -> int:
 
 
 @catalog.command()
-@click.option("--cloud", type=CloudChoice, help="Only this cloud.")
-@click.option("--gpu", help="Only this accelerator, like H100.")
-@click.option("--market", type=click.Choice(["spot", "on_demand"]), help="Only this price model.")
-@click.option("--shipped", is_flag=True, help="The tables that ship with spotrl, whatever was refreshed since.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option("--cloud", type=CloudChoice, help="Cloud (default: all).")
+@click.option("--gpu", help="GPU type, like H100 (default: all).")
+@click.option("--market", type=click.Choice(["spot", "on_demand"]), help="Capacity type (default: both).")
+@click.option("--shipped", is_flag=True, help="Show the tables shipped with spotrl instead of the refreshed tables.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def show(cloud: str | None, gpu: str | None, market: str | None, shipped: bool, as_json: bool) -> None:
     """Show offers with the price, and the price's quality, source and age.
 
@@ -141,17 +141,18 @@ def summary(found: Catalog, offers: Sequence[Offer], now: int) -> list[str]:
 
 
 @catalog.command()
-@click.option("--cloud", type=CloudChoice, help="Only this cloud.")
+@click.option("--cloud", type=CloudChoice, help="Cloud (default: all).")
 @click.option(
     "--from",
     "origin",
     type=click.Choice(ORIGINS),
     default="clouds",
     show_default=True,
-    help="Ask the clouds; take what `spotrl prices` recorded; or what dstack's gpuhunt publishes (needs no account).",
+    help="Price source. clouds: the clouds' APIs. recorded: the prices recorded by `spotrl prices`. gpuhunt: "
+    "the prices published by dstack's gpuhunt (no account needed).",
 )
-@click.option("--dry-run", is_flag=True, help="Show what would change; write nothing.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option("--dry-run", is_flag=True, help="Show the changes; write no table.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.pass_obj
 def refresh(
     sessions: sessionmaker[Session], cloud: str | None, origin: Origin, dry_run: bool, as_json: bool
@@ -207,8 +208,13 @@ def refresh(
 
 @catalog.command()
 @click.argument("folder", type=click.Path(file_okay=False, path_type=Path), required=False)
-@click.option("--seal", "reseal", is_flag=True, help="Write verdicts and manifest anew, after you corrected a table.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option(
+    "--seal",
+    "reseal",
+    is_flag=True,
+    help="Rewrite the qualities and the manifest in FOLDER. Use after a correction of a table by hand.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def validate(folder: Path | None, reseal: bool, as_json: bool) -> int:
     """Check price tables against their manifest, and compare all prices.
 
@@ -253,7 +259,7 @@ def validate(folder: Path | None, reseal: bool, as_json: bool) -> int:
 @catalog.command()
 @click.argument("old", required=False, default="shipped")
 @click.argument("new", required=False, default="current")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def diff(old: str, new: str, as_json: bool) -> None:
     """Show the changes from table set OLD to NEW.
 

@@ -37,18 +37,24 @@ from launcher.settings import config_path, home, ledger_path, runs_folder
 
 @click.command()
 @click.argument("job", type=click.Path(path_type=Path), required=False)
-@click.option("--infra", help="Check these clouds, like aws,gcp.")
+@click.option("--infra", help="Clouds to check, like aws,gcp (default: the job's clouds; without JOB, all).")
 @click.option("--name", help="Name of the run (default: the job's).")
-@click.option("--max-total", help="Most that the run may cost, like 40 or '$40'.")
-@click.option("--max-hourly", help="Most that may run at once, per hour.")
-@click.option("--set", "settings", multiple=True, metavar="FIELD=VALUE", help="Any field of the job; may be repeated.")
+@click.option("--max-total", help="Budget of the run in dollars, like 40 or '$40'.")
+@click.option("--max-hourly", help="Limit on the total price of the run's nodes, in dollars per hour, like 8.")
+@click.option(
+    "--set",
+    "settings",
+    multiple=True,
+    metavar="FIELD=VALUE",
+    help="Set a field of the job, like checkpoint.every=2. Repeatable.",
+)
 @click.option(
     "--print-policy",
     "policy",
     type=click.Choice(CLOUDS),
-    help="Print the least that your credentials must allow, and nothing else.",
+    help="Print the minimal permissions for your credentials on this cloud, and check nothing.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def check(
     job: Path | None,
     infra: str | None,

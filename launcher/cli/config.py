@@ -23,8 +23,8 @@ def config() -> None:
 
 @config.command()
 @click.argument("job", type=click.Path(path_type=Path), required=False)
-@click.option("--origin", is_flag=True, help="Say where each value comes from.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option("--origin", is_flag=True, help="Show the source of each value.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def show(job: Path | None, origin: bool, as_json: bool) -> None:
     """Print every field of JOB. Without JOB, print the values that every job starts from.
 

@@ -16,9 +16,10 @@ from launcher.ledger.store import find_run
 @click.option(
     "--timeout",
     type=float,
-    help=f"Seconds to wait for the last node.  [default: {RELEASE_SECONDS:g}, on clouds {CLOUD_RELEASE_SECONDS:g}]",
+    help="Seconds to wait until every node is gone.  "
+    f"[default: {RELEASE_SECONDS:g}, on clouds {CLOUD_RELEASE_SECONDS:g}]",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.pass_obj
 def down(sessions: sessionmaker[Session], run_name: str, timeout: float | None, as_json: bool) -> ExitCode:
     """End RUN: release every node, and wait until all are gone.

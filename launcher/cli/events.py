@@ -17,8 +17,8 @@ LOOK_SECONDS = 0.5
 
 @click.command()
 @run_argument
-@click.option("--follow", "-f", is_flag=True, help="Go on until the run is over.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object a line.")
+@click.option("--follow", "-f", is_flag=True, help="Print new events until the run has ended.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per event, one per line.")
 @click.pass_obj
 def events(sessions: sessionmaker[Session], run_name: str, follow: bool, as_json: bool) -> None:
     """Show the events of RUN: status changes, nodes and engine.

@@ -17,9 +17,14 @@ EXAMPLES = {
 
 @click.command()
 @click.argument("file", type=click.Path(dir_okay=False, path_type=Path), required=False)
-@click.option("--example", type=click.Choice(list(EXAMPLES)), metavar="NAME", help="Write this example job.")
-@click.option("--force", is_flag=True, help="Replace files that exist.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON: the job file, and the files written beside it.")
+@click.option(
+    "--example",
+    type=click.Choice(list(EXAMPLES)),
+    metavar="NAME",
+    help="Write the example job NAME instead of the commented job file.",
+)
+@click.option("--force", is_flag=True, help="Overwrite existing files.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object with the paths of the written files.")
 def init(file: Path | None, example: str | None, force: bool, as_json: bool) -> None:
     """Write a commented job file to FILE (default: job.yaml).
 

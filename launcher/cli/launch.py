@@ -74,39 +74,61 @@ SETTLE_SECONDS = 5.0
 @click.command()
 @click.argument("job", type=click.Path(path_type=Path))
 @click.option("--name", help="Name of the run (default: the job's).")
-@click.option("--infra", help="Where to run: local, or clouds that may be bought from, like aws,gcp.")
-@click.option("--spot", type=click.Choice(["auto", "only", "never"]), help="How rollout nodes are bought.")
-@click.option("--max-total", help="Most that the run may cost, like 40 or '$40'.")
-@click.option("--max-hourly", help="Most that may run at once, per hour.")
-@click.option("--deadline", help="End after so long, like 12h30m.")
-@click.option("--iterations", type=int, help="End after so many trained batches.")
-@click.option("--seed", type=int, help="Seed of everything random.")
-@click.option("--runtime", help="What carries the engine: local (processes) or ray.")
+@click.option("--infra", help="Infrastructure: local (this machine), or the clouds to buy nodes from, like aws,gcp.")
+@click.option(
+    "--spot",
+    type=click.Choice(["auto", "only", "never"]),
+    help="Capacity type of the rollout nodes. auto: spot, and on-demand where spot capacity is short. only: "
+    "never on-demand. never: always on-demand.",
+)
+@click.option("--max-total", help="Budget of the run in dollars, like 40 or '$40'.")
+@click.option("--max-hourly", help="Limit on the total price of the run's nodes, in dollars per hour, like 8.")
+@click.option("--deadline", help="Maximum duration of the run on the run's clock, like 12h30m.")
+@click.option("--iterations", type=int, help="Number of trained batches after which the run ends.")
+@click.option("--seed", type=int, help="Random seed of the run, an integer of 0 or more.")
+@click.option("--runtime", help="Runtime of the workers: local (processes) or ray (actors of one Ray cluster).")
 @click.option(
     "--exploration",
     type=click.Choice(["none", "in-path", "stale"]),
-    help="Which seeds are trained: the first, the best of all that everybody tries, or of what idle spot nodes try.",
+    help="Selection of the seeds to train. none: the first seeds. in-path: from candidates with current weights, "
+    "all rolled out before training. stale: from candidates that spot nodes try with the previous weights "
+    "during training.",
 )
-@click.option("--set", "settings", multiple=True, metavar="FIELD=VALUE", help="Any field of the job; may be repeated.")
-@click.option("--allow-old-prices", is_flag=True, help="On clouds: buy by prices that may no longer hold.")
-@click.option("-y", "--yes", is_flag=True, help="Do not ask before starting.")
+@click.option(
+    "--set",
+    "settings",
+    multiple=True,
+    metavar="FIELD=VALUE",
+    help="Set a field of the job, like checkpoint.every=2. Repeatable.",
+)
+@click.option(
+    "--allow-old-prices",
+    is_flag=True,
+    help="On clouds: buy even if a price is older than 24 hours (spot) or 30 days (on-demand), or has no known date.",
+)
+@click.option("-y", "--yes", is_flag=True, help="Skip the confirmation before the start.")
 @click.option("--dry-run", is_flag=True, help="Check the job and show the plan; start nothing.")
-@click.option("--detach", is_flag=True, help="Start the run and return.")
+@click.option("--detach", is_flag=True, help="Start the run, and return without following the run.")
 @click.option(
     "--service",
     is_flag=True,
-    help="With --detach: have systemd (macOS: launchd) restart the run's controller when it dies.",
+    help="With --detach: restart a crashed controller of the run with systemd (macOS: launchd).",
 )
 @click.option(
     "--on-exit",
     type=click.Choice(["ask", "keep", "down"]),
     default="ask",
     show_default=True,
-    help="What becomes of the run when this command is interrupted. `ask` stops it where nobody can be asked.",
+    help="Action after Ctrl-C or SIGTERM. keep: leave the run running. down: stop the run and release its "
+    "nodes. ask: ask whether to keep or stop the run; without a terminal or after SIGTERM, stop the run.",
 )
-@click.option("--json", "as_json", is_flag=True, help="One JSON object at the end; progress goes to stderr.")
-@click.option("--result", type=click.Path(dir_okay=False, path_type=Path), help="Write the run's result.json here.")
-@click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Write the run's report here.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end. Progress goes to stderr.")
+@click.option(
+    "--result", type=click.Path(dir_okay=False, path_type=Path), help="Write the run's result to this file, as JSON."
+)
+@click.option(
+    "--html", type=click.Path(dir_okay=False, path_type=Path), help="Write the run's report to this file, as HTML."
+)
 @click.pass_obj
 def launch(
     sessions: sessionmaker[Session],

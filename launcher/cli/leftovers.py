@@ -67,20 +67,34 @@ class Wish:
 def what_to_take(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options of both commands. The option names match the fields of `Wish`."""
     for option in (
-        click.option("--json", "as_json", is_flag=True, help="One JSON object; progress goes to stderr."),
+        click.option("--json", "as_json", is_flag=True, help="Print one JSON object. Progress goes to stderr."),
         click.option(
-            "--timeout", type=float, default=600.0, show_default=True, help="Seconds to wait until all is gone."
+            "--timeout",
+            type=float,
+            default=600.0,
+            show_default=True,
+            help="Seconds to wait until every node and resource is gone.",
         ),
-        click.option("--dry-run", is_flag=True, help="Only list what would go."),
-        click.option("-y", "--yes", is_flag=True, help="Do not ask before ending anything."),
+        click.option("--dry-run", is_flag=True, help="List the nodes and resources; terminate nothing."),
+        click.option("-y", "--yes", is_flag=True, help="Skip the confirmation before the cleanup."),
         click.option(
-            "--account", multiple=True, metavar="ID", help="With --all-owners: the account or project that is meant."
+            "--account",
+            multiple=True,
+            metavar="ID",
+            help="With --all-owners: id of the cloud account or project. Repeat for each cloud.",
         ),
         click.option(
-            "--all-owners", is_flag=True, help="Everybody's, not only yours; the account's id has to be typed."
+            "--all-owners",
+            is_flag=True,
+            help="Include nodes and resources of other owners. Requires the account's id: with --account, or typed "
+            "at a prompt.",
         ),
         click.option(
-            "--cloud", "clouds", type=click.Choice(CLOUDS), multiple=True, help="Only this cloud (default: all)."
+            "--cloud",
+            "clouds",
+            type=click.Choice(CLOUDS),
+            multiple=True,
+            help="Cloud to clean up (default: all clouds and this machine). Repeatable.",
         ),
     ):
         command = option(command)

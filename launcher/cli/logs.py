@@ -16,9 +16,13 @@ LOOK_SECONDS = 0.5
 
 @click.command()
 @run_argument
-@click.option("--node", help="One node by name, or every generation of a slot (trainer, spot-0, ...).")
-@click.option("--follow", "-f", is_flag=True, help="Go on until the run is over.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object a line.")
+@click.option(
+    "--node",
+    help="Name of a node, or a slot (trainer, spot-0, ...) for all nodes of the slot. Default: the "
+    "controller and all nodes.",
+)
+@click.option("--follow", "-f", is_flag=True, help="Print new lines until the run has ended.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per log line, one per line.")
 @click.pass_obj
 def logs(sessions: sessionmaker[Session], run_name: str, node: str | None, follow: bool, as_json: bool) -> None:
     """Show the logs of RUN's controller and nodes, file by file.

@@ -13,8 +13,8 @@ from launcher.money import dollars, hourly
 
 
 @click.command()
-@click.option("--all", "show_all", is_flag=True, help="Also runs that were removed with `spotrl rm`.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--all", "show_all", is_flag=True, help="Include runs removed with `spotrl rm`.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON array.")
 @click.pass_obj
 def ls(sessions: sessionmaker[Session], show_all: bool, as_json: bool) -> None:
     """List all runs with their status, score and cost.

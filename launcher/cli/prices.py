@@ -47,9 +47,11 @@ class Duration(click.ParamType):
 def for_what(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options for choosing offers, shared by the commands."""
     for option in (
-        click.option("--gpu", "accelerators", multiple=True, help="Only this accelerator, like H100; repeatable."),
-        click.option("--region", "regions", multiple=True, help="Only this region; repeatable."),
-        click.option("--cloud", "clouds", type=click.Choice(CLOUDS), multiple=True, help="Only this cloud."),
+        click.option("--gpu", "accelerators", multiple=True, help="GPU type, like H100 (default: all). Repeatable."),
+        click.option("--region", "regions", multiple=True, help="Region, like us-east-1 (default: all). Repeatable."),
+        click.option(
+            "--cloud", "clouds", type=click.Choice(CLOUDS), multiple=True, help="Cloud (default: all). Repeatable."
+        ),
     ):
         command = option(command)
     return command
@@ -68,8 +70,8 @@ def prices() -> None:
 
 @prices.command()
 @for_what
-@click.option("--market", type=click.Choice([market.value for market in Market]), help="Only this market.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option("--market", type=click.Choice([market.value for market in Market]), help="Capacity type (default: both).")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.pass_obj
 def show(
     sessions: Sessions,
@@ -107,11 +109,23 @@ def show(
 
 @prices.command()
 @click.argument("place")
-@click.option("--gpu", "accelerators", multiple=True, help="Only this accelerator, like H100; repeatable.")
-@click.option("--market", type=click.Choice([market.value for market in Market]), help="Only this market.")
-@click.option("--last", "last_ms", type=Duration(), default="7d", show_default=True, help="How far back.")
-@click.option("--html", "page", type=click.Path(dir_okay=False, path_type=Path), help="Write a chart to this file.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option("--gpu", "accelerators", multiple=True, help="GPU type, like H100 (default: all). Repeatable.")
+@click.option("--market", type=click.Choice([market.value for market in Market]), help="Capacity type (default: both).")
+@click.option(
+    "--last",
+    "last_ms",
+    type=Duration(),
+    default="7d",
+    show_default=True,
+    help="Length of the history up to now, like 7d or 12h.",
+)
+@click.option(
+    "--html",
+    "page",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write a chart to this file as HTML, instead of printing a table.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.pass_obj
 def history(
     sessions: Sessions,
@@ -166,8 +180,15 @@ def history(
 
 @prices.command()
 @for_what
-@click.option("--since", "since_ms", type=Duration(), default="1d", show_default=True, help="Ask AWS so far back.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object, with every refused price.")
+@click.option(
+    "--since",
+    "since_ms",
+    type=Duration(),
+    default="1d",
+    show_default=True,
+    help="Length of the spot price history to fetch from AWS, like 1d. AWS keeps 90 days.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object, including every refused price.")
 @click.pass_obj
 def refresh(
     sessions: Sessions,
@@ -197,9 +218,16 @@ def refresh(
 
 @prices.command()
 @for_what
-@click.option("--every", "every_ms", type=Duration(), default="10m", show_default=True, help="How often to ask.")
-@click.option("--times", type=click.IntRange(min=1), help="Stop after asking so often; without it, watch until Ctrl-C.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
+@click.option(
+    "--every",
+    "every_ms",
+    type=Duration(),
+    default="10m",
+    show_default=True,
+    help="Time to wait between fetches, like 10m.",
+)
+@click.option("--times", type=click.IntRange(min=1), help="Number of fetches (default: until Ctrl-C).")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per fetch, one per line.")
 @click.pass_obj
 def watch(
     sessions: Sessions,

@@ -20,8 +20,8 @@ from launcher.report.weights import pull_metrics, pull_weights, write_pulled_man
 
 @click.command()
 @run_argument
-@click.option("--to", type=click.Path(file_okay=False, path_type=Path), help="Folder; without it, ./RUN-weights.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option("--to", type=click.Path(file_okay=False, path_type=Path), help="Output folder (default: ./RUN-weights).")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.pass_obj
 def pull(sessions: sessionmaker[Session], run_name: str, to: Path | None, as_json: bool) -> None:
     """Copy the trained weights of RUN to a folder.

@@ -18,10 +18,16 @@ from launcher.report.terminal import a_console, print_report
 
 @click.command()
 @run_argument
-@click.option("--target-reward", type=float, help="Score to reach; without it, the target of the job.")
-@click.option("--against", metavar="RUN2", help="Another run, to say what was saved against it.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object; its `schema` says which fields there are.")
-@click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Also write one file that works offline.")
+@click.option("--target-reward", type=float, help="Target score (default: the job's target).")
+@click.option("--against", metavar="RUN2", help="Baseline run. The report adds the saving against RUN2.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print one JSON object. Its field `schema` is the version of the format."
+)
+@click.option(
+    "--html",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Also write the report to this file, as one HTML page that works offline.",
+)
 @click.pass_obj
 def report(
     sessions: sessionmaker[Session],

@@ -11,7 +11,7 @@ from launcher.cluster.runs import resume_run
 
 @click.command()
 @run_argument
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.pass_obj
 def resume(sessions: sessionmaker[Session], run_name: str, as_json: bool) -> None:
     """Continue RUN from its last checkpoint with a new controller.

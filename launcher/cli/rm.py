@@ -15,8 +15,8 @@ from launcher.money import dollars
 
 @click.command()
 @run_argument
-@click.option("-y", "--yes", is_flag=True, help="Do not ask before deleting.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("-y", "--yes", is_flag=True, help="Skip the confirmation before the deletion.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.pass_obj
 def rm(sessions: sessionmaker[Session], run_name: str, yes: bool, as_json: bool) -> None:
     """Delete the local files of RUN after the run's end.

@@ -24,18 +24,28 @@ from launcher.report.weights import pull_weights
 @click.command()
 @run_argument
 @click.argument("prompts", metavar="PROMPT...", nargs=-1, required=True)
-@click.option("--to", type=click.Path(file_okay=False, path_type=Path), help="Folder; without it, ./RUN-samples.")
-@click.option("--seed", type=click.IntRange(0, 2**62), default=0, show_default=True, help="Of the noise.")
-@click.option("--count", type=click.IntRange(1, 10_000), default=1, show_default=True, help="Seeds for each prompt.")
-@click.option("--steps", type=click.IntRange(1, 1000), help="Denoising steps; without it, those of evaluations.")
-@click.option("--base", is_flag=True, help="The model before training, or the run's start weights.")
+@click.option("--to", type=click.Path(file_okay=False, path_type=Path), help="Output folder (default: ./RUN-samples).")
+@click.option(
+    "--seed", type=click.IntRange(0, 2**62), default=0, show_default=True, help="First noise seed of each prompt."
+)
+@click.option(
+    "--count",
+    type=click.IntRange(1, 10_000),
+    default=1,
+    show_default=True,
+    help="Images per prompt, with consecutive seeds.",
+)
+@click.option(
+    "--steps", type=click.IntRange(1, 1000), help="Denoising steps per image (default: the job's evaluation.steps)."
+)
+@click.option("--base", is_flag=True, help="Use the model before training: the base model, or the run's start weights.")
 @click.option(
     "--model",
     "model_folder",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="Where the base model lies here, if not where the job says.",
+    help="Folder of the base model on this machine (default: the job's model.path).",
 )
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.pass_obj
 def sample(
     sessions: sessionmaker[Session],

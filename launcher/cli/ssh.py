@@ -27,7 +27,12 @@ MACHINE = "machine.json"
 @run_argument
 @click.argument("node_name", metavar="NODE")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="[-- COMMAND]")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON: how COMMAND ended, or how to log in.")
+@click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="Print one JSON object: the result of COMMAND, or without COMMAND the login.",
+)
 @click.pass_obj
 def ssh(
     sessions: sessionmaker[Session], run_name: str, node_name: str, command: tuple[str, ...], as_json: bool

@@ -25,8 +25,8 @@ PIPE_WIDTH = 200
 
 @click.command()
 @run_argument
-@click.option("--watch", "-w", is_flag=True, help="Show it anew every second until the run is over.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON; with --watch, one object a line.")
+@click.option("--watch", "-w", is_flag=True, help="Refresh every second until the run has ended.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object; with --watch, one per line every second.")
 @click.pass_obj
 def status(sessions: sessionmaker[Session], run_name: str, watch: bool, as_json: bool) -> None:
     """Show the progress, cost, nodes and last events of RUN.

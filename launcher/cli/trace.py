@@ -15,9 +15,9 @@ from launcher.report.trace import chrome_trace
 @click.command()
 @run_argument
 @click.option(
-    "--out", "-o", type=click.Path(dir_okay=False, path_type=Path), help="File; without it, ./RUN.trace.json."
+    "--out", "-o", type=click.Path(dir_okay=False, path_type=Path), help="Output file (default: ./RUN.trace.json)."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print the trace instead of writing a file.")
+@click.option("--json", "as_json", is_flag=True, help="Print the trace as JSON; write no file.")
 @click.pass_obj
 def trace(sessions: sessionmaker[Session], run_name: str, out: Path | None, as_json: bool) -> None:
     """Write a timeline of RUN's workers and nodes for Perfetto.
