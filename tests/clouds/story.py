@@ -32,7 +32,7 @@ infra: aws,gcp
 store: {{aws: s3://spotrl-runs/demo, gcp: gs://spotrl-runs/demo}}
 ssh_from: 192.0.2.1/32
 seed: 0
-iterations: 10000
+iterations: 1000
 model: digits-ocr
 prompts: digits
 reward: demo_reward:told
@@ -46,7 +46,7 @@ recovery: {{trainer_wait: 30s}}
 resources:
   trainer: {{accelerators: L4:1}}
   rollout: {{accelerators: L4:1, use_spot: true, num_nodes: 2}}
-budget: {{max_total: $40, max_hourly: $3, deadline: 1h}}
+budget: {{max_total: $40, max_hourly: $3, deadline: 24h}}
 """
 """The digits-ocr job; the budget and the deadline end it if nothing else does.
 
