@@ -510,7 +510,7 @@ def _check_name_is_free(sessions: sessionmaker[Session], checked: CheckedJob) ->
             field="name",
         )
     store = runs_folder() / name / "store"
-    if checked.job.infra == LOCAL and store.exists():
+    if checked.job.infra == LOCAL and (store / "checkpoints").exists():
         raise JobError(
             f"{store} holds checkpoints of an earlier run called {name}, which this ledger does not know, and a new "
             "run would go on from them",

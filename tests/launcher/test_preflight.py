@@ -90,7 +90,7 @@ def test_a_run_that_a_lost_ledger_knew_is_not_continued_by_a_new_one(tmp_path, m
     monkeypatch.setenv("SPOTRL_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("SPOTRL_CONFIG", str(tmp_path / "none.yaml"))
     (tmp_path / "job.yaml").write_text("name: mine\n")
-    (tmp_path / "home" / "runs" / "mine" / "store").mkdir(parents=True)
+    (tmp_path / "home" / "runs" / "mine" / "store" / "checkpoints").mkdir(parents=True)
     assert run(["launch", str(tmp_path / "job.yaml"), "-y"]) == ExitCode.INVALID_JOB
     error = capsys.readouterr().err
     assert "holds checkpoints of an earlier run called mine" in error
