@@ -1,11 +1,12 @@
 """Checks before the first purchase on a real cloud: find every fault that would otherwise appear on a billed node.
 
 the job (limits, buckets, too long names) -> this machine (programs, SkyPilot, secrets) -> too old prices
--> credentials -> buckets, with a real write -> another run of the same name
+-> credentials -> buckets, with a real write -> another run of the same name: its machines, its lease, its checkpoints
 
 Nothing is bought, and nothing is left behind. A fault raises one Failure with the remedy.
 """
 
+import secrets
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +16,8 @@ from pathlib import Path
 from engine.config import SHIPPED
 from launcher.cluster.clouds.base import Caller, CloudApi, MachineState, refuse_wrong, wrong_of
 from launcher.cluster.gcloud import GcloudMissing, check_gcloud
-from launcher.cluster.stores import check_new, run_store
+from launcher.cluster.store_lease import StoreLease
+from launcher.cluster.stores import check_no_checkpoint, check_writable, open_store, run_store
 from launcher.cluster.weights import bytes_of
 from launcher.exit_codes import Failure
 from launcher.job import CheckedJob, Job
@@ -140,15 +142,23 @@ def check_prices(slots: Sequence[Slot], now_ms: int) -> None:
             )
 
 
+def _check_unused(url: str, run: str) -> None:
+    """Check that no other machine controls a run of this name, and that none left checkpoints. Raises Failure."""
+    StoreLease(lambda: open_store(url), run, token=secrets.token_hex(8)).check_free()
+    check_no_checkpoint(url)
+
+
 def check_clouds(
     checked: CheckedJob,
     apis: Mapping[str, CloudApi],
     regions: Iterable[tuple[str, str]],
-    try_bucket: Callable[[str], None] = check_new,
+    try_bucket: Callable[[str], None] = check_writable,
+    unused: Callable[[str, str], None] = _check_unused,
 ) -> dict[str, Caller]:
     """Return the credentials' identity by cloud. Check that the run's buckets are usable and the run's name is free.
 
-    `regions`: every candidate (cloud, region) of the run. Raises Failure.
+    `regions`: every candidate (cloud, region) of the run. A run of this name that is alive is named before what it left
+    in a bucket. Raises Failure.
     """
     buckets = [run_store(checked.job.store, cloud, checked.job.name) for cloud in apis]
     with ThreadPoolExecutor(max_workers=AT_ONCE) as pool:
@@ -158,6 +168,8 @@ def check_clouds(
         for one in tried:
             one.result()
         for _ in pool.map(lambda place: _check_name_is_free(checked, apis[place[0]], place[1]), regions):
+            pass
+        for _ in pool.map(lambda url: unused(url, checked.job.name), buckets):
             pass
     return found
 

@@ -87,20 +87,34 @@ class StoreLease:
         except TROUBLE as error:
             log.warning("nobody knows whether another machine controls %s: %s", self._run, _first_line(error))
 
+    def check_free(self) -> None:
+        """Take nothing. Raise LeaseHeld if another machine controls the run, StoreError if the bucket is silent."""
+        try:
+            there = self._read()
+        except TROUBLE as error:
+            raise StoreError(
+                f"nobody knows whether another machine controls {self._run}: {_first_line(error)}; try again when the "
+                "bucket answers"
+            ) from None
+        self._refuse_held(there)
+
     def _take(self) -> None:
         there = self._read()
-        if there is not None and there.holder != self._holder and there.until_ms > self._wall_ms():
-            seconds = (there.until_ms - self._wall_ms()) // 1000
-            raise LeaseHeld(
-                f"{self._run} is controlled from another machine ({there.host}), whose lease in the bucket lasts "
-                f"another {seconds} s; use that machine, another --name, or wait until the lease has run out"
-            )
+        self._refuse_held(there)
         try:
             self._write(there)
         except (AlreadyExistsError, PreconditionError):
             raise LeaseHeld(
                 f"another machine has just taken {self._run}, in the same bucket; use that one, or another --name"
             ) from None
+
+    def _refuse_held(self, there: Claim | None) -> None:
+        if there is not None and there.holder != self._holder and there.until_ms > self._wall_ms():
+            seconds = (there.until_ms - self._wall_ms()) // 1000
+            raise LeaseHeld(
+                f"{self._run} is controlled from another machine ({there.host}), whose lease in the bucket lasts "
+                f"another {seconds} s; use that machine, another --name, or wait until the lease has run out"
+            )
 
     def keep(self) -> None:
         """Renew the lease in a background thread from now on."""

@@ -117,13 +117,12 @@ def check_writable(url: str) -> None:
         raise StoreError(f"{url} gave back other bytes than it was given; use another bucket")
 
 
-def check_new(url: str) -> None:
-    """Try the store of a new run. Raise StoreError if it cannot be used, or holds a checkpoint of an earlier run.
+def check_no_checkpoint(url: str) -> None:
+    """Raise StoreError if the store of a new run holds a checkpoint of an earlier run.
 
     A trainer goes on from the newest checkpoint in its store. A run of this name that only another ledger knows, or a
     ledger that is lost, must not be continued by accident.
     """
-    check_writable(url)
     found = newest_checkpoint(open_store(url))
     if found is not None:
         raise StoreError(

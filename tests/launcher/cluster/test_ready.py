@@ -1,15 +1,21 @@
 """What a launch on real clouds looks at before it buys anything."""
 
+import json
 import time
 from dataclasses import replace
 
+import obstore
 import pytest
+from obstore.store import LocalStore
 
 from engine.events import Market
 from launcher.cluster import ready
 from launcher.cluster.clouds.base import Caller, CloudRefused, MachineState
 from launcher.cluster.gcloud import GcloudMissing
+from launcher.cluster.lease import LeaseHeld
 from launcher.cluster.ready import check_clouds, check_here, check_job, check_prices
+from launcher.cluster.store_lease import LEASE_OBJECT
+from launcher.cluster.stores import StoreError
 from launcher.exit_codes import ExitCode, Failure
 from launcher.job import JobError, load_job
 from launcher.market.offers import CatalogError
@@ -137,10 +143,15 @@ def test_a_launch_on_google_cloud_without_gcloud_is_refused_and_named_as_the_onl
 
 
 def test_every_clouds_credentials_and_bucket_are_tried(job):
-    tried = []
-    callers = check_clouds(job(), {"aws": Api("aws"), "gcp": Api("gcp")}, [], tried.append)
+    tried, asked = [], []
+
+    def unused(url, run):
+        asked.append((url, run))
+
+    callers = check_clouds(job(), {"aws": Api("aws"), "gcp": Api("gcp")}, [], tried.append, unused)
     assert {cloud: caller.identity for cloud, caller in callers.items()} == {"aws": "someone", "gcp": "someone"}
     assert sorted(tried) == ["gs://runs/digits", "s3://runs/ours/digits"]
+    assert sorted(asked) == [("gs://runs/digits", "digits"), ("s3://runs/ours/digits", "digits")]
     with pytest.raises(CloudRefused, match="no credentials"):
         check_clouds(job(), {"aws": Api("aws", "no credentials")}, [], tried.append)
 
@@ -155,12 +166,28 @@ def test_a_bucket_that_cannot_be_used_stops_the_launch(job):
 
 def test_a_name_that_machines_have_already_is_refused_wherever_the_run_may_be(job):
     """Of another ledger, or of one that was lost: this run would take them for its own."""
+    looked = []
     cloud, places = FakeCloud(), [("aws", "us-east-1"), ("aws", "us-west-2")]
     cloud.add(machine(state=MachineState.GONE), machine("i-2", region="us-west-2", owner="grace"))
     with pytest.raises(JobError, match=r"aws us-west-2 already.*i-2 of grace.*--name digits-2.*spotrl reap") as caught:
-        check_clouds(job(), {"aws": cloud}, places, lambda url: None)
-    assert caught.value.field == "name"
-    check_clouds(job(), {"aws": cloud}, places[:1], lambda url: None)
+        check_clouds(job(), {"aws": cloud}, places, lambda url: None, lambda *store: looked.append(store))
+    assert (caught.value.field, looked) == ("name", [])
+    check_clouds(job(), {"aws": cloud}, places[:1], lambda url: None, lambda *store: looked.append(store))
+    assert looked == [("s3://runs/ours/digits", "digits")]
+
+
+def test_a_run_of_this_name_that_another_machine_controls_is_named_before_its_checkpoints(job, tmp_path, monkeypatch):
+    monkeypatch.setattr(ready, "run_store", lambda stores, cloud, run: (tmp_path / "runs" / run).as_uri())
+    store = tmp_path / "runs" / "digits"
+    obstore.put(LocalStore(store, mkdir=True), "checkpoints/l0001-i000003/manifest.json", b'{"name": "l0001-i000003"}')
+    lease = store / LEASE_OBJECT
+    lease.write_text(json.dumps({"holder": "theirs", "host": "a-laptop", "until_ms": NOW_MS + 60_000}))
+    with pytest.raises(LeaseHeld, match=r"controlled from another machine \(a-laptop\)"):
+        check_clouds(job(), {"aws": Api("aws")}, [])
+    lease.unlink()
+    with pytest.raises(StoreError, match="l0001-i000003 of an earlier run of this name"):
+        check_clouds(job(), {"aws": Api("aws")}, [])
+    assert sorted(path.name for path in store.iterdir() if path.is_file()) == []
 
 
 def test_a_slot_is_judged_by_its_own_markets_age():

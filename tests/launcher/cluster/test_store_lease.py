@@ -11,6 +11,7 @@ from obstore.store import MemoryStore, S3Store
 
 from launcher.cluster.lease import LeaseHeld, LeaseLost
 from launcher.cluster.store_lease import LEASE_OBJECT, LEASE_SECONDS, StoreLease
+from launcher.cluster.stores import StoreError
 
 
 @pytest.fixture(params=["memory", "s3"])
@@ -46,6 +47,25 @@ def test_the_second_machine_refuses_and_names_the_first(store):
     StoreLease(lambda: store, "digits", "ours", clock).take()
     with pytest.raises(LeaseHeld, match="digits is controlled from another machine"):
         StoreLease(lambda: store, "digits", "theirs", clock).take()
+
+
+def test_a_look_at_the_lease_takes_nothing(store):
+    clock = Clock()
+    ours = StoreLease(lambda: store, "digits", "ours", clock)
+    ours.check_free()
+    theirs = StoreLease(lambda: store, "digits", "theirs", clock)
+    theirs.take()
+    with pytest.raises(LeaseHeld, match="digits is controlled from another machine"):
+        ours.check_free()
+    theirs.check_free()
+
+
+def test_a_look_at_a_bucket_that_does_not_answer_is_an_error():
+    def unreachable():
+        raise OSError("no route to host")
+
+    with pytest.raises(StoreError, match=r"nobody knows whether .*no route to host; try again"):
+        StoreLease(unreachable, "digits", "ours").check_free()
 
 
 def test_a_holder_that_fell_silent_is_replaced_and_finds_out(store):

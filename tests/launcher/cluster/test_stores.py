@@ -15,7 +15,7 @@ from launcher.cluster.stores import (
     StoreError,
     bucket_region,
     carry_over,
-    check_new,
+    check_no_checkpoint,
     check_writable,
     newest_checkpoint,
     open_store,
@@ -149,7 +149,7 @@ def test_a_checkpoint_goes_into_a_real_bucket_protocol(s3):
 def test_a_store_with_a_checkpoint_of_an_earlier_run_is_refused_to_a_new_one(tmp_path):
     url = tmp_path.as_uri()
     with_checkpoint(open_store(url), "l0001-i000004", whole=False)
-    check_new(url)
+    check_no_checkpoint(url)
     with_checkpoint(open_store(url), "l0001-i000003")
     with pytest.raises(StoreError, match=r"holds the checkpoint l0001-i000003 of an earlier run.*--name"):
-        check_new(url)
+        check_no_checkpoint(url)
