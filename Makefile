@@ -83,12 +83,14 @@ test-gpu: env tools
 test-clouds: env tools
 	@$(MAKE) --no-print-directory --jobs 2 test-clouds-run test-clouds-parts
 
+# Together about as long as all the others in tests/clouds.
+FIRST_HALF := tests/clouds/test_run.py tests/clouds/test_takeover.py tests/engine/test_hosts.py
+
 test-clouds-run:
-	$(PYTEST) -v -m clouds --timeout 900 tests/clouds/test_run.py
+	$(PYTEST) -v -m clouds --timeout 900 $(FIRST_HALF)
 
 test-clouds-parts:
-	$(PYTEST) -v -m clouds --timeout 900 tests/clouds tests/engine/test_hosts.py \
-	  $(addprefix --ignore ,tests/clouds/test_run.py $(FAULTS_OF_RUNS) $(FAULTS_OF_PARTS))
+	$(PYTEST) -v -m clouds --timeout 900 tests/clouds $(addprefix --ignore ,$(FIRST_HALF) $(FAULTS_OF_RUNS) $(FAULTS_OF_PARTS))
 
 # What seldom happens, to runs and to single nodes. Half an hour or more: `.ci/run` leaves it out.
 FAULTS_OF_RUNS := tests/clouds/test_faults.py
