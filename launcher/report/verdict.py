@@ -35,11 +35,13 @@ def verdict(exit_code: int, result: dict[str, Any] | None, report: str) -> tuple
         ExitCode.STOPPED_BY_BUDGET: ", before its budget was used up",
         ExitCode.DEADLINE_MISSED: ", before its deadline",
     }.get(ExitCode(exit_code), "")
-    if target["reached"]:
-        return True, f"Target reached: {target['metric']} {target['value']:.3f}. The report is in {report}."
+    reached = f"The target of {target['metric']} {target['value']:.3f} was reached" if target["reached"] else ""
     if before is None or after is None:
-        return False, f"The run ended before its score was measured twice. The report is in {report}."
+        missing = "The run ended before its score was measured twice"
+        return bool(reached), f"{reached or missing}. The report is in {report}."
     moved = f"Held-out {METRIC} went from {before:.3f} to {after:.3f}{stopped}"
+    if reached:
+        return True, f"{reached}. {moved}. The report is in {report}."
     if after - before >= ENOUGH:
         return True, f"{moved}; the target was not reached. The report is in {report}."
     return False, f"{moved}: less than {ENOUGH:.2f} more. The report is in {report}."

@@ -15,8 +15,12 @@ def result(reached=False, before=0.3, after=0.5):
 @pytest.mark.parametrize(
     ("exit_code", "given", "expected", "words"),
     [
-        (0, result(reached=True), 0, "Target reached: exact_match 0.780. The report is in report.html."),
-        (7, result(reached=True), 0, "Target reached"),
+        (
+            *(0, result(reached=True, after=0.8), 0),
+            "The target of exact_match 0.780 was reached. Held-out exact_match went from 0.300 to 0.800. The report",
+        ),
+        (7, result(reached=True), 0, "was reached. Held-out exact_match went from 0.300 to 0.500, before its budget"),
+        (0, result(reached=True, after=None), 0, "The target of exact_match 0.780 was reached. The report is in"),
         (7, result(), 0, "went from 0.300 to 0.500, before its budget was used up; the target was not reached"),
         (8, result(), 0, "before its deadline"),
         (0, result(after=0.41), 0, "went from 0.300 to 0.410; the target"),
