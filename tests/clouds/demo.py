@@ -33,7 +33,7 @@ def main() -> int:
     parser.add_argument("--to", type=Path, default=Path("fake-clouds-demo"), help="folder for what it writes")
     parser.add_argument("--cache", type=Path, help="where the hosts' image is kept (default: the user's cache)")
     parser.add_argument("--runtime", choices=["ray", "local"], default="ray")
-    parser.add_argument("--target", type=float, default=0.8)
+    parser.add_argument("--target", type=float, default=0.7)
     parser.add_argument("--step-seconds", type=float, default=0.3)
     parser.add_argument("--minutes", type=float, default=MINUTES)
     options = parser.parse_args()

@@ -116,7 +116,7 @@ def test_no_match_counts_for_the_target_before_the_story_is_over(tmp_path, monke
 
 
 def test_the_demonstrations_job_outlasts_any_story_and_names_the_gated_metric(tmp_path):
-    (tmp_path / "demo.yaml").write_text(JOB.format(run="demo", target=0.8, runtime="ray", step_seconds=0.3))
+    (tmp_path / "demo.yaml").write_text(JOB.format(run="demo", target=0.7, runtime="ray", step_seconds=0.3))
     job = load_job(tmp_path / "demo.yaml").job
     assert (job.reward.name, job.target.metric, job.iterations) == ("demo_reward:told", "after_story", 1_000)
     # A plan expects 41 s an iteration; a launch whose plan does not fit into the deadline is refused.
