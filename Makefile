@@ -10,7 +10,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 # A test run starts hundreds of Python processes. Without bytecode files each would compile all of our code again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: env tools bench quickstart fake-clouds-demo test test-slow test-gpu test-clouds test-clouds-run test-clouds-parts test-clouds-faults test-clouds-faults-runs test-clouds-faults-parts format clean
+.PHONY: env tools bench quickstart fake-clouds-demo test test-slow test-properties test-gpu test-clouds test-clouds-run test-clouds-parts test-clouds-faults test-clouds-faults-runs test-clouds-faults-parts format clean
 
 env: $(VENV)/.everything
 
@@ -75,6 +75,10 @@ test: env tools
 # What takes minutes, what needs a GPU, and what needs root and network namespaces.
 test-slow: env tools
 	$(PYTEST) -n $(WORKERS) -m slow
+
+# Property tests with other examples in each run. `make test` always draws the same. Print and keep what fails: @example.
+test-properties: env tools
+	$(PYTEST) -n $(WORKERS) -m 'hypothesis and not slow' --hypothesis-profile new $(if $(SEED),--hypothesis-seed $(SEED))
 
 test-gpu: env tools
 	$(PYTEST) -m gpu

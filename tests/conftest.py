@@ -10,11 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
 
 # Read by torch when it is imported, here and in every process that a test starts. Two workers with two threads each
 # would fight for two cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Examples of property tests follow from each test's code, so that a run of the suite depends on the code alone.
+# `make test-properties` draws new ones.
+settings.register_profile("fixed", derandomize=True, deadline=None)
+settings.register_profile("new", derandomize=False, deadline=None, print_blob=True)
+settings.load_profile("fixed")
 
 MEMORY_DISK = Path("/dev/shm")
 MEMORY_DISK_BYTES = 6 << 30
