@@ -38,7 +38,7 @@ OUTAGE_SECONDS = 300.0
 ALONE_SECONDS = 30.0
 """For so long a machine of `steady` or `abandoned` without an agent waits for a controller; without this for 600 s."""
 ALONE = {"SPOTRL_ALONE_SECONDS": f"{ALONE_SECONDS:.0f}"}
-DEADLINE_MINUTES = 15
+DEADLINE_MINUTES = 25
 ABANDONED_ROLLOUT = "abandoned-spot-0-g0"
 """Its agent is killed once it has no controller any more."""
 BUDGET = 0.60
@@ -83,7 +83,7 @@ def runs(world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run
     try:
         runs.steady.spotrl("catalog", "refresh")
         secrets = ", ".join(env["abandoned"])
-        alone = job("abandoned", "aws", iterations=14, step=6.0, deadline=f"{DEADLINE_MINUTES}m", secrets=secrets)
+        alone = job("abandoned", "aws", iterations=24, step=6.0, deadline=f"{DEADLINE_MINUTES}m", secrets=secrets)
         runs.abandoned.launch(alone)
         runs.steady.launch(job("steady", "gcp", deadline="14h", secrets=", ".join(ALONE)))
         (world.folder / "jobs" / "base").mkdir()
