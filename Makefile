@@ -76,7 +76,8 @@ test: env tools
 test-slow: env tools
 	$(PYTEST) -n $(WORKERS) -m slow
 
-# Property tests with other examples in each run. `make test` always draws the same. Print and keep what fails: @example.
+# Property tests with new examples in each run, where `make test` always draws the same. A failure prints its example:
+# keep it in the test with @example.
 test-properties: env tools
 	$(PYTEST) -n $(WORKERS) -m 'hypothesis and not slow' --hypothesis-profile new $(if $(SEED),--hypothesis-seed $(SEED))
 
@@ -96,8 +97,8 @@ test-clouds-run:
 test-clouds-parts:
 	$(PYTEST) -v -m clouds --timeout 900 tests/clouds $(addprefix --ignore ,$(FIRST_HALF) $(FAULTS_OF_RUNS) $(FAULTS_OF_PARTS))
 
-# What seldom happens, to runs and to single nodes. Most of an hour: `.ci/run` leaves it out. One after the other: the
-# nodes of both at once would need more of two cores for their set-up than the deadlines of their runs allow.
+# What seldom happens, to runs and to single nodes. Both halves take most of an hour, so `.ci/run` leaves them out. They
+# run one after the other: eight nodes set up at once take so long on two cores that runs come to their deadlines.
 FAULTS_OF_RUNS := tests/clouds/test_faults.py
 FAULTS_OF_PARTS := tests/clouds/test_quota.py tests/clouds/test_bastion.py
 

@@ -44,7 +44,7 @@ ABANDONED_ROLLOUT = "abandoned-spot-0-g0"
 BUDGET = 0.60
 """Dollars of `priced`: about 26 minutes of its nodes, or 13 at the double price."""
 STOPPED_SECONDS = 1200.0
-"""For `priced` to use up what AWS gives back: the cost of a spot node, which is longer set up on a busy machine."""
+"""Longest wait until `priced` has used up its budget. AWS gives back what the lost spot node cost: minutes of money."""
 SPOT_QUOTA = "PREEMPTIBLE_NVIDIA_L4_GPUS"
 UP_SECONDS = 1000.0
 """For the nodes of all three to be at work."""
@@ -259,13 +259,13 @@ def test_files_of_nodes_that_a_crash_emptied_lose_no_node_and_double_none(world,
 
 def test_a_budget_that_is_used_up_in_the_midst_of_a_launch_ends_the_run(runs):
     priced = runs.priced
-    late, successor = runs.used_up.result(1400)
+    spent, successor = runs.used_up.result(1400)
     assert priced.view().reason == "budget"
     assert priced.machines() == []
     launched = priced.records()[successor]
     assert launched.ended_ms is not None
     assert "ready" not in launched.happened, "it ended before it was of any use"
-    assert late < priced.view().spent_micro_usd <= round(BUDGET * 1e6)
+    assert spent < priced.view().spent_micro_usd <= round(BUDGET * 1e6)
     priced.down()
 
 
@@ -365,11 +365,11 @@ def use_up(world: World, priced: Launched) -> tuple[int, str]:
         world.reclaim(lost.name)
         successor = lost.name.replace("-g0", "-g1")
         priced.until("its successor is asked for", lambda: successor in priced.records(), 60)
-        late = priced.view().spent_micro_usd
+        spent = priced.view().spent_micro_usd
         wait_for(lambda: priced.view().status == "stopped", STOPPED_SECONDS)
     finally:
         world.clear("no_boot")
-    return late, successor
+    return spent, successor
 
 
 # --- looking ------------------------------------------------------------------------------------------
