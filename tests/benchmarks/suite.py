@@ -50,6 +50,12 @@ def seconds_by_file(junit: Path) -> Counter[str]:
     return seconds
 
 
+def run_of(junit: Path) -> str:
+    """Return which run of pytest a JUnit file is of: the number of its tests and when it began."""
+    suites = ElementTree.parse(junit).getroot().iter("testsuite")
+    return ", ".join(f"{one.get('tests')} tests, begun {str(one.get('timestamp'))[:16]}" for one in suites)
+
+
 def waits_by_file(junit: Path) -> Counter[str]:
     """Return the seconds in which neither pytest's process nor children that it reaped computed, by test file.
 
@@ -145,6 +151,8 @@ def main() -> None:
         question="where do the seconds of the tests go, which find which bugs, what does only one test cover?",
         command="python -m tests.benchmarks.suite --before before.xml --json",
         result={
+            "before": run_of(options.before),
+            "after": run_of(options.after),
             "seconds_before": round(before.total()),
             "seconds_after": round(after.total()),
             "seconds_waited_after": round(waits.total()),
@@ -174,6 +182,7 @@ def main() -> None:
             for file in slowest
         ],
         text=f"""
+Before: {run_of(options.before)}. After: {run_of(options.after)}.
 Seconds are those of each test with its fixtures; with several worker processes they overlap. "Waited" are seconds in
 which neither pytest's process nor children that ended computed: timers, leases, and agents that compute by themselves.
 `make test` finds {len(found)} of {len(MUTANTS)} planted bugs of the queue:
