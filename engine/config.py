@@ -93,7 +93,7 @@ class SamplerConfig(Strict):
     """Classifier-free guidance scale; 1 computes no unconditional branch."""
     window: WindowConfig | None = None
     noise: Literal[1] = 1
-    """Version of the counter-based noise (engine/rollout/noise.py)."""
+    """Version of the counter-based noise (engine/diffusion/noise.py)."""
 
     @model_validator(mode="after")
     def _window_fits(self) -> Self:
@@ -432,7 +432,7 @@ class ClockConfig(Strict):
 
 
 Role = Literal["trainer", "rollout", "controller"]
-"""Role of a caller of the coordinator. engine/runtime/rights.py lists the calls allowed to each role."""
+"""Role of a caller of the coordinator. engine/coordinator/rights.py lists the calls allowed to each role."""
 
 
 def role_token(run_token: str, role: Role) -> str:
@@ -441,7 +441,7 @@ def role_token(run_token: str, role: Role) -> str:
 
 
 class NodeSpec(Strict):
-    """Start instructions of a node: `python -m engine.runtime.agent FILE` reads the specification from a JSON file.
+    """Start instructions of a node: `python -m engine.node.agent FILE` reads the specification from a JSON file.
 
     The agent takes a lock in `folder` and writes `agent.json` (pid, create_time). After its workers have called in, the
     agent writes `ready.json`. The agent watches for `notice.json` ({"deadline_ms": ...}), appends progress to
@@ -482,7 +482,7 @@ class NodeSpec(Strict):
     cloud: Literal["local", "aws", "gcp"] = "local"
     """Cloud of the node. On `local`, the node is a process session on a machine shared with other programs."""
     digest: str = ""
-    """Digest of the machine's setup (launcher/cluster/bundle.py). An agent refuses to start if the digests differ."""
+    """Digest of the node's setup (launcher/provision/sky/bundle.py). An agent with another digest does not start."""
 
     @property
     def own_token(self) -> str:

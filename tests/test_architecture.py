@@ -19,30 +19,72 @@ CONTRACT = {"engine.events", "engine.config", "engine.clock", "engine.durable", 
 """What all of the launcher may know of the engine."""
 
 PURE = {
-    "engine.rollout.queue",
+    "engine.queue.queue",
     "engine.parallel.groups",
     "engine.parallel.forecast",
     "engine.parallel.latency",
     "engine.exploration.planner",
     "engine.exploration.value",
-    "engine.training.schedule",
 }
 """What policies and replays may use besides: decisions, without torch or Ray."""
 
-ABOVE = {
-    "launcher/market": {"cli", "cluster", "placement", "preflight", "report"},
-    "launcher/placement": {"cli", "cluster", "ledger", "preflight", "report"},
-    "launcher/ledger": {"cli", "cluster", "placement", "preflight", "report"},
-    "launcher/report": {"cli", "placement", "preflight"},
-    "launcher/cluster": {"cli"},
-    "engine/rollout": {"exploration", "loop", "rewards", "runtime", "training"},
-    "engine/parallel": {"exploration", "loop", "models", "rewards", "runtime", "training"},
-    "engine/rewards": {"exploration", "loop", "parallel", "runtime", "training"},
-    "engine/exploration": {"loop", "models", "parallel", "rewards", "runtime", "training"},
-    "engine/training": {"exploration", "loop", "rewards"},
-    "engine/models": {"exploration", "loop", "training"},
+FLOORS = {
+    "engine": [
+        "protocol",
+        "storage",
+        "parallel",
+        "exploration",
+        "models",
+        "diffusion",
+        "queue",
+        "rewards",
+        "tasks",
+        "algorithm",
+        "coordinator",
+        "worker",
+        "trainer",
+        "node",
+        "ray",
+        "entrypoints",
+    ],
+    "launcher": [
+        "market",
+        "job",
+        "storage",
+        "placement",
+        "decide",
+        "replay",
+        "ledger",
+        "services",
+        "report",
+        "clouds",
+        "checks",
+        "provision",
+        "controller",
+        "runs",
+        "cleanup",
+        "cli",
+    ],
 }
-"""Rooms that a room may not import, because they are above it."""
+"""Folders of each half from the ground up. A folder imports only itself and folders below. Files that lie directly in
+`engine/` or `launcher/` are below all folders."""
+
+UPWARD = {
+    ("launcher/checks", "controller"),
+    ("launcher/checks", "provision"),
+    ("launcher/decide", "controller"),
+    ("launcher/decide", "ledger"),
+    ("launcher/decide", "provision"),
+    ("launcher/market", "job"),
+    ("launcher/market", "services"),
+    ("launcher/placement", "decide"),
+    ("launcher/runs", "cleanup"),
+    ("engine/models", "worker"),
+    ("engine/parallel", "coordinator"),
+    ("engine/protocol", "queue"),
+    ("engine/ray", "entrypoints"),
+}
+"""Imports that still run upwards. This list only gets shorter."""
 
 HEAVY = {"torch", "ray", "sky", "diffusers", "transformers"}
 
@@ -105,29 +147,52 @@ def test_the_launcher_knows_the_engine_by_its_contract():
     assert not forbidden("launcher", is_allowed)
 
 
-@pytest.mark.parametrize("room", sorted(ABOVE))
-def test_a_room_imports_none_of_those_above_it(room):
-    house = room.partition("/")[0]
+def folder_of(name: str) -> str | None:
+    """The folder of a module's half in which the module lies, or None if the module lies directly in its half."""
+    half, _, rest = name.partition(".")
+    first = rest.partition(".")[0]
+    return first if half in FLOORS and (ROOT / half / first).is_dir() else None
 
-    def is_allowed(_: Path, name: str) -> bool:
-        return top(name) != house or f"{name}.".split(".")[1] not in ABOVE[room]
 
-    assert python_files(room)
-    assert not forbidden(room, is_allowed)
+def upward_imports() -> dict[tuple[str, str], list[str]]:
+    """The imports of a folder, or of a file beside the folders, that are not of its own or a lower folder."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for half, floors in FLOORS.items():
+        for file in python_files(half):
+            own = file.relative_to(ROOT / half).parts
+            height = floors.index(own[0]) if len(own) > 1 else -1
+            for line, name in imports_of(file):
+                folder = folder_of(name) if top(name) == half else None
+                if folder is not None and floors.index(folder) > height:
+                    at = f"{file.relative_to(ROOT)}:{line} imports {name}"
+                    found.setdefault((f"{half}/{own[0]}", folder), []).append(at)
+    return found
+
+
+def test_a_folder_imports_only_folders_below_it():
+    found = upward_imports()
+    assert not [at for edge, places in found.items() if edge not in UPWARD for at in places]
+    assert set(found) == UPWARD, "take out of UPWARD what no import needs any more"
+
+
+@pytest.mark.parametrize("half", sorted(FLOORS))
+def test_every_folder_has_its_floor(half):
+    folders = {file.relative_to(ROOT / half).parts[0] for file in python_files(half) if file.parent != ROOT / half}
+    assert sorted(FLOORS[half]) == sorted(folders)
 
 
 @pytest.mark.parametrize("room", ["launcher", "catalogs", "sky_yamls"])
 def test_the_launcher_never_loads_what_is_heavy(room):
     """Except SkyPilot, in the one module that drives it, when it does."""
-    sky = ROOT / "launcher/cluster/sky.py"
+    sky = ROOT / "launcher/provision/sky/sky.py"
     assert not forbidden(
         room, lambda file, name: top(name) not in HEAVY or (top(name) == "sky" and file.is_relative_to(sky))
     )
 
 
-def test_only_the_runtime_room_imports_ray():
-    runtime = ROOT / "engine/runtime"
-    assert not forbidden("engine", lambda file, name: top(name) != "ray" or file.is_relative_to(runtime))
+def test_only_the_ray_folder_and_its_entry_point_import_ray():
+    rooms = (ROOT / "engine/ray", ROOT / "engine/entrypoints/ray_processes.py")
+    assert not forbidden("engine", lambda file, name: top(name) != "ray" or any(map(file.is_relative_to, rooms)))
 
 
 def test_the_contract_needs_no_torch():
@@ -179,7 +244,7 @@ def loaded_by(code: str) -> set[str]:
 
 def test_the_pure_modules_load_neither_torch_nor_ray():
     there = sorted(name for name in PURE if is_module(name))
-    assert "engine.rollout.queue" in there
+    assert "engine.queue.queue" in there
     assert not loaded_by(f"import {', '.join(there)}") & HEAVY
 
 

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 from engine.exploration.planner import Belief, Planner, Policy
-from engine.rollout.request import Finished, Kind, RequestId, Stream, seed_of
+from engine.protocol.request import Finished, Kind, RequestId, Stream, seed_of
 
 ROUNDS = 3
 """Rounds of a counted budget: the first round is even, later rounds go to the prompts with the most expected gain."""

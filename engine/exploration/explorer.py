@@ -19,7 +19,7 @@ from engine.exploration.planner import Belief
 from engine.exploration.profiles import Profile, ProfileBandit, visit_value
 from engine.exploration.ranking import RankingMonitor, RankingReport, Scored, Visit
 from engine.exploration.selection import choose_groups, control_slice, first_seeds
-from engine.rollout.request import Finished, Group, Kind, Manifest, RequestId
+from engine.protocol.request import Finished, Group, Kind, Manifest, RequestId
 
 MOST_SHARES = 4
 """Limit of a prompt's share of a counted budget, in even shares."""

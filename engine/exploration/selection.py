@@ -13,7 +13,7 @@ from hashlib import blake2b
 from itertools import accumulate
 from math import floor, isfinite
 
-from engine.rollout.request import Group, Stream, seed_of
+from engine.protocol.request import Group, Stream, seed_of
 
 _TIE = 1e-12
 """Relative difference below which two variances count as equal; the subset with more high rewards is then kept."""

@@ -33,7 +33,7 @@ EMPTY = 256
 """The text token of an empty position. Shorter prompts are padded with the token."""
 
 BASE = Path(__file__).with_name("digits_base.safetensors")
-"""The shipped base, in fp16. `python -m engine.models.pretrain_digits` makes the base again."""
+"""The shipped base, in fp16. `python -m engine.tasks.pretrain_digits` makes the base again."""
 
 FONT_SIZE = 13
 """Size of Pillow's built-in font: the recogniser reads every clean rendering, and no font package is needed."""

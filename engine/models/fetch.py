@@ -1,6 +1,6 @@
 """Fetch a model's weights from the run's bucket to the node's disk, before any process loads the model.
 
-    URL (written by launcher/cluster/weights.py): .manifest.json, files -> BELOW/DIGEST.part -> BELOW/DIGEST
+    URL (written by launcher/storage/weights.py): .manifest.json, files -> BELOW/DIGEST.part -> BELOW/DIGEST
 
 Several processes of a node need the same folder at once: the first process fetches the files, and all later processes
 wait. A folder under its final name is complete. An interrupted fetch is resumed, file by file.
@@ -16,8 +16,8 @@ from pathlib import Path
 
 import obstore
 
-from engine.runtime.bucket import open_store
-from engine.runtime.disk import when_there_is_room
+from engine.storage.bucket import open_store
+from engine.storage.disk import when_there_is_room
 
 MANIFEST = ".manifest.json"
 """{"files": {NAME: BYTES}}: the files of the model. The manifest is written last."""

@@ -47,7 +47,7 @@ SIGMA_FLOOR = 0.05
 """Lower limit of the divisor sigma in the velocity. No sampler here uses smaller noise levels except at the end."""
 
 BASE = Path(__file__).with_name("shapes_base.safetensors")
-"""The shipped base, in fp16. `python -m engine.models.pretrain_shapes` makes the base again."""
+"""The shipped base, in fp16. `python -m engine.tasks.pretrain_shapes` makes the base again."""
 
 
 class WordText(nn.Module):

@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from engine.coordinator.membership import ALONE
 from engine.parallel.communicator import Communicators, SPGroup, TornGroup
-from engine.parallel.membership import ALONE
 from engine.parallel.ulysses import SPBackend
-from engine.rollout.request import Regroup
+from engine.protocol.request import Regroup
 
 LEAVE = b"leave"
 
@@ -70,7 +70,7 @@ class Elastic:
         return self.rank > 0
 
     def report(self) -> dict[str, Any]:
-        """Return the SP part of a worker's pull for the coordinator (engine/parallel/regrouping.py)."""
+        """Return the SP part of a worker's pull for the coordinator (engine/coordinator/regrouping.py)."""
         torn, self.torn = self.torn, []
         return {"epoch": self.epoch, "torn": torn, "believed": self._believed}
 

@@ -2,7 +2,7 @@
 
     neighbour with the version: offer -> (a pipe, a store: any channel for picklable values) -> joiner: copy_from
 
-CUDA only. On a CPU, the node's shared memory serves the same purpose (engine/runtime/node_weights.py). Both processes
+CUDA only. On a CPU, the node's shared memory serves the same purpose (engine/worker/node_weights.py). Both processes
 must see the neighbour's GPU under the same number: a node's workers get the same CUDA_VISIBLE_DEVICES and each worker
 chooses its own GPU.
 """

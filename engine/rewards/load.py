@@ -20,8 +20,8 @@ import numpy as np
 from torch import Tensor
 
 from engine.config import EngineConfig, RewardConfig
+from engine.protocol.request import Score
 from engine.rewards.reward import Reward
-from engine.rollout.request import Score
 
 BUILT_IN = ("ocr", "ocr_strict", "ocr_smooth", "shapes", "shapes_strict")
 

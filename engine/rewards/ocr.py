@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from engine.rollout.request import Score
+from engine.protocol.request import Score
 
 OcrName = Literal["ocr", "ocr_strict", "ocr_smooth"]
 

@@ -5,7 +5,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from engine.rollout.request import Score
+from engine.protocol.request import Score
 
 
 class Reward(Protocol):

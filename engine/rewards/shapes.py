@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.rollout.request import Score
+from engine.protocol.request import Score
 from engine.shapes import COLOURS, KINDS, PICTURE, SHAPE, Request, Thing, coverage, parse
 
 ShapesName = Literal["shapes", "shapes_strict"]

@@ -17,10 +17,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from engine.models.digits import CHARACTERS, HEIGHT, WIDTH
-from engine.rollout.request import Score
+from engine.protocol.request import Score
 
 STUDENT = Path(__file__).with_name("digits_student.safetensors")
-"""The shipped student, in fp32. `python -m engine.rewards.train_student` makes the student again."""
+"""The shipped student, in fp32. `python -m engine.tasks.train_student` makes the student again."""
 
 NOTHING = len(string.digits)
 """The class after the ten digits: no digit at the position."""

@@ -29,7 +29,8 @@ from launcher.market.offers import (
     shipped_catalog,
 )
 from launcher.market.quality import USABLE, judge
-from launcher.market.refresh_catalog import (
+from launcher.money import dollars
+from launcher.services.refresh_catalog import (
     ORIGINS,
     Change,
     Origin,
@@ -39,7 +40,6 @@ from launcher.market.refresh_catalog import (
     replace_tables,
     seal,
 )
-from launcher.money import dollars
 from launcher.settings import home
 
 CloudChoice = click.Choice(CLOUDS)

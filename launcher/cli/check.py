@@ -10,9 +10,7 @@ from pathlib import Path
 import click
 from rich.table import Table
 
-from launcher.cli.launch import overrides
-from launcher.cli.status import print_table
-from launcher.cluster.checks import (
+from launcher.checks.checks import (
     Ask,
     Check,
     Verdict,
@@ -24,11 +22,13 @@ from launcher.cluster.checks import (
     run_checks,
     without_a_job,
 )
-from launcher.cluster.clouds.limits import CloudLimits, build_limits
-from launcher.cluster.lease import is_held
-from launcher.company import NOTHING_NAMED, Named
+from launcher.cli.launch import overrides
+from launcher.cli.status import print_table
+from launcher.clouds.limits import CloudLimits, build_limits
+from launcher.controller.lease import is_held
 from launcher.exit_codes import ExitCode, Failure
-from launcher.job import CheckedJob, JobError, load_job
+from launcher.job.company import NOTHING_NAMED, Named
+from launcher.job.schema import CheckedJob, JobError, load_job
 from launcher.ledger.store import open_ledger
 from launcher.market.offers import CLOUDS
 from launcher.placement.plan import Plan
@@ -104,7 +104,7 @@ def _on_clouds(checked: CheckedJob) -> list[Check]:
         plan = _plan(checked)
     except Failure as failure:  # without a plan, the job has no regions to check
         return [*run_checks(asks), failed("plan", failure)]
-    from launcher.cluster.provide import cloud_apis, ssh_from
+    from launcher.provision.provide import cloud_apis, ssh_from
 
     mine = of_job(
         checked,
@@ -121,14 +121,14 @@ def _on_clouds(checked: CheckedJob) -> list[Check]:
 def _clouds(
     clouds: Sequence[str], limits: dict[str, CloudLimits] | None = None, named: Mapping[str, Named] | None = None
 ) -> list[tuple[str, Ask]]:
-    from launcher.cluster.provide import cloud_apis
+    from launcher.provision.provide import cloud_apis
 
     limits = limits or {cloud: build_limits(cloud) for cloud in clouds}
     return of_clouds(cloud_apis(clouds), limits, _now_ms, named=named or {})
 
 
 def _plan(checked: CheckedJob) -> Plan:
-    from launcher.cluster.planning import cloud_plan  # imports numpy and the planner
+    from launcher.services.planning import cloud_plan  # imports numpy and the planner
 
     return cloud_plan(open_ledger(ledger_path(), is_held), checked.job, home() / "catalogs", _now_ms()).as_plan()
 
@@ -158,8 +158,8 @@ def _end(checks: Sequence[Check], as_json: bool) -> ExitCode:
 
 def _print_policy(cloud: str, job: Path | None) -> None:
     """Print the policy alone on stdout, so the output can go to a file. Print notes on the AWS policy on stderr."""
-    from launcher.cluster.clouds.aws import node_policy
-    from launcher.cluster.clouds.policies import AWS_NAMED_NOTES, AWS_NOTES, BUCKETS, aws_policy, gcp_role
+    from launcher.clouds.aws import node_policy
+    from launcher.clouds.policies import AWS_NAMED_NOTES, AWS_NOTES, BUCKETS, aws_policy, gcp_role
 
     loaded = load_job(job, environ=os.environ, user_config=config_path()).job if job else None
     named = loaded.named_on(cloud) if loaded else NOTHING_NAMED

@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 
 from launcher.cli.layout import columns, fitted
 from launcher.cli.plan_text import place_table
-from launcher.cluster.reconcile import bound_of_plan
-from launcher.job import Job
+from launcher.decide.reconcile import bound_of_plan
+from launcher.job.schema import Job
 from launcher.market.estimate import Estimate
 from launcher.market.offers import TOO_OLD, Age, age_of, age_text
 from launcher.money import dollars, duration, hourly

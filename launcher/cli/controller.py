@@ -7,11 +7,11 @@ from pathlib import Path
 import click
 from sqlalchemy.orm import Session, sessionmaker
 
-from launcher.cluster.controller import run_controller
-from launcher.cluster.reconcile import OVER
-from launcher.cluster.runs import run_view
-from launcher.cluster.service import remove_service
+from launcher.controller.controller import run_controller
+from launcher.decide.reconcile import OVER
 from launcher.exit_codes import ExitCode
+from launcher.runs.runs import run_view
+from launcher.runs.service import remove_service
 
 
 @click.command()

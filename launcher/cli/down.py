@@ -6,9 +6,9 @@ import click
 from sqlalchemy.orm import Session, sessionmaker
 
 from launcher.cli.run_argument import run_argument
-from launcher.cluster.runs import CLOUD_RELEASE_SECONDS, RELEASE_SECONDS, bring_down, release_seconds
 from launcher.exit_codes import ExitCode
 from launcher.ledger.store import find_run
+from launcher.runs.runs import CLOUD_RELEASE_SECONDS, RELEASE_SECONDS, bring_down, release_seconds
 
 
 @click.command()

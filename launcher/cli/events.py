@@ -9,8 +9,8 @@ from sqlalchemy.orm import Session, sessionmaker
 
 from launcher.cli.run_argument import run_argument
 from launcher.cli.status import event_text
-from launcher.cluster.runs import event_lines, last_ids, still_running
 from launcher.ledger.store import find_run
+from launcher.runs.runs import event_lines, last_ids, still_running
 
 LOOK_SECONDS = 0.5
 

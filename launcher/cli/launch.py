@@ -24,13 +24,24 @@ from rich.live import Live
 from sqlalchemy import select
 from sqlalchemy.orm import Session, sessionmaker
 
+from launcher.checks.preflight import ask_engine, preflight
+from launcher.checks.ready import check_clouds, check_here, check_job, check_named, check_prices
 from launcher.cli.cloud_plan_text import cloud_plan_lines
 from launcher.cli.live import ENDED, money_text, panel, plain_line, score_text
 from launcher.cli.plan_text import clock_text, header, plan_dict, plan_lines
-from launcher.cluster.planning import cloud_plan
-from launcher.cluster.ready import check_clouds, check_here, check_job, check_named, check_prices
-from launcher.cluster.reconcile import bound_of_plan
-from launcher.cluster.runs import (
+from launcher.decide.reconcile import bound_of_plan
+from launcher.exit_codes import BudgetError, ExitCode, Failure
+from launcher.job.schema import CheckedJob, Job, JobError, auto_clock_factor, load_job
+from launcher.ledger.billing import LOCAL
+from launcher.ledger.models import Run
+from launcher.ledger.store import find_run
+from launcher.market.offers import Offer, read_catalog
+from launcher.market.own_prices import as_you_pay
+from launcher.money import dollars, hourly
+from launcher.placement.cloud_plan import CloudPlan, cloud_plan_json
+from launcher.placement.plan import Plan, plan_local
+from launcher.placement.sharing import check_sp_degree
+from launcher.runs.runs import (
     RunView,
     bring_down,
     create_run,
@@ -43,20 +54,9 @@ from launcher.cluster.runs import (
     still_running,
     wait_released,
 )
-from launcher.cluster.service import check_service, start_service
-from launcher.cluster.start import StartWeights, find_start, send_start
-from launcher.exit_codes import BudgetError, ExitCode, Failure
-from launcher.job import CheckedJob, Job, JobError, auto_clock_factor, load_job
-from launcher.ledger.billing import LOCAL
-from launcher.ledger.models import Run
-from launcher.ledger.store import find_run
-from launcher.market.offers import Offer, read_catalog
-from launcher.market.own_prices import as_you_pay
-from launcher.money import dollars, hourly
-from launcher.placement.cloud_plan import CloudPlan, cloud_plan_json
-from launcher.placement.plan import Plan, plan_local
-from launcher.placement.sharing import check_sp_degree
-from launcher.preflight import ask_engine, preflight
+from launcher.runs.service import check_service, start_service
+from launcher.runs.start import StartWeights, find_start, send_start
+from launcher.services.planning import cloud_plan
 from launcher.settings import config_path, home, runs_folder
 
 LOOK_SECONDS = 0.5
@@ -202,7 +202,7 @@ def launch(
     if not yes:
         _confirm(out)
     if checked.job.clouds:
-        from launcher.cluster.provide import cloud_apis, prepare_folder
+        from launcher.provision.provide import cloud_apis, prepare_folder
 
         name = checked.job.name
         say = partial(out.print, highlight=False, markup=False, soft_wrap=True)
@@ -246,7 +246,7 @@ def _check_clouds(
     checked: CheckedJob, plan: Plan, out: Console, allow_old_prices: bool, weights: Path | None = None
 ) -> None:
     """Check the job, prices, this machine and the clouds before buying. Raises Failure on a failed check."""
-    from launcher.cluster.provide import cloud_apis, ssh_from  # imports cloud libraries, unused by a local launch
+    from launcher.provision.provide import cloud_apis, ssh_from  # imports cloud libraries, unused by a local launch
 
     check_job(checked, plan.slots)
     if not allow_old_prices:

@@ -13,10 +13,7 @@ from typing import Any, NoReturn
 import click
 from rich.table import Table
 
-from launcher.cli.status import print_table
-from launcher.cluster.clouds.base import CloudApi, Machine
-from launcher.cluster.local_nodes import LocalNodes
-from launcher.cluster.reaping import (
+from launcher.cleanup.reaping import (
     Account,
     Cleared,
     Inventory,
@@ -29,10 +26,13 @@ from launcher.cluster.reaping import (
     price_of,
     sign_in,
 )
+from launcher.cli.status import print_table
+from launcher.clouds.base import CloudApi, Machine
 from launcher.exit_codes import ExitCode, Failure
 from launcher.ledger.billing import LOCAL
 from launcher.market.offers import CLOUDS, Offer, current_catalog
 from launcher.money import duration, hourly
+from launcher.provision.local.local_nodes import LocalNodes
 from launcher.settings import home, runs_folder
 
 SIGN_IN_SECONDS = 30.0
@@ -112,7 +112,7 @@ class Choice:
 
 def where_to_look(wish: Wish) -> dict[str, CloudApi]:
     """Return the APIs of the named clouds. If the user named no cloud, return all clouds and this machine."""
-    from launcher.cluster.provide import cloud_apis  # imports the clouds' libraries
+    from launcher.provision.provide import cloud_apis  # imports the clouds' libraries
 
     here = {} if wish.clouds else {LOCAL: LocalNodes(runs_folder())}
     return {**cloud_apis(wish.clouds or CLOUDS), **here}

@@ -8,9 +8,9 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from launcher.cluster.runs import NodeView, RunView, short_name
 from launcher.money import dollars, duration, hourly
 from launcher.report.sharing import groups_text
+from launcher.runs.runs import NodeView, RunView, short_name
 
 BARS = "▁▂▃▄▅▆▇█"
 

@@ -8,8 +8,8 @@ import click
 from sqlalchemy.orm import Session, sessionmaker
 
 from launcher.cli.run_argument import run_argument
-from launcher.cluster.runs import node_logs, still_running
 from launcher.harmless import harmless
+from launcher.runs.runs import node_logs, still_running
 
 LOOK_SECONDS = 0.5
 

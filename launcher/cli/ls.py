@@ -8,8 +8,8 @@ from rich.table import Table
 from sqlalchemy.orm import Session, sessionmaker
 
 from launcher.cli.status import print_table
-from launcher.cluster.runs import RunView, run_views
 from launcher.money import dollars, hourly
+from launcher.runs.runs import RunView, run_views
 
 
 @click.command()

@@ -67,7 +67,7 @@ def summaries() -> dict[str, str]:
 
 def _is_held(lease: Any) -> bool:
     """Return True if a controller holds the lease. Called only for a ledger of an older version."""
-    from launcher.cluster.lease import is_held
+    from launcher.controller.lease import is_held
 
     return is_held(lease)
 

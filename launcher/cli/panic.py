@@ -5,12 +5,12 @@ from typing import Any
 
 import click
 
+from launcher.cleanup.reaping import CloudRuns, Inventory, cloud_runs, of_lost_runs, stop_cloud_runs, stop_launches
 from launcher.cli.leftovers import Choice, Wish, take, what_to_take, where_to_look
-from launcher.cluster.local_nodes import recorded_clouds
-from launcher.cluster.reaping import CloudRuns, Inventory, cloud_runs, of_lost_runs, stop_cloud_runs, stop_launches
-from launcher.cluster.sky import Sky
 from launcher.exit_codes import ExitCode
 from launcher.market.offers import CLOUDS
+from launcher.provision.local.local_nodes import recorded_clouds
+from launcher.provision.sky.sky import Sky
 from launcher.settings import ledger_path, runs_folder
 
 REASON = "spotrl panic"

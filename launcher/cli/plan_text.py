@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from launcher.cli.layout import columns, fitted
-from launcher.job import FASTEST_CLOCK, Job
+from launcher.job.schema import FASTEST_CLOCK, Job
 from launcher.money import dollars, duration, hourly
 from launcher.placement.exploration import exploration_outlook
 from launcher.placement.plan import Plan, Slot

@@ -20,9 +20,9 @@ from launcher.ledger.prices import latest_prices, places, price_history
 from launcher.market.machines import machine_of, machines
 from launcher.market.offers import CLOUDS
 from launcher.market.prices import PricePoint, iso
-from launcher.market.refresh import Answer, Refreshed, build_sources
-from launcher.market.refresh import refresh as refresh_prices
 from launcher.money import dollars, duration, exact_dollars, hourly, parse_duration
+from launcher.services.refresh import Answer, Refreshed, build_sources
+from launcher.services.refresh import refresh as refresh_prices
 
 Sessions = sessionmaker[Session]
 

@@ -5,10 +5,10 @@ from typing import Any
 import click
 from sqlalchemy.orm import Session, sessionmaker
 
+from launcher.cleanup.reaping import Inventory, known_clouds, live_runs, split
 from launcher.cli.leftovers import Choice, Wish, take, what_to_take, where_to_look
-from launcher.cluster.local_nodes import recorded_clouds
-from launcher.cluster.reaping import Inventory, known_clouds, live_runs, split
 from launcher.exit_codes import ExitCode
+from launcher.provision.local.local_nodes import recorded_clouds
 from launcher.settings import runs_folder
 
 

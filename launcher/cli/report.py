@@ -9,11 +9,11 @@ import click
 from sqlalchemy.orm import Session, sessionmaker
 
 from launcher.cli.run_argument import run_argument
-from launcher.cluster.stores import StoreError, read_object, run_stores
 from launcher.ledger.models import Removal, Run
 from launcher.ledger.store import find_run
 from launcher.report.build import build_report, clock_of
 from launcher.report.terminal import a_console, print_report
+from launcher.storage.stores import StoreError, read_object, run_stores
 
 
 @click.command()

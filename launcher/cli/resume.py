@@ -6,7 +6,7 @@ import click
 from sqlalchemy.orm import Session, sessionmaker
 
 from launcher.cli.run_argument import run_argument
-from launcher.cluster.runs import resume_run
+from launcher.runs.runs import resume_run
 
 
 @click.command()

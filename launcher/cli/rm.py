@@ -6,11 +6,11 @@ from dataclasses import asdict
 import click
 from sqlalchemy.orm import Session, sessionmaker
 
+from launcher.cleanup.removal import look_at_remains, remove_run
 from launcher.cli.leftovers import is_a_person
 from launcher.cli.run_argument import run_argument
-from launcher.cluster.removal import look_at_remains, remove_run
-from launcher.cluster.runs import run_view
 from launcher.money import dollars
+from launcher.runs.runs import run_view
 
 
 @click.command()

@@ -12,13 +12,13 @@ import click
 from sqlalchemy.orm import Session, sessionmaker
 
 from engine.config import EvaluationConfig
+from launcher.cleanup.removal import buckets_of
 from launcher.cli.run_argument import run_argument
-from launcher.cluster.removal import buckets_of
-from launcher.cluster.start import copy_start
-from launcher.cluster.stores import run_stores
 from launcher.engine_process import engine_command, engine_failure
 from launcher.ledger.store import check_kept, find_run
 from launcher.report.weights import pull_weights
+from launcher.runs.start import copy_start
+from launcher.storage.stores import run_stores
 
 
 @click.command()
@@ -72,7 +72,7 @@ def sample(
       spotrl sample digits-ocr 1234 0077 --count 4 --to pictures
       spotrl sample digits-ocr 1234 0077 --count 4 --to pictures --base
     """
-    command = engine_command("engine.sample")
+    command = engine_command("engine.entrypoints.sample")
     with sessions() as session:
         run = find_run(session, run_name)
         if not buckets_of(run) and not base:

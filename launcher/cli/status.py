@@ -13,10 +13,10 @@ from sqlalchemy.orm import Session, sessionmaker
 from engine.events import Regrouped
 from launcher.cli.layout import fitted
 from launcher.cli.run_argument import run_argument
-from launcher.cluster.runs import EventLine, RunView, event_lines, run_view, short_name, still_running
 from launcher.ledger.store import find_run
 from launcher.money import dollars, duration, hourly
 from launcher.report.sharing import groups_text
+from launcher.runs.runs import EventLine, RunView, event_lines, run_view, short_name, still_running
 
 LAST_EVENTS = 8
 LOOK_SECONDS = 1.0

@@ -22,7 +22,7 @@ class Run(Base):
     created_ms: Mapped[int]
     job_yaml: Mapped[str]
     job: Mapped[dict[str, Any]]
-    """The checked job, with every default filled in (launcher/job.py)."""
+    """The checked job, with every default filled in (launcher/job/schema.py)."""
     plan: Mapped[dict[str, Any]]
     """The nodes to buy, slot by slot (launcher/placement/plan.py). The controller keeps the slots filled."""
     job_digest: Mapped[str]

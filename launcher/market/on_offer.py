@@ -13,7 +13,7 @@ from dataclasses import replace
 from launcher.market.machines import is_too_old
 from launcher.market.offers import Offer, buyable, key, without_expired
 from launcher.market.prices import PricePoint, time_ms
-from launcher.market.refresh_catalog import merged, offers_from
+from launcher.services.refresh_catalog import merged, offers_from
 
 
 def on_offer(tables: Iterable[Offer], said: Iterable[PricePoint], now_ms: int) -> tuple[Offer, ...]:

@@ -13,13 +13,13 @@ from typing import Any
 
 from engine.events import Market
 from engine.exploration.value import IterationCost
+from launcher.decide.failover import Option, SiteOptions
 from launcher.exit_codes import BudgetError
 from launcher.market.estimate import Basis, Estimate
 from launcher.money import HOUR_MS, dollars, duration, hourly
 from launcher.placement.ask import CloudAsk, LeftOut, MarketView, PricedPool, Site, Spot, sites_of
 from launcher.placement.forecast import Caps, Choice, Outlook, at_the_end, on_demand_outlook, outlook, share_at_work
 from launcher.placement.iteration_time import WhenSpotPays, iterations_share
-from launcher.placement.moves import Option, SiteOptions
 from launcher.placement.plan import PlacementError, Plan, Slot, placement_of, slot_of, zone_text
 from launcher.placement.policy import POLICIES, Ours, Situation, build_policy
 from launcher.placement.search import Found, cheapest_choice, is_above_floor, is_spread

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from engine.config import CandidateBudget
 from engine.exploration.value import ASSUMED_RHO, selection_gain, variance_gain
-from launcher.job import Job
+from launcher.job.schema import Job
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,7 +17,7 @@ from engine.exploration.value import IterationCost, selection_gain, variance_gai
 from launcher.market.estimate import Estimate
 
 TRAINED_ON_GPUS = 1
-"""The engine trains on one GPU of the trainer node (engine/runtime/agent.py). The remaining GPUs idle, and are
+"""The engine trains on one GPU of the trainer node (engine/node/agent.py). The remaining GPUs idle, and are
 counted as idle."""
 
 

@@ -13,12 +13,12 @@ from difflib import get_close_matches
 from typing import Any, Literal
 
 from engine.events import Market
+from launcher.decide.failover import Option, SiteOptions
 from launcher.exit_codes import ExitCode, Failure
-from launcher.job import Job, NodeResources
+from launcher.job.schema import Job, NodeResources
 from launcher.market.offers import Offer
 from launcher.market.quality import USABLE
 from launcher.money import HOUR_MS
-from launcher.placement.moves import Option, SiteOptions
 from launcher.placement.placement import Placement
 
 

@@ -1,7 +1,7 @@
 """Find a run's newest complete checkpoint, and copy its weights and metrics to a folder.
 
 Checkpoints lie in the run's stores: a folder on the local infra, a bucket on each cloud used by the run. A checkpoint
-counts when its manifest exists, because the manifest is written last (engine/training/checkpoint.py). A checkpoint's
+counts when its manifest exists, because the manifest is written last (engine/storage/checkpoint.py). A checkpoint's
 name, `l0002-i000012`, sorts by lineage and then by iteration. The copied bytes match the digests in the manifest. A
 file appears in the target folder complete or not at all.
 """
@@ -18,17 +18,17 @@ import obstore
 from obstore.store import ObjectStore
 
 from engine.durable import write_durably
-from launcher.cluster.stores import bucket_errors, newest_checkpoint, paths_in
 from launcher.exit_codes import Failure
+from launcher.storage.stores import bucket_errors, newest_checkpoint, paths_in
 
 WANTED = ("weights.safetensors", "ema.safetensors")
 
 PULLED_MANIFEST = "manifest.json"
 """File in the folder written by `spotrl pull`, with the run, the checkpoint and the digests of the weights. Another
-run can start from the weights (launcher/cluster/start.py)."""
+run can start from the weights (launcher/runs/start.py)."""
 
 METRICS = "metrics/"
-"""Folder in a store with `metrics/NODE/metrics.jsonl` and TensorBoard's event files (engine/runtime/ship.py)."""
+"""Folder in a store with `metrics/NODE/metrics.jsonl` and TensorBoard's event files (engine/storage/ship.py)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

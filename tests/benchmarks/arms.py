@@ -30,7 +30,7 @@ from engine.config import (
     ProfileConfig,
     RuntimeConfig,
 )
-from engine.training.checkpoint import CheckpointStore
+from engine.storage.checkpoint import CheckpointStore
 from tests.benchmarks.page import ROOT
 from tests.engine.fleet import Fleet
 
@@ -79,7 +79,7 @@ class Arm:
     steps: int | None = None
     """Denoising steps of a candidate; None: all."""
     spot: bool = True
-    module: str = "engine.runtime.agent"
+    module: str = "engine.node.agent"
     """What the spot node runs."""
     most: int | None = None
     """Iterations at most, target or not."""

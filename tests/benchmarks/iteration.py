@@ -18,14 +18,14 @@ from typing import Any
 
 import torch
 
+from engine.algorithm.advantages import group_advantages
+from engine.algorithm.loss import grpo_loss
 from engine.config import AlgorithmConfig, EngineConfig, EvaluationConfig, ExplorationConfig, RuntimeConfig
+from engine.diffusion.sampler import advance, initial, log_prob, policy, rollout_plan
 from engine.models.load import load_adapter, trainable
 from engine.prompts import prompt_source
+from engine.protocol.request import Stream, seed_of
 from engine.rewards.load import load_reward
-from engine.rollout.request import Stream, seed_of
-from engine.rollout.sampler import advance, initial, log_prob, policy, rollout_plan
-from engine.training.advantages import group_advantages
-from engine.training.loss import grpo_loss
 from tests.benchmarks.page import load_now, publish, spread
 from tests.engine.fleet import Fleet
 

@@ -31,10 +31,10 @@ from launcher.ledger.store import open_ledger
 from launcher.market.machines import MACHINES
 from launcher.market.offers import Offer
 from launcher.market.prices import FeedRefused
-from launcher.market.refresh import ask, build_sources, refresh
 from launcher.placement.ask import CloudAsk, MarketView, NodeAsk
 from launcher.placement.cloud_plan import plan_cloud
 from launcher.placement.recipes import qwen_image_512
+from launcher.services.refresh import ask, build_sources, refresh
 from tests.benchmarks.page import load_now, publish, spread
 from tests.fakes.market import FakeMarket, Product, Tick, sku
 from tests.launcher.test_prices import FEED_REFUSALS, ROW_REFUSALS, believed, on_demand, raw

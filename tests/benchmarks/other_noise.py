@@ -9,11 +9,11 @@ import sys
 from dataclasses import replace
 from typing import Any
 
-import engine.runtime.agent
+import engine.node.agent
 from engine.config import NodeSpec
-from engine.rollout.request import Kind, Work
-from engine.runtime.agent import Agent
-from engine.runtime.worker import Worker
+from engine.node.agent import Agent
+from engine.protocol.request import Kind, Work
+from engine.worker.worker import Worker
 
 OTHER = 0x5DEECE66D
 """What a seed is changed by."""
@@ -38,7 +38,7 @@ class Control(Agent):
 
 def run_other_noise(spec_json: str, *arguments: Any) -> None:
     """A worker as it ships, but candidates are drawn from the noise of other seeds."""
-    from engine.runtime.processes import run_worker
+    from engine.entrypoints.processes import run_worker
 
     Worker._denoise = _other_noise(Worker._denoise)  # type: ignore[method-assign]
     run_worker(NodeSpec.model_validate_json(spec_json), *arguments)
@@ -58,5 +58,5 @@ def _other_noise(denoise: Any) -> Any:
 
 
 if __name__ == "__main__":
-    engine.runtime.agent.Agent = Control  # type: ignore[misc]
-    sys.exit(engine.runtime.agent.main())
+    engine.node.agent.Agent = Control  # type: ignore[misc]
+    sys.exit(engine.node.agent.main())

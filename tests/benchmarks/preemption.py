@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from engine.config import EngineConfig, RewardConfig, RuntimeConfig, SamplerConfig
-from engine.rollout.trajectory import Trajectory
+from engine.diffusion.trajectory import Trajectory
 from tests.benchmarks.page import load_now, publish
 from tests.conformance.cluster import ClusterStage
 from tests.conformance.drill import Batch, Drill

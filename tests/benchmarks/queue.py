@@ -28,19 +28,19 @@ import torch
 
 from engine.clock import ScaledClock
 from engine.config import EngineConfig, RuntimeConfig, role_token
+from engine.coordinator.coordinator import open_coordinator
+from engine.coordinator.rights import Rights
+from engine.coordinator.server import CoordinatorServer, Front, bind
+from engine.coordinator.weight_book import digest_of
+from engine.diffusion.sampler import plan_to_dict, rollout_plan
 from engine.models.load import load_adapter, trainable
+from engine.protocol.request import Finished, Kind, RequestId, Score, WeightsKey, Work
+from engine.protocol.wire import pack, task_to_dict, weights_to_list
+from engine.queue.pace import Rules
+from engine.queue.queue import Queue, Task
 from engine.rewards.load import load_reward
-from engine.rollout.pace import Rules
-from engine.rollout.queue import Queue, Task
-from engine.rollout.request import Finished, Kind, RequestId, Score, WeightsKey, Work
-from engine.rollout.sampler import plan_to_dict, rollout_plan
-from engine.rollout.wire import pack, task_to_dict, weights_to_list
-from engine.runtime.coordinator import open_coordinator
-from engine.runtime.rights import Rights
-from engine.runtime.server import CoordinatorServer, Front, bind
-from engine.runtime.transport import HttpTransport
-from engine.runtime.weight_book import digest_of
-from engine.runtime.worker import Worker, get_weights
+from engine.worker.transport import HttpTransport
+from engine.worker.worker import Worker, get_weights
 from tests.benchmarks.page import load_now, publish, spread
 from tests.engine.fleet import ALLOWED, TOKEN, free_port
 
@@ -157,7 +157,7 @@ class Served:
     def __init__(self, folder: Path, runtime: RuntimeConfig | None = None) -> None:
         self.folder, self.runtime, self.port = folder, runtime or RuntimeConfig(), free_port()
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["engine.runtime.processes"])
+        self._context.set_forkserver_preload(["engine.entrypoints.processes"])
         self.process: Any = None
 
     def start(self) -> float:

@@ -36,12 +36,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.config import EngineConfig
+from engine.diffusion.sampler import denoise, evaluation_plan
 from engine.models.digits import CHARACTERS, WIDTH, render
 from engine.models.load import load_adapter, trainable
 from engine.prompts import held_out_digits
+from engine.protocol.request import Stream, seed_of
 from engine.rewards.ocr import OcrReward
-from engine.rollout.request import Stream, seed_of
-from engine.rollout.sampler import denoise, evaluation_plan
 from tests.benchmarks.page import load_now, publish
 
 FORWARD = 48

@@ -21,14 +21,14 @@ import torch
 from numpy.typing import NDArray
 
 from engine.config import EngineConfig
+from engine.diffusion.sampler import Plan, denoise, rollout_plan
 from engine.models.load import load_adapter, trainable
 from engine.prompts import prompt_source
+from engine.protocol.request import Score, Stream, seed_of
 from engine.rewards.load import load_reward
-from engine.rollout.request import Score, Stream, seed_of
-from engine.rollout.sampler import Plan, denoise, rollout_plan
-from engine.runtime.worker import get_weights
 from engine.versions import installed_versions
-from launcher.job import load_job
+from engine.worker.worker import get_weights
+from launcher.job.schema import load_job
 from tests.benchmarks.page import ROOT
 
 REWARDS = ROOT / "tests/data/rewards"

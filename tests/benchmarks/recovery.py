@@ -28,11 +28,11 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session, sessionmaker
 
 from engine.events import NodeServed, NodeUsage, Phase
-from launcher.cluster import processes
-from launcher.cluster.local import node_folder
-from launcher.cluster.runs import run_view
 from launcher.ledger.models import Node, NodeEvent, ProgressRow
 from launcher.ledger.store import find_run, open_ledger
+from launcher.provision.local import processes
+from launcher.provision.local.provisioner import node_folder
+from launcher.runs.runs import run_view
 from tests.benchmarks.page import load_now, publish, spread
 from tests.fakes.clouds.world import World, why_not
 
@@ -194,7 +194,7 @@ def _serving(place: Place, but: str | None) -> str | None:
 
 def _noticed(folder: Path, node: str, kind: str) -> float:
     """When the controller wrote it down, by its log."""
-    line = re.compile(rf"^(\S+ \S+) INFO launcher.cluster.controller: {node}: {kind}\b", re.MULTILINE)
+    line = re.compile(rf"^(\S+ \S+) INFO launcher.controller.controller: {node}: {kind}\b", re.MULTILINE)
     found = line.search((folder / "controller.log").read_text())
     assert found is not None, f"the controller's log does not tell of {node}: {kind}"
     return datetime.strptime(found[1], "%Y-%m-%d %H:%M:%S,%f").timestamp()

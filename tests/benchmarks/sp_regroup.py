@@ -30,16 +30,16 @@ from typing import Any, Literal
 import torch
 
 from engine.config import EngineConfig, ModelConfig, RuntimeConfig, SamplerConfig
+from engine.coordinator.membership import ALONE
+from engine.diffusion.sampler import advance, initial, plan_to_dict, rollout_plan
 from engine.models.load import load_adapter, trainable
 from engine.parallel.communicator import Communicators, join_store
 from engine.parallel.elastic import Elastic
-from engine.parallel.membership import ALONE
 from engine.parallel.ulysses import Ulysses
-from engine.rollout.queue import Task
-from engine.rollout.request import Kind, Regroup, RequestId, WeightsKey
-from engine.rollout.sampler import advance, initial, plan_to_dict, rollout_plan
-from engine.rollout.wire import task_to_dict, weights_to_list
-from engine.runtime.worker import get_weights
+from engine.protocol.request import Kind, Regroup, RequestId, WeightsKey
+from engine.protocol.wire import task_to_dict, weights_to_list
+from engine.queue.queue import Task
+from engine.worker.worker import get_weights
 from tests.benchmarks.page import load_now, publish
 from tests.benchmarks.sp_parity import GROUPS, Member, Ranks, switch_ms
 from tests.conformance.on_demand import SeatLine
@@ -187,7 +187,7 @@ class Loss:
 class Node:
     """One spot node of a runtime at work, and the on-demand node that it works for."""
 
-    def __init__(self, folder: Path, runtime: Runtime, module: str = "engine.runtime.agent") -> None:
+    def __init__(self, folder: Path, runtime: Runtime, module: str = "engine.node.agent") -> None:
         """`module`: what the node runs."""
         self.config = config(runtime)
         self.fleet = Fleet(folder, self.config, run="regroup")
@@ -374,7 +374,7 @@ def measure_switch() -> list[float]:
 COLD = f"""
 import time
 import torch
-import engine.runtime.processes
+import engine.entrypoints.processes
 from engine.config import ModelConfig, RewardConfig
 from engine.models.load import load_adapter
 from engine.rewards.load import load_reward

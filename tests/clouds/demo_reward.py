@@ -10,8 +10,8 @@ from pathlib import Path
 
 from torch import Tensor
 
+from engine.protocol.request import Score
 from engine.rewards.ocr import OcrReward
-from engine.rollout.request import Score
 
 GATE = Path("/home/ubuntu/story-is-over")
 

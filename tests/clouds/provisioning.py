@@ -18,19 +18,19 @@ import boto3
 
 from engine.config import ClockConfig, EngineConfig, NodeSpec
 from engine.events import Market
-from launcher.cluster import sky_provisioner
-from launcher.cluster.bundle import Bundle, make_bundle
-from launcher.cluster.clouds.aws import WHO_MAY_BE_A_NODE
-from launcher.cluster.clouds.base import Place
-from launcher.cluster.clouds.build import build_cloud_api
-from launcher.cluster.clouds.gce import GceApi
-from launcher.cluster.clouds.gce_services import COMPUTE, IAM
-from launcher.cluster.node_link import NodeLink
-from launcher.cluster.provisioner import NodeFact, NodeStatus
-from launcher.cluster.sky import Sky
-from launcher.cluster.sky_provisioner import Purchases, SkyProvisioner
-from launcher.company import NOTHING_NAMED, Named
+from launcher.clouds.aws import WHO_MAY_BE_A_NODE
+from launcher.clouds.base import Place
+from launcher.clouds.build import build_cloud_api
+from launcher.clouds.gce import GceApi
+from launcher.clouds.gce_services import COMPUTE, IAM
+from launcher.job.company import NOTHING_NAMED, Named
 from launcher.placement.placement import Placement
+from launcher.provision.provisioner import NodeFact, NodeStatus
+from launcher.provision.sky import sky_provisioner
+from launcher.provision.sky.bundle import Bundle, make_bundle
+from launcher.provision.sky.node_link import NodeLink
+from launcher.provision.sky.sky import Sky
+from launcher.provision.sky.sky_provisioner import Purchases, SkyProvisioner
 from tests.fakes.clouds.addresses import CLIENT, PROJECT
 from tests.fakes.clouds.world import World
 

@@ -22,11 +22,11 @@ import pytest
 
 from engine.config import role_token
 from engine.models.digits import BASE
-from launcher.cluster.brakes import RELEASE_ALLOWANCE_MS
-from launcher.cluster.processes import is_alive
-from launcher.cluster.reconcile import NodeRecord
-from launcher.cluster.stores import newest_checkpoint, open_store
+from launcher.decide.budget_guard import RELEASE_ALLOWANCE_MS
+from launcher.decide.reconcile import NodeRecord
 from launcher.ledger.store import find_run
+from launcher.provision.local.processes import is_alive
+from launcher.storage.stores import newest_checkpoint, open_store
 from tests.clouds.launched import BACK_SECONDS, BUCKETS, Launched, job, node_of, wait_for
 from tests.clouds.planted import below, on_host, plant, planted_in
 from tests.clouds.story import left_in_the_clouds
@@ -93,7 +93,7 @@ def runs(world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run
         runs.priced.launch(job("priced", "aws", iterations=8, total=BUDGET, step=6.0, model="base"))
         runs.abandoned.until("both its nodes work", lambda: len(runs.abandoned.ready()) == 2, UP_SECONDS)
         runs.abandoned.signal(signal.SIGKILL)
-        world.on(ABANDONED_ROLLOUT, ["pkill", "-KILL", "-f", "engine.runtime.agent"])
+        world.on(ABANDONED_ROLLOUT, ["pkill", "-KILL", "-f", "engine.node.agent"])
         for run in (runs.steady, runs.priced):
             run.until("all its nodes work", lambda run=run: len(run.ready()) == 2, UP_SECONDS)
         runs.steady.trains_on()

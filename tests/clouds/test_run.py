@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from engine.models.digits import load_digits
-from engine.runtime.worker import set_weights
-from launcher.cluster.stores import newest_checkpoint, open_store
+from engine.worker.worker import set_weights
+from launcher.storage.stores import newest_checkpoint, open_store
 from tests.clouds.launched import BACK_SECONDS, BUCKETS, Launched, job, wait_for
 from tests.clouds.planted import on_host, plant
 from tests.clouds.story import left_in_the_clouds

@@ -23,7 +23,7 @@ SPOTRL = [sys.executable, "-m", "launcher.cli.main"]
 
 LEAVE_BEHIND = """
 import boto3
-from launcher.cluster.clouds.build import build_cloud_api
+from launcher.clouds.build import build_cloud_api
 
 for cloud, region in (("aws", "us-west-2"), ("gcp", "us-east4")):
     api = build_cloud_api(cloud)
@@ -49,9 +49,9 @@ import os, sys
 from pathlib import Path
 
 from engine.events import Market
-from launcher.cluster.clouds.base import NODE_LABEL, OWNER_LABEL, RUN_LABEL
-from launcher.cluster.clouds.build import build_cloud_api
-from launcher.cluster.sky import Launch, Sky
+from launcher.clouds.base import NODE_LABEL, OWNER_LABEL, RUN_LABEL
+from launcher.clouds.build import build_cloud_api
+from launcher.provision.sky.sky import Launch, Sky
 from launcher.ledger.store import open_ledger, writing
 from launcher.placement.placement import Placement
 from tests.launcher.made_ledger import a_run
@@ -95,7 +95,7 @@ resources:
 budget: {max_total: $4, max_hourly: $9, deadline: 1h}
 """
 
-UNDER_WAY = "import json; from launcher.cluster.sky import Sky; print(json.dumps(Sky().pending('forgotten-')))"
+UNDER_WAY = "import json; from launcher.provision.sky.sky import Sky; print(json.dumps(Sky().pending('forgotten-')))"
 
 
 def spotrl(world: World, *words: str, home: Path, **env: str) -> tuple[int, Any, subprocess.CompletedProcess[str]]:

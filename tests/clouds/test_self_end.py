@@ -16,7 +16,7 @@ from tests.fakes.clouds.world import World, why_not
 pytestmark = [pytest.mark.clouds, pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]
 
 ENGINE = Path(__file__).parents[2] / "engine"
-MODULES = ("durable", "mark", "runtime/alone", "runtime/money", "runtime/self_end", "runtime/metadata")
+MODULES = ("durable", "mark", "node/alone", "node/spend_guard", "node/self_termination", "storage/metadata")
 """Modules that the guard needs; they need nothing but the standard library beside."""
 
 BOOT = """
@@ -66,7 +66,7 @@ def world():
                 on(
                     world,
                     cloud,
-                    f"mkdir -p engine/runtime spotrl/logs; echo {text} | base64 -d > engine/{module}.py",
+                    f"mkdir -p engine/node engine/storage spotrl/logs; echo {text} | base64 -d > engine/{module}.py",
                 )
         yield world
 
@@ -91,7 +91,7 @@ def test_a_machine_whose_money_is_spent_ends_itself_with_its_disk(world, how):
     for cloud in ("aws", "gcp"):
         node = json.dumps({"cloud": cloud, "money_left_ms": -20_000})
         on(world, cloud, f"echo '{node}' > spotrl/node.json")
-        on(world, cloud, "setsid python3 -m engine.runtime.money spotrl > spotrl/logs/agent.log 2>&1 < /dev/null &")
+        on(world, cloud, "setsid python3 -m engine.node.spend_guard spotrl > spotrl/logs/agent.log 2>&1 < /dev/null &")
     wait_for(lambda: not world.hosts(), seconds=60)
     left = {(thing["cloud"], thing["kind"]) for thing in world.inventory() if thing["kind"] in ("instance", "disk")}
     # What the last resort leaves: a stopped machine and its disk, for `spotrl reap`.
@@ -100,6 +100,6 @@ def test_a_machine_whose_money_is_spent_ends_itself_with_its_disk(world, how):
 
 def test_the_metadata_services_tell_of_a_reclaim(world):
     for cloud, (ask, said) in NOTICE.items():
-        read = f'python3 -c "from engine.runtime.metadata import *; print({ask})"'
+        read = f'python3 -c "from engine.storage.metadata import *; print({ask})"'
         world.reclaim(f"{cloud}-node", seconds=30, notice=True)
         wait_for(lambda cloud=cloud, read=read, said=said: said in str(on(world, cloud, read)), seconds=15)

@@ -10,10 +10,10 @@ import time
 
 import pytest
 
-from launcher.cluster.processes import is_alive
-from launcher.cluster.runs import request_stop
-from launcher.cluster.store_lease import LEASE_SECONDS
+from launcher.controller.store_lease import LEASE_SECONDS
 from launcher.ledger.store import writing
+from launcher.provision.local.processes import is_alive
+from launcher.runs.runs import request_stop
 from tests.clouds.launched import Launched, wait_for
 from tests.fakes.clouds.world import World
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from engine.config import EngineConfig, role_token
 from engine.events import Capacity
-from engine.runtime.transport import HttpTransport, Transport
+from engine.worker.transport import HttpTransport, Transport
 from tests.conformance.cutting_proxy import CuttingProxy
 from tests.conformance.full_disk import SmallDisk
 from tests.conformance.on_demand import SeatLine

@@ -11,13 +11,13 @@ from shutil import copyfile
 from typing import Any, TypeVar
 
 from engine.clock import ScaledClock
+from engine.coordinator.coordinator import open_coordinator
+from engine.diffusion.sampler import plan_to_dict
+from engine.diffusion.trajectory import Trajectory
 from engine.events import Capacity, Market, NodeCapacity, NodeState
-from engine.rollout.queue import Task
-from engine.rollout.request import Finished, Kind, RequestId, WeightsKey
-from engine.rollout.sampler import plan_to_dict
-from engine.rollout.trajectory import Trajectory
-from engine.rollout.wire import finished_from_dict, task_to_dict, weights_to_list
-from engine.runtime.coordinator import open_coordinator
+from engine.protocol.request import Finished, Kind, RequestId, WeightsKey
+from engine.protocol.wire import finished_from_dict, task_to_dict, weights_to_list
+from engine.queue.queue import Task
 from tests.conformance.stage import Stage, Step
 from tests.conformance.undisturbed import Undisturbed, equal
 

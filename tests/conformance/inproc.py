@@ -14,14 +14,14 @@ from typing import Any
 import torch
 
 from engine.config import ClockConfig
+from engine.coordinator.coordinator import Coordinator, is_nothing, open_coordinator
 from engine.events import Capacity
 from engine.models.load import load_adapter, trainable
+from engine.protocol.request import Work
+from engine.protocol.wire import Blobs, pack, unpack
 from engine.rewards.load import load_reward
-from engine.rollout.request import Work
-from engine.rollout.wire import Blobs, pack, unpack
-from engine.runtime.coordinator import Coordinator, is_nothing, open_coordinator
-from engine.runtime.transport import Answer, InprocTransport, Transport
-from engine.runtime.worker import Worker
+from engine.worker.transport import Answer, InprocTransport, Transport
+from engine.worker.worker import Worker
 from tests.conformance.stage import WORKDIR, BadLine, Step, engine_config
 from tests.conformance.unreliable import Unreliable
 

@@ -13,12 +13,12 @@ from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
-import engine.runtime.agent
+import engine.node.agent
 from engine.config import NodeSpec
-from engine.rollout.wire import Blobs
-from engine.runtime.agent import Agent
-from engine.runtime.child import Beat, begin
-from engine.runtime.transport import Answer, CallRefused
+from engine.node.agent import Agent
+from engine.node.child import Beat, begin
+from engine.protocol.wire import Blobs
+from engine.worker.transport import Answer, CallRefused
 
 
 class OnDemand(Agent):
@@ -40,7 +40,7 @@ class OnDemand(Agent):
 
 def run_seat(spec_json: str, beat: Beat, ready: Event) -> None:
     """Serve until the agent ends this process."""
-    from engine.runtime.processes import _transport_of_trainer
+    from engine.entrypoints.processes import _transport_of_trainer
 
     spec = NodeSpec.model_validate_json(spec_json)
     begin(spec, "trainer", beat)
@@ -88,5 +88,5 @@ class SeatLine:
 
 
 if __name__ == "__main__":
-    engine.runtime.agent.Agent = OnDemand  # type: ignore[misc]
-    sys.exit(engine.runtime.agent.main())
+    engine.node.agent.Agent = OnDemand  # type: ignore[misc]
+    sys.exit(engine.node.agent.main())

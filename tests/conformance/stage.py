@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple, Protocol
 
 from engine.config import EngineConfig, RewardConfig, RuntimeConfig, SamplerConfig
 from engine.events import Capacity
-from engine.runtime.transport import Transport
+from engine.worker.transport import Transport
 
 WORKDIR = Path(__file__).parent
 """Holds the reward, as a job's folder holds the user's own."""

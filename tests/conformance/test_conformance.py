@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from engine.clock import ScaledClock
+from engine.coordinator.weight_book import digest_of
 from engine.events import NodeState
-from engine.rollout.request import Exit, Kind, WeightsKey
-from engine.runtime.transport import Transport
-from engine.runtime.weight_book import digest_of
-from engine.runtime.worker import Worker, set_weights
+from engine.protocol.request import Exit, Kind, WeightsKey
+from engine.worker.transport import Transport
+from engine.worker.worker import Worker, set_weights
 from tests.conformance.cluster import ClusterStage
 from tests.conformance.drill import Drill
 from tests.conformance.full_disk import NO_ROOM

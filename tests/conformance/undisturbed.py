@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from engine.config import EngineConfig
+from engine.diffusion.sampler import advance, initial, rollout_plan
+from engine.diffusion.trajectory import Trajectory
 from engine.models.load import load_adapter, trainable
+from engine.protocol.request import RequestId
 from engine.rewards.load import load_reward
-from engine.rollout.request import RequestId
-from engine.rollout.sampler import advance, initial, rollout_plan
-from engine.rollout.trajectory import Trajectory
-from engine.runtime.worker import get_weights, set_weights
+from engine.worker.worker import get_weights, set_weights
 from tests.conformance.stage import WORKDIR
 
 

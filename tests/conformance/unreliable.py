@@ -6,8 +6,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from engine.rollout.wire import Blobs
-from engine.runtime.transport import Answer, Transport
+from engine.protocol.wire import Blobs
+from engine.worker.transport import Answer, Transport
 
 LONGEST_DELAY_SECONDS = 0.1
 

@@ -15,10 +15,10 @@ import pytest
 from sqlalchemy.orm import Session, sessionmaker
 
 from launcher.cli.main import run
-from launcher.cluster.reconcile import OVER
-from launcher.cluster.runs import RunView, run_view
+from launcher.decide.reconcile import OVER
 from launcher.exit_codes import ExitCode
 from launcher.ledger.store import open_ledger
+from launcher.runs.runs import RunView, run_view
 
 pytestmark = pytest.mark.timeout(600)  # a run that is preempted by the clock buys more nodes on a slow machine
 

@@ -20,8 +20,8 @@ import pytest
 
 from engine.config import CandidateBudget, ClockConfig, NodeSpec, RuntimeConfig, role_token
 from engine.events import IterationDone, Market, NodeUsage, ProgressEvent
-from launcher.cluster.node_link import NodeLink
-from launcher.cluster.progress import ProgressFiles
+from launcher.controller.progress import ProgressFiles
+from launcher.provision.sky.node_link import NodeLink
 from tests.end_to_end.test_survival import CANDIDATES, CONFIG
 from tests.engine.fleet import ALLOWED, TOKEN, free_port
 from tests.launcher.cluster.sshd import Sshd, why_no_sshd

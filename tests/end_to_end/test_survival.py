@@ -17,7 +17,7 @@ from engine.config import (
     RuntimeConfig,
     SecondsBudget,
 )
-from engine.training.checkpoint import CheckpointStore
+from engine.storage.checkpoint import CheckpointStore
 from tests.engine.fleet import Fleet
 from tests.engine.nursery import NurseryFleet
 

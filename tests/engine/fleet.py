@@ -19,8 +19,8 @@ import httpx
 import psutil
 
 from engine.config import ClockConfig, EngineConfig, NodeSpec, role_token
+from engine.coordinator.rights import ROUTES
 from engine.events import Capacity, Market, NodeCapacity, NodeState, Progress
-from engine.runtime.rights import ROUTES
 
 TOKEN = "test-token"
 """Of the run. Nodes and callers have those of their roles."""
@@ -39,7 +39,7 @@ class Fleet:
         self._generation = 0
 
     def start(
-        self, node: str, *, workers: int = 1, module: str = "engine.runtime.agent", cores: Sequence[int] | None = None
+        self, node: str, *, workers: int = 1, module: str = "engine.node.agent", cores: Sequence[int] | None = None
     ) -> None:
         """A node called `trainer...` trains; any other is a spot node. `module`: what it runs. `cores`: its own."""
         folder = self.folder / "nodes" / node

@@ -2,14 +2,14 @@
 
     python -m tests.engine.nursery SOCKET    one JSON line in, one out: {"fork": ...} -> pid, {"poll": pid} -> exit code
 
-A module of the engine that a command starts (`python -m engine.preflight`) can be forked too. `forked_python` makes a
-program to put in the place of `sys.executable`: it sends its command line and its standard files through SOCKET, and
-ends with the exit code that the forked process had.
+A module of the engine that a command starts (`python -m engine.entrypoints.preflight`) can be forked too.
+`forked_python` makes a program to put in the place of `sys.executable`: it sends its command line and its standard
+files through SOCKET, and ends with the exit code that the forked process had.
 
-`python -m engine.runtime.agent` imports torch, diffusers and the recogniser for each node: six seconds of a core.
+`python -m engine.node.agent` imports torch, diffusers and the recogniser for each node: six seconds of a core.
 The nursery imports them once for all tests of a pytest process. The forked agent is the same code in a process session
 of its own, with the environment, folder and cores of the test that asks for it. The launcher has agents forked in the
-same way (engine/runtime/starter.py).
+same way (engine/node/starter.py).
 
 When its input ends, the nursery kills the sessions of all agents that it forked, and exits.
 """
@@ -34,7 +34,7 @@ from typing import Any
 import psutil
 from setproctitle import getproctitle
 
-from engine.runtime.starter import become_agent
+from engine.node.starter import become_agent
 from tests.engine.fleet import Fleet
 
 
@@ -147,7 +147,7 @@ class NurseryFleet(Fleet):
 
 
 def main() -> None:
-    import engine.runtime.processes  # noqa: F401  what every node needs
+    import engine.entrypoints.processes  # noqa: F401  what every node needs
     from engine.config import EngineConfig
     from engine.models.load import load_adapter
 

@@ -7,10 +7,10 @@ import uvicorn
 
 from engine.clock import ScaledClock
 from engine.config import RuntimeConfig, role_token
-from engine.runtime.coordinator import open_coordinator
-from engine.runtime.rights import Rights
-from engine.runtime.server import CoordinatorServer, Front, bind
-from engine.runtime.transport import HttpTransport
+from engine.coordinator.coordinator import open_coordinator
+from engine.coordinator.rights import Rights
+from engine.coordinator.server import CoordinatorServer, Front, bind
+from engine.worker.transport import HttpTransport
 from tests.engine.fleet import TOKEN
 
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from engine.training.advantages import EPSILON, RunningStd, batch_std, group_advantages, varies
-from engine.training.loss import gaussian_kl, grpo_loss
+from engine.algorithm.advantages import EPSILON, RunningStd, batch_std, group_advantages, varies
+from engine.algorithm.loss import gaussian_kl, grpo_loss
 
 
 def test_a_group_is_centred_on_its_mean_and_divided_by_its_std():

@@ -12,15 +12,15 @@ import psutil
 import pytest
 
 from engine.config import EngineConfig, ModelConfig, RuntimeConfig, SamplerConfig
+from engine.diffusion.sampler import plan_to_dict, rollout_plan
 from engine.events import IterationDone, Progress
 from engine.models.load import load_adapter, trainable
-from engine.rollout.queue import Task
-from engine.rollout.request import Kind, RequestId, WeightsKey
-from engine.rollout.sampler import plan_to_dict, rollout_plan
-from engine.rollout.wire import task_to_dict, weights_to_list
-from engine.runtime.agent import EXIT_BROKEN, _Child
-from engine.runtime.child import EXIT_UNANSWERED, Deaths, died_too_often, note_start, progress_of
-from engine.runtime.worker import get_weights
+from engine.node.agent import EXIT_BROKEN, _Child
+from engine.node.child import EXIT_UNANSWERED, Deaths, died_too_often, note_start, progress_of
+from engine.protocol.request import Kind, RequestId, WeightsKey
+from engine.protocol.wire import task_to_dict, weights_to_list
+from engine.queue.queue import Task
+from engine.worker.worker import get_weights
 from tests.end_to_end.sharing import Sharing
 from tests.engine.nursery import NurseryFleet
 from tests.engine.served import Served

@@ -9,8 +9,8 @@ import pytest
 from obstore.exceptions import GenericError
 
 from engine.drift import Look
-from engine.rollout.request import Group, Manifest
-from engine.training.checkpoint import Checkpoint, CheckpointDamaged, CheckpointStore
+from engine.protocol.request import Group, Manifest
+from engine.storage.checkpoint import Checkpoint, CheckpointDamaged, CheckpointStore
 
 MANIFEST = Manifest(
     run="run",

@@ -8,15 +8,15 @@ from dataclasses import replace
 import pytest
 
 from engine.config import RuntimeConfig
+from engine.coordinator.coordinator import open_coordinator
+from engine.coordinator.weight_book import digest_of
 from engine.events import NodeUsage, Progress
 from engine.exploration.batch import ExplorationOrder
-from engine.rollout.queue import Task
-from engine.rollout.request import Finished, Kind, RequestId, Score, Wait, WeightsKey, Work, request_to_list
-from engine.rollout.wire import finished_to_dict, reply_from_dict, task_to_dict, weights_to_list
-from engine.runtime.coordinator import open_coordinator
-from engine.runtime.progress import ProgressLog
-from engine.runtime.transport import InprocTransport
-from engine.runtime.weight_book import digest_of
+from engine.protocol.request import Finished, Kind, RequestId, Score, Wait, WeightsKey, Work, request_to_list
+from engine.protocol.wire import finished_to_dict, reply_from_dict, task_to_dict, weights_to_list
+from engine.queue.queue import Task
+from engine.storage.progress import ProgressLog
+from engine.worker.transport import InprocTransport
 from tests.engine.power import Power
 
 V0, V1 = WeightsKey(version=0), WeightsKey(version=1)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engine.runtime.device import device_of
+from engine.worker.device import device_of
 
 
 def machine_with(monkeypatch, gpus, *, usable=True):
@@ -51,14 +51,14 @@ def test_a_job_on_the_cpu_asks_cuda_for_nothing(monkeypatch):
 @pytest.mark.parametrize(("gpus", "workers", "each"), [(8, 8, 1.0), (8, 3, 2.0), (1, 1, 1.0), (1, 2, 0.5), (2, 3, 0.5)])
 def test_rays_gpus_are_shared_out_evenly(gpus, workers, each):
     pytest.importorskip("ray")
-    from engine.runtime.ray_supervisor import gpus_of_a_worker
+    from engine.ray.supervisor import gpus_of_a_worker
 
     assert gpus_of_a_worker(gpus, workers) == each
 
 
 def test_as_many_parts_of_a_gpu_as_are_handed_out_fit_on_it():
     pytest.importorskip("ray")
-    from engine.runtime.ray_supervisor import gpus_of_a_worker
+    from engine.ray.supervisor import gpus_of_a_worker
 
     for workers in range(1, 40):
         part = round(10_000 * gpus_of_a_worker(1, workers))

@@ -7,11 +7,11 @@ import torch
 from safetensors import safe_open
 
 from engine.config import ModelConfig
+from engine.diffusion.noise import noise_rows
 from engine.models.digits import BASE, load_digits, patchify, render, unpatchify
 from engine.models.load import ReferencePolicy, load_adapter, trainable
-from engine.models.pretrain_digits import evaluate, noisy_caption, pretrain, save, training_words
 from engine.prompts import held_out_digits
-from engine.rollout.noise import noise_rows
+from engine.tasks.pretrain_digits import evaluate, noisy_caption, pretrain, save, training_words
 
 FULL, LORA = ModelConfig(), ModelConfig(weights="lora", lora_rank=4)
 

@@ -9,9 +9,9 @@ import pytest
 
 from engine.clock import ScaledClock
 from engine.events import Progress, Warned
-from engine.runtime import disk
-from engine.runtime.progress import ProgressLog
-from engine.training.checkpoint import CheckpointStore
+from engine.storage import disk
+from engine.storage.checkpoint import CheckpointStore
+from engine.storage.progress import ProgressLog
 from tests.engine.test_checkpoint import FIRST, at
 from tests.engine.test_loop import TINY, build, progress
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from engine.coordinator.weight_book import WeightBook
 from engine.durable import write_durably
-from engine.rollout.request import WeightsKey
-from engine.runtime.weight_book import WeightBook
-from launcher.cluster.cloud_node import CloudNode
+from engine.protocol.request import WeightsKey
+from launcher.provision.sky.cloud_node import CloudNode
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from engine.events import (
     TargetReached,
     Warned,
 )
-from engine.runtime.progress import ProgressLog
+from engine.storage.progress import ProgressLog
 
 CLOCK = ScaledClock(origin_ms=0)
 EVENTS = [

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.exploration.batch import BatchExploration, ExplorationOrder
-from engine.rollout.request import Finished, Kind, Score
+from engine.protocol.request import Finished, Kind, Score
 
 PROMPTS = ("one", "two", "three", "four")
 

@@ -11,7 +11,7 @@ from engine.config import (
     ProfileConfig,
 )
 from engine.exploration.explorer import Explorer
-from engine.rollout.request import Finished, Kind, Manifest, RequestId, Score, Stream, seed_of
+from engine.protocol.request import Finished, Kind, Manifest, RequestId, Score, Stream, seed_of
 
 PROMPTS = tuple(f"prompt {number}" for number in range(8))
 PROFILES = (ProfileConfig(name="full"), ProfileConfig(name="fast", dtype="bfloat16", steps=4, scorer="student"))

@@ -22,6 +22,8 @@ from diffusers import (
 from torch import Tensor
 from transformers import ByT5Tokenizer, T5Config, T5EncoderModel
 
+from engine.algorithm.advantages import group_advantages
+from engine.algorithm.loss import LossHealth, gaussian_kl, grpo_loss
 from engine.clock import ScaledClock
 from engine.config import (
     AlgorithmConfig,
@@ -32,6 +34,8 @@ from engine.config import (
     RuntimeConfig,
     SamplerConfig,
 )
+from engine.diffusion.sampler import Plan, advance, initial, policy, replay, rollout_plan
+from engine.entrypoints.inproc import build_inproc
 from engine.models.adapter import DiTAdapter, rows
 from engine.models.digits import ByteText, DigitsAdapter, build_transformer
 from engine.models.flux import FluxAdapter
@@ -40,12 +44,8 @@ from engine.models.qwen_image import QwenImageAdapter
 from engine.models.sd3 import SD3Adapter
 from engine.models.text import EncodedText
 from engine.models.wan import WanAdapter
-from engine.rollout.request import Score
-from engine.rollout.sampler import Plan, advance, initial, policy, replay, rollout_plan
-from engine.runtime.inproc import build_inproc
-from engine.runtime.worker import get_weights
-from engine.training.advantages import group_advantages
-from engine.training.loss import LossHealth, gaussian_kl, grpo_loss
+from engine.protocol.request import Score
+from engine.worker.worker import get_weights
 
 WIDTH, LENGTH = 32, 8
 """Of the text, in every family."""

@@ -7,9 +7,9 @@ import torch
 from diffusers.models.activations import GELU
 
 from engine.config import ModelConfig
+from engine.diffusion.sampler import initial
 from engine.models.half import half_precision
 from engine.models.load import load_adapter
-from engine.rollout.sampler import initial
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from engine.runtime.journal import Journal, JournalDamaged
+from engine.coordinator.journal import Journal, JournalDamaged
 from tests.engine.power import Power
 
 

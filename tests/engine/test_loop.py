@@ -26,14 +26,14 @@ from engine.config import (
     TargetConfig,
     WindowConfig,
 )
+from engine.entrypoints.inproc import build_inproc
 from engine.events import Progress
 from engine.exploration.selection import variance
 from engine.models.load import ReferencePolicy, load_adapter, trainable
 from engine.prompts import held_out_digits, prompt_source
-from engine.rollout.request import Kind, Score
-from engine.runtime.inproc import build_inproc
-from engine.runtime.worker import get_weights
-from engine.training.checkpoint import CheckpointStore
+from engine.protocol.request import Kind, Score
+from engine.storage.checkpoint import CheckpointStore
+from engine.worker.worker import get_weights
 
 CANDIDATES = 8
 TINY = EngineConfig(

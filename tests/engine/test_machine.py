@@ -14,9 +14,9 @@ import pytest
 from engine.config import ClockConfig, EngineConfig, NodeSpec, RuntimeConfig, role_token
 from engine.events import Market
 from engine.mark import MARK, marked
-from engine.runtime.agent import EXIT_BROKEN, EXIT_MONEY, EXIT_REFUSED, other_setup
-from engine.runtime.metadata import GCE_HOST
-from engine.runtime.money import boot_id
+from engine.node.agent import EXIT_BROKEN, EXIT_MONEY, EXIT_REFUSED, other_setup
+from engine.node.spend_guard import boot_id
+from engine.storage.metadata import GCE_HOST
 from tests.engine.fleet import TOKEN, free_port, newest_pid
 from tests.engine.metadata_faces import FakeCompute, FakeGceMetadata
 from tests.engine.nursery import nursery
@@ -57,11 +57,11 @@ class Machine:
         (folder / "logs").mkdir(parents=True)
         (folder / "node.json").write_text(spec_of(folder, **more).model_dump_json())
         if program is None:
-            self.agent = nursery().fork("engine.runtime.agent", folder / "node.json")
+            self.agent = nursery().fork("engine.node.agent", folder / "node.json")
             return
         with (folder / "logs/agent.log").open("ab") as log:
             self.agent = subprocess.Popen(
-                [*program, "-m", "engine.runtime.agent", str(folder / "node.json")],
+                [*program, "-m", "engine.node.agent", str(folder / "node.json")],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -3,7 +3,7 @@
 import pytest
 
 from engine import machine_speed
-from launcher.job import FASTEST_CLOCK, SLOWEST_CLOCK, auto_clock_factor
+from launcher.job.schema import FASTEST_CLOCK, SLOWEST_CLOCK, auto_clock_factor
 
 
 def test_the_work_takes_time_and_more_work_takes_more(monkeypatch):

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.coordinator.membership import ALONE, Membership
 from engine.parallel.groups import plan_groups
-from engine.parallel.membership import ALONE, Membership
-from engine.rollout.request import Regroup
+from engine.protocol.request import Regroup
 
 SETTLING_MS = 300
 

@@ -36,13 +36,13 @@ from transformers import (
 )
 
 from engine.config import ModelConfig
+from engine.diffusion.noise import noise_rows
+from engine.diffusion.sampler import Plan, transition
 from engine.models.flux import load_flux
 from engine.models.load import load_adapter, trainable
 from engine.models.qwen_image import load_qwen_image
 from engine.models.sd3 import load_sd3
 from engine.models.wan import load_wan
-from engine.rollout.noise import noise_rows
-from engine.rollout.sampler import Plan, transition
 
 HEADS = {"num_attention_heads": 2, "attention_head_dim": 16}
 WIDTH = 32

@@ -13,9 +13,9 @@ from dataclasses import replace
 import psutil
 import pytest
 
-from engine.runtime.alone import HEARD, start_ticks
-from engine.runtime.metadata import GCE_HOST
-from engine.runtime.money import KEEP_MS, LATE_MS, Guard, Moment, Money, guard
+from engine.node.alone import HEARD, start_ticks
+from engine.node.spend_guard import KEEP_MS, LATE_MS, Guard, Moment, Money, guard
+from engine.storage.metadata import GCE_HOST
 from tests.engine.metadata_faces import FakeCompute, FakeGceMetadata
 
 START = Moment(boot_id="first", boot_ms=1_000_000, wall_ms=1_700_000_000_000)
@@ -179,7 +179,7 @@ def google(monkeypatch):
 AGENT = """
 import sys, time
 from pathlib import Path
-from engine.runtime.money import Guard
+from engine.node.spend_guard import Guard
 guard = Guard(Path(sys.argv[1]))
 while True:
     guard.keep_alive()
@@ -332,7 +332,10 @@ def test_the_guard_is_small_and_outside_the_agents_session(machine, guarded):
     machine.node(3_600_000)
     pid = guard_of(machine)
     assert os.getsid(pid) == pid
+    code = "import sys, engine.node.spend_guard; print(*sys.modules)"
     loaded = subprocess.run(
-        [sys.executable, "-c", "import sys, engine.runtime.money; print(*sys.modules)"], capture_output=True, text=True
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
     ).stdout.split()
     assert not {"torch", "ray", "httpx", "pydantic", "psutil"} & set(loaded)

@@ -8,12 +8,12 @@ from typing import Any, cast
 import pytest
 
 from engine.clock import ScaledClock
-from engine.rollout.request import LoadWeights, WeightsKey
-from engine.rollout.wire import reply_to_dict
-from engine.runtime import node_weights
-from engine.runtime.node_weights import SLOTS, NodeMemory, NodeWeights
-from engine.runtime.weight_book import digest_of
-from engine.runtime.weight_source import FromCoordinator
+from engine.coordinator.weight_book import digest_of
+from engine.protocol.request import LoadWeights, WeightsKey
+from engine.protocol.wire import reply_to_dict
+from engine.worker import node_weights
+from engine.worker.node_weights import SLOTS, NodeMemory, NodeWeights
+from engine.worker.weight_source import FromCoordinator
 
 V0 = WeightsKey(version=0)
 SIZE = 3_000_000
@@ -84,7 +84,7 @@ def test_a_worker_that_joins_loads_what_its_node_has_and_asks_the_coordinator_fo
     # Here, because every process of the other tests imports this file.
     import torch
 
-    from engine.runtime.worker import Worker, get_weights
+    from engine.worker.worker import Worker, get_weights
 
     mine, published = torch.nn.Linear(3, 1), torch.nn.Linear(3, 1)
     data = get_weights(dict(published.named_parameters()))

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from engine.rollout.noise import NOISE_VERSION, noise, noise_rows
+from engine.diffusion.noise import NOISE_VERSION, noise, noise_rows
 
 GOLDEN = {
     (0, 0, (4,)): "4a3412406754c6bfd058f63fa4eb29bf",

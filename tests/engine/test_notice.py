@@ -8,9 +8,9 @@ import time
 import pytest
 
 from engine.clock import ScaledClock
-from engine.runtime import notice
-from engine.runtime.metadata import GCE_HOST, IMDS_URL
-from engine.runtime.notice import GCE_NOTICE_MS, watch_notice, write_notice
+from engine.node import preemption_notice
+from engine.node.preemption_notice import GCE_NOTICE_MS, watch_notice, write_notice
+from engine.storage.metadata import GCE_HOST, IMDS_URL
 from tests.engine.metadata_faces import FakeGceMetadata, FakeImds
 
 CLOCK = ScaledClock(origin_ms=0)
@@ -19,7 +19,7 @@ CLOCK = ScaledClock(origin_ms=0)
 @pytest.fixture(autouse=True)
 def _nobody_asks_on(monkeypatch):
     """Watchers end with their test; on a node they end with its agent."""
-    over, keep_asking = threading.Event(), notice._keep_asking
+    over, keep_asking = threading.Event(), preemption_notice._keep_asking
 
     def until_over(ask):
         def once():
@@ -30,7 +30,7 @@ def _nobody_asks_on(monkeypatch):
         with contextlib.suppress(SystemExit):
             keep_asking(once)
 
-    monkeypatch.setattr(notice, "_keep_asking", until_over)
+    monkeypatch.setattr(preemption_notice, "_keep_asking", until_over)
     yield
     over.set()
 

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from engine.config import EngineConfig, GuardConfig, RewardConfig, RuntimeConfig, TargetConfig
-from engine.preflight import JobUnfit, check
+from engine.entrypoints.preflight import JobUnfit, check
 
 
 def test_a_job_for_ray_without_ray_is_told_how_to_install_it(monkeypatch):
@@ -31,7 +31,7 @@ def test_a_guard_on_a_metric_that_evaluations_do_not_report_is_refused():
 
 
 def test_a_reward_whose_own_metric_is_called_drift_is_refused(tmp_path):
-    source = "from engine.rollout.request import Score\n"
+    source = "from engine.protocol.request import Score\n"
     source += "def score(pictures, prompts):\n    return [Score(reward=1.0, metrics={'drift': 0.0})] * len(prompts)\n"
     (tmp_path / "reports_drift.py").write_text(source)
     with pytest.raises(JobUnfit, match="reports a metric called 'drift'"):

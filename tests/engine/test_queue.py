@@ -6,9 +6,7 @@ from dataclasses import replace
 import pytest
 
 from engine.events import Capacity, Market, NodeCapacity, NodeMissed, NodeSeen, NodeServed, NodeState, Warned
-from engine.rollout.pace import Rules, commit_interval
-from engine.rollout.queue import Queue, Task
-from engine.rollout.request import (
+from engine.protocol.request import (
     Drain,
     Exit,
     Fenced,
@@ -21,6 +19,8 @@ from engine.rollout.request import (
     WeightsKey,
     Work,
 )
+from engine.queue.pace import Rules, commit_interval
+from engine.queue.queue import Queue, Task
 
 LEASE_MS = 1000
 STEPS = 8

@@ -4,9 +4,9 @@ import itertools
 
 import pytest
 
+from engine.coordinator.membership import ALONE
+from engine.coordinator.regrouping import Regrouping
 from engine.parallel.forecast import Demand, Requests
-from engine.parallel.membership import ALONE
-from engine.parallel.regrouping import Regrouping
 
 PLAN_MS = 500
 CLASS = "24 x float32"

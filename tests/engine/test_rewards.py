@@ -11,10 +11,10 @@ import torch
 from engine.config import RewardConfig
 from engine.models.digits import render
 from engine.prompts import held_out_digits
+from engine.protocol.request import Score
 from engine.rewards.load import RewardError, load_reward
 from engine.rewards.ocr import OcrReward, edit_distance, similarity, target_text
 from engine.rewards.shapes import ShapesReward
-from engine.rollout.request import Score
 from tests.benchmarks.word_readings import WIDTHS, picture_of
 
 
@@ -163,7 +163,7 @@ def user_reward(folder, source, module):
 )
 def test_a_function_may_return_numbers_in_any_usual_shape(tmp_path, case, returned):
     source = (
-        "import numpy as np\nimport torch\nfrom engine.rollout.request import Score\n"
+        "import numpy as np\nimport torch\nfrom engine.protocol.request import Score\n"
         f"def score(pictures, prompts):\n    return {returned}\n"
     )
     reward = user_reward(tmp_path, source, f"returns_{case}")
@@ -189,7 +189,7 @@ def test_a_wrong_return_value_is_named(tmp_path, case, returned, complaint):
 
 def test_a_reward_that_is_not_finite_becomes_nan(tmp_path):
     source = (
-        "from engine.rollout.request import Score\n"
+        "from engine.protocol.request import Score\n"
         "def score(pictures, prompts):\n"
         "    return [float('inf'), Score(reward=float('-inf'), metrics={'a': 1.0})]\n"
     )

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import torch
 
-from engine.rollout.request import Finished, Group, Kind, Manifest, Score
-from engine.rollout.trajectory import Trajectory
-from engine.training.rollouts import Rollouts
+from engine.diffusion.trajectory import Trajectory
+from engine.protocol.request import Finished, Group, Kind, Manifest, Score
+from engine.trainer.rollouts import Rollouts
 
 MANIFEST = Manifest(
     run="run",

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from engine.config import SamplerConfig, WindowConfig
-from engine.models.digits import ByteText, DigitsAdapter, build_transformer
-from engine.rollout.noise import noise_rows
-from engine.rollout.sampler import (
+from engine.diffusion.noise import noise_rows
+from engine.diffusion.sampler import (
     Plan,
     advance,
     denoise,
@@ -26,6 +25,7 @@ from engine.rollout.sampler import (
     step_coefficients,
     transition,
 )
+from engine.models.digits import ByteText, DigitsAdapter, build_transformer
 
 SDE = rollout_plan(SamplerConfig(name="flow-sde", noise_level=0.7), run_seed=0, batch=0)
 DANCE = rollout_plan(SamplerConfig(name="dance-sde", noise_level=0.3), run_seed=0, batch=0)

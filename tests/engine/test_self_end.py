@@ -9,9 +9,9 @@ from botocore.awsrequest import AWSRequest
 from botocore.credentials import Credentials
 from moto.server import ThreadedMotoServer
 
-from engine.runtime import self_end
-from engine.runtime.metadata import GCE_HOST, IMDS_URL
-from engine.runtime.self_end import end_machine, signed
+from engine.node import self_termination
+from engine.node.self_termination import end_machine, signed
+from engine.storage.metadata import GCE_HOST, IMDS_URL
 from tests.engine.metadata_faces import FakeCompute, FakeGceMetadata, FakeImds
 
 KEYS = {"AccessKeyId": "ASIA0", "SecretAccessKey": "secret", "Token": "session"}
@@ -21,7 +21,7 @@ KEYS = {"AccessKeyId": "ASIA0", "SecretAccessKey": "secret", "Token": "session"}
 def said(monkeypatch, tmp_path):
     """What was said; the shutdown command leaves a file."""
     monkeypatch.setenv("SPOTRL_SHUTDOWN", f"touch {tmp_path}/shut-down")
-    monkeypatch.setattr(self_end, "GAP_SECONDS", 0.01)
+    monkeypatch.setattr(self_termination, "GAP_SECONDS", 0.01)
     return []
 
 

@@ -13,16 +13,16 @@ import uvicorn
 
 from engine.clock import ScaledClock
 from engine.config import RuntimeConfig, role_token
+from engine.coordinator.coordinator import open_coordinator
+from engine.coordinator.journal import Journal
+from engine.coordinator.rights import CALLS_OF_A_SPOT_NODE, Rights
+from engine.coordinator.server import CoordinatorServer, Front, bind
+from engine.coordinator.weight_book import digest_of
 from engine.events import Capacity, Market, NodeCapacity, NodeState
-from engine.rollout.queue import Task
-from engine.rollout.request import Finished, Kind, RequestId, Score, WeightsKey, request_to_list
-from engine.rollout.wire import finished_to_dict, pack, task_to_dict, weights_to_list
-from engine.runtime.coordinator import open_coordinator
-from engine.runtime.journal import Journal
-from engine.runtime.rights import CALLS_OF_A_SPOT_NODE, Rights
-from engine.runtime.server import CoordinatorServer, Front, bind
-from engine.runtime.transport import CallRefused, CoordinatorLost, HttpTransport
-from engine.runtime.weight_book import digest_of
+from engine.protocol.request import Finished, Kind, RequestId, Score, WeightsKey, request_to_list
+from engine.protocol.wire import finished_to_dict, pack, task_to_dict, weights_to_list
+from engine.queue.queue import Task
+from engine.worker.transport import CallRefused, CoordinatorLost, HttpTransport
 
 TOKEN = "a token"
 V0 = WeightsKey(version=0)

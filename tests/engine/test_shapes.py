@@ -15,8 +15,10 @@ from safetensors import safe_open
 from torch import nn
 
 from engine.config import AlgorithmConfig, EngineConfig, EvaluationConfig, ModelConfig, RewardConfig, SamplerConfig
+from engine.diffusion.noise import noise_rows
+from engine.diffusion.sampler import denoise, evaluation_plan, rollout_plan
+from engine.entrypoints.preflight import JobUnfit, check
 from engine.models.load import load_adapter, trainable
-from engine.models.pretrain_shapes import MIX, evaluate, noisy_caption, pretrain, save, training_requests
 from engine.models.shapes import (
     BASE,
     ShapesAdapter,
@@ -27,14 +29,12 @@ from engine.models.shapes import (
     render,
     unpatchify,
 )
-from engine.preflight import JobUnfit, check
 from engine.prompts import held_out_shapes, prompt_source
+from engine.protocol.request import Stream, seed_of
 from engine.rewards.shapes import Seen, ShapesReward, detect, relations, similarity
-from engine.rollout.noise import noise_rows
-from engine.rollout.request import Stream, seed_of
-from engine.rollout.sampler import denoise, evaluation_plan, rollout_plan
 from engine.shapes import COLOURS, KINDS, RELATIONS, VOCABULARY, Request, Task, Thing, coverage, parse, requests
-from launcher.job import load_job
+from engine.tasks.pretrain_shapes import MIX, evaluate, noisy_caption, pretrain, save, training_requests
+from launcher.job.schema import load_job
 
 
 def sample(per_task, seed=0):

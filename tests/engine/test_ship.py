@@ -9,10 +9,10 @@ import uvicorn
 
 from engine.clock import ScaledClock
 from engine.config import RuntimeConfig, role_token
-from engine.runtime.coordinator import open_coordinator
-from engine.runtime.rights import Rights
-from engine.runtime.server import CoordinatorServer, Front, bind
-from engine.runtime.ship import PIECE_BYTES, NotShippable, Shipping, StoreCopy, begin_shipping, keep_piece
+from engine.coordinator.coordinator import open_coordinator
+from engine.coordinator.rights import Rights
+from engine.coordinator.server import CoordinatorServer, Front, bind
+from engine.storage.ship import PIECE_BYTES, NotShippable, Shipping, StoreCopy, begin_shipping, keep_piece
 from tests.engine.fleet import TOKEN, free_port
 from tests.engine.test_machine import spec_of
 

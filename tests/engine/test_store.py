@@ -12,10 +12,10 @@ from moto.server import ThreadedMotoServer
 from obstore.exceptions import AlreadyExistsError, BaseError
 
 from engine.models.fetch import fetched
-from engine.runtime.bucket import region_of
-from engine.runtime.ship import StoreCopy
-from engine.training.checkpoint import CheckpointStore
-from launcher.cluster.stores import check_writable
+from engine.storage.bucket import region_of
+from engine.storage.checkpoint import CheckpointStore
+from engine.storage.ship import StoreCopy
+from launcher.storage.stores import check_writable
 from tests.engine.fleet import free_port
 from tests.engine.metadata_faces import FakeImds
 from tests.engine.regional_s3 import RegionalS3
@@ -111,7 +111,7 @@ def test_the_region_of_a_bucket_is_asked_of_s3(bucket):
 
 def test_an_s3_that_does_not_answer_is_said_and_can_be_waited_for(monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_port()}")
-    monkeypatch.setattr("engine.runtime.bucket.GAP_SECONDS", 0.0)
+    monkeypatch.setattr("engine.storage.bucket.GAP_SECONDS", 0.0)
     with pytest.raises(OSError, match="in which region the bucket runs is") as trouble:
         CheckpointStore(URL)
     assert trouble.value.errno == errno.EHOSTUNREACH

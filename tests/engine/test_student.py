@@ -10,12 +10,14 @@ import torch
 from safetensors import safe_open
 
 from engine.config import EngineConfig, SamplerConfig
+from engine.diffusion.sampler import rollout_plan
 from engine.models.digits import load_digits, render
 from engine.prompts import held_out_digits
+from engine.protocol.request import Score, Stream
 from engine.rewards.load import load_student
 from engine.rewards.ocr import OcrReward
 from engine.rewards.student import BLOCK, NOTHING, STUDENT, DigitReader, DigitsStudent, load_digits_student
-from engine.rewards.train_student import (
+from engine.tasks.train_student import (
     CLEAN_BATCH,
     DRAWN_BATCH,
     classes_of,
@@ -26,8 +28,6 @@ from engine.rewards.train_student import (
     train,
     training_batch,
 )
-from engine.rollout.request import Score, Stream
-from engine.rollout.sampler import rollout_plan
 
 
 def pictures_of(words, seed=0):

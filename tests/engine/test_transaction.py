@@ -9,16 +9,16 @@ import pytest
 import torch
 from torch import nn
 
+from engine.algorithm import transaction
+from engine.algorithm.advantages import group_advantages
+from engine.algorithm.loss import gaussian_kl, grpo_loss
+from engine.algorithm.transaction import Average, FinishedGroup, Trainer
 from engine.config import AlgorithmConfig, ModelConfig, SamplerConfig
+from engine.diffusion.sampler import advance, initial, log_prob, policy, rollout_plan
+from engine.diffusion.trajectory import Trajectory
 from engine.models.load import ReferencePolicy, load_adapter, trainable
-from engine.rollout.request import Group, Manifest
-from engine.rollout.sampler import advance, initial, log_prob, policy, rollout_plan
-from engine.rollout.trajectory import Trajectory
-from engine.runtime.worker import get_weights, set_weights
-from engine.training import transaction
-from engine.training.advantages import group_advantages
-from engine.training.loss import gaussian_kl, grpo_loss
-from engine.training.transaction import Average, FinishedGroup, Trainer
+from engine.protocol.request import Group, Manifest
+from engine.worker.worker import get_weights, set_weights
 
 PLAN = rollout_plan(SamplerConfig(steps=3), run_seed=0, batch=0)
 PROMPTS = ("1234", "5678", "9012")

@@ -15,13 +15,13 @@ import pytest
 
 from engine.clock import ScaledClock
 from engine.config import RuntimeConfig
-from engine.rollout.request import WeightsKey
-from engine.rollout.wire import pack, unpack, weights_to_list
-from engine.runtime import disk
-from engine.runtime.coordinator import open_coordinator
-from engine.runtime.disk import log_to, when_there_is_room
-from engine.runtime.journal import Journal
-from engine.runtime.transport import CallRefused, HttpTransport, InprocTransport
+from engine.coordinator.coordinator import open_coordinator
+from engine.coordinator.journal import Journal
+from engine.protocol.request import WeightsKey
+from engine.protocol.wire import pack, unpack, weights_to_list
+from engine.storage import disk
+from engine.storage.disk import log_to, when_there_is_room
+from engine.worker.transport import CallRefused, HttpTransport, InprocTransport
 
 
 @pytest.fixture(autouse=True)

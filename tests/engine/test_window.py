@@ -17,9 +17,9 @@ import psutil
 import pytest
 
 from engine.mark import MARK
-from engine.runtime import window as windows
-from engine.runtime.alone import HEARD
-from engine.runtime.window import Window
+from engine.node import remote_console as windows
+from engine.node.alone import HEARD
+from engine.node.remote_console import Window
 
 AGENT = (
     sys.executable,
@@ -324,7 +324,8 @@ def test_a_window_that_died_between_two_lines_leaves_one_agent_to_the_next(folde
 @pytest.mark.parametrize("launcher", ["goes away", "falls silent"])
 def test_the_window_closes_after_its_launcher(folder, launcher):
     code = (
-        f"import sys, engine.runtime.window as w; w.SILENCE_SECONDS = 1.5; sys.argv = ['w', {str(folder)!r}]; w.main()"
+        "import sys, engine.node.remote_console as w; w.SILENCE_SECONDS = 1.5; "
+        f"sys.argv = ['w', {str(folder)!r}]; w.main()"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin is not None
@@ -338,7 +339,7 @@ def test_the_window_closes_after_its_launcher(folder, launcher):
 
 
 def test_it_needs_the_standard_library_alone():
-    code = "import sys, engine.runtime.window; print(*{name.partition('.')[0] for name in sys.modules})"
+    code = "import sys, engine.node.remote_console; print(*{name.partition('.')[0] for name in sys.modules})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert set(done.stdout.split()) - set(sys.stdlib_module_names) <= {"engine", "__main__"} | plain()
 

@@ -5,8 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from engine.rollout.queue import Task
-from engine.rollout.request import (
+from engine.protocol.request import (
     Attempt,
     Drain,
     Exit,
@@ -21,7 +20,7 @@ from engine.rollout.request import (
     WeightsKey,
     Work,
 )
-from engine.rollout.wire import (
+from engine.protocol.wire import (
     finished_from_dict,
     finished_to_dict,
     pack,
@@ -31,6 +30,7 @@ from engine.rollout.wire import (
     task_to_dict,
     unpack,
 )
+from engine.queue.queue import Task
 
 REQUEST = RequestId(run="run", lineage=2, batch=3, prompt='Zwölf "Boxkämpfer"\n', seed=2**64 - 1, kind=Kind.TRAIN)
 CANDIDATE = replace(REQUEST, kind=Kind.EXPLORE)

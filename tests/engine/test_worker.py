@@ -11,10 +11,11 @@ import torch
 
 from engine.clock import ScaledClock
 from engine.config import ModelConfig, RuntimeConfig, SamplerConfig
+from engine.diffusion.sampler import plan_to_dict, rollout_plan
+from engine.diffusion.trajectory import Trajectory
 from engine.events import Phase
 from engine.models.load import load_adapter, trainable
-from engine.rollout.queue import Task
-from engine.rollout.request import (
+from engine.protocol.request import (
     Attempt,
     Drain,
     Exit,
@@ -27,10 +28,9 @@ from engine.rollout.request import (
     WeightsKey,
     Work,
 )
-from engine.rollout.sampler import plan_to_dict, rollout_plan
-from engine.rollout.trajectory import Trajectory
-from engine.rollout.wire import reply_to_dict, task_to_dict, weights_to_list
-from engine.runtime.worker import Worker, get_weights, is_out_of_memory, set_weights
+from engine.protocol.wire import reply_to_dict, task_to_dict, weights_to_list
+from engine.queue.queue import Task
+from engine.worker.worker import Worker, get_weights, is_out_of_memory, set_weights
 from tests.engine.served import Served
 
 V0 = WeightsKey(version=0)

@@ -19,15 +19,15 @@ from engine.config import (
     RuntimeConfig,
     SamplerConfig,
 )
+from engine.diffusion.sampler import denoise, rollout_plan
+from engine.entrypoints.inproc import build_inproc
 from engine.models.digits import load_digits
 from engine.models.flux import load_flux
 from engine.models.load import freeze_but_trained, load_adapter, trainable
 from engine.models.qwen_image import load_qwen_image
 from engine.models.sd3 import load_sd3
 from engine.models.wan import load_wan
-from engine.rollout.request import Score
-from engine.rollout.sampler import denoise, rollout_plan
-from engine.runtime.inproc import build_inproc
+from engine.protocol.request import Score
 from tests.engine.test_families import brightness
 from tests.engine.test_model_folders import make_flux, make_qwen_image, make_sd3, make_wan
 from tests.gpu.device import describe_device, keep_figures, needs_gpus

@@ -161,7 +161,7 @@ def sum_on(device, pipe):
 @pytest.mark.gpu
 @needs_gpus(1)
 def test_what_a_node_agent_forks_can_use_a_gpu():
-    """Whatever is loaded before the fork (engine/runtime/agent.py) must not have looked for one."""
+    """Whatever is loaded before the fork (engine/node/agent.py) must not have looked for one."""
     ours, theirs = multiprocessing.get_context("spawn").Pipe()
     program = multiprocessing.get_context("spawn").Process(target=fork_as_the_agent_does, args=(theirs,))
     program.start()
@@ -175,7 +175,7 @@ def test_what_a_node_agent_forks_can_use_a_gpu():
 def fork_as_the_agent_does(pipe):
     """In a process of its own: a forkserver is started once, and the tests' may have diffusers in it."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["engine.runtime.processes"])
+    context.set_forkserver_preload(["engine.entrypoints.processes"])
     forked = context.Process(target=sum_on, args=("cuda:0", pipe))
     forked.start()
     forked.join()

@@ -16,12 +16,12 @@ from launcher.cli.main import cli
 from launcher.exit_codes import ExitCode, Failure
 from launcher.ledger.prices import record_prices
 from launcher.ledger.store import open_ledger, writing
-from launcher.market import refresh as refresh_module
 from launcher.market.gpuhunt_prices import fetch_gpuhunt, version_ms
 from launcher.market.offers import CatalogError, Offer, current_catalog, read_catalog, read_folder, shipped_catalog
 from launcher.market.prices import Fetched, PricePoint, RawPrice
 from launcher.market.quality import Quality
-from launcher.market.refresh_catalog import changes, merged, offers_from, replace_tables
+from launcher.services import refresh as refresh_module
+from launcher.services.refresh_catalog import changes, merged, offers_from, replace_tables
 
 NOW_MS = 1_795_348_800_000  # 2026-11-22 12:00 UTC
 HOUR_MS = 3_600_000
@@ -174,14 +174,14 @@ def test_a_crash_before_the_manifest_leaves_the_old_tables(tmp_path, monkeypatch
             raise KeyboardInterrupt
         write(path, text)
 
-    monkeypatch.setattr("launcher.market.refresh_catalog._write", crash)
+    monkeypatch.setattr("launcher.services.refresh_catalog._write", crash)
     with pytest.raises(KeyboardInterrupt):
         replace_tables(tmp_path, known(LIST_PRICE, point(99)), {}, source="test", now_ms=NOW_MS)
     assert read_folder(tmp_path).all_offers() == old
 
 
 def refresh_catalog_write():
-    from launcher.market import refresh_catalog
+    from launcher.services import refresh_catalog
 
     return refresh_catalog._write
 

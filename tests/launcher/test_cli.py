@@ -19,11 +19,11 @@ from launcher.cli.init import EXAMPLES
 from launcher.cli.live import panel, plain_line, sparkline
 from launcher.cli.main import GROUPS, HIDDEN, CommandFolder, cli, run, summaries
 from launcher.cli.status import node_table
-from launcher.cluster.runs import NodeView, RunView
-from launcher.cluster.start import StartWeights
 from launcher.exit_codes import ExitCode
-from launcher.job import Job, load_job
+from launcher.job.schema import Job, load_job
 from launcher.ledger.store import open_ledger
+from launcher.runs.runs import NodeView, RunView
+from launcher.runs.start import StartWeights
 
 
 def node(name: str = "quickstart-spot-0-g1", status: str = "ready", groups=()) -> NodeView:

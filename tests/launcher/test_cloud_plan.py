@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from engine.events import Market
-from launcher.cluster.reconcile import bound_of_plan
+from launcher.decide.reconcile import bound_of_plan
 from launcher.exit_codes import BudgetError
 from launcher.ledger.billing import side_micro_usd_per_hour
 from launcher.ledger.exposure import pool_histories

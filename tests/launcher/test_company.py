@@ -2,11 +2,11 @@
 
 import pytest
 
-from launcher.cluster.planning import cloud_plan
-from launcher.company import NOTHING_NAMED, Named
-from launcher.job import Job, JobError, load_job
+from launcher.job.company import NOTHING_NAMED, Named
+from launcher.job.schema import Job, JobError, load_job
 from launcher.ledger.store import open_ledger
 from launcher.placement.plan import PlacementError
+from launcher.services.planning import cloud_plan
 
 CLOUDS = "infra: aws,gcp\n"
 

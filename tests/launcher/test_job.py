@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from engine.config import CandidateBudget, EngineConfig, SecondsBudget
-from launcher.job import Job, JobError, load_job
+from launcher.job.schema import Job, JobError, load_job
 
 
 @pytest.fixture
@@ -345,6 +345,6 @@ def test_a_late_fault_is_told_with_the_line_of_its_field(write):
 
 def test_every_reward_that_the_engine_has_may_be_asked_for():
     from engine.rewards.load import BUILT_IN
-    from launcher.job import METRICS, REWARDS
+    from launcher.job.schema import METRICS, REWARDS
 
     assert set(REWARDS) == set(METRICS) == set(BUILT_IN)

@@ -18,8 +18,8 @@ from launcher.market.advice import STALE_MS, what_clouds_say
 from launcher.market.hazard import POOLED, Pool
 from launcher.market.offers import read_catalog
 from launcher.market.prices import AdviceKind, CapacityAdvice, iso
-from launcher.market.refresh_catalog import replace_tables
 from launcher.money import HOUR_MS
+from launcher.services.refresh_catalog import replace_tables
 from tests.fakes.market import FakeMarket, Product, Tick
 
 ROOT = Path(__file__).parents[2]

@@ -7,11 +7,11 @@ import pytest
 
 from launcher.cli.panic import panic
 from launcher.cli.reap import reap
-from launcher.cluster.local import LocalProvisioner, node_folder
-from launcher.cluster.local_nodes import recorded_clouds
-from launcher.cluster.processes import kill_all, processes_of
 from launcher.exit_codes import ExitCode
 from launcher.ledger.store import open_ledger, writing
+from launcher.provision.local.local_nodes import recorded_clouds
+from launcher.provision.local.processes import kill_all, processes_of
+from launcher.provision.local.provisioner import LocalProvisioner, node_folder
 from launcher.settings import runs_folder
 from tests.launcher.cluster.fake_cloud import FakeCloud
 from tests.launcher.cluster.stage import FAKE_AGENT, HandClock, placement, spec, wait_until

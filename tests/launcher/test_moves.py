@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.events import Market
-from launcher.placement.moves import (
+from launcher.decide.failover import (
     AGAIN_MS,
     Attempt,
     LaunchRate,

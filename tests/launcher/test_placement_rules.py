@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from engine.events import Market
 from engine.exploration import value as closed_form
-from launcher.job import Job
+from launcher.job.schema import Job
 from launcher.market.estimate import Basis, Estimate
 from launcher.market.hazard import POOLED, SHARE_AT_WORK, STEADY, Exposure, HazardCurve, Life, learn
 from launcher.money import HOUR_MS

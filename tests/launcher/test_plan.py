@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from engine.events import Market
-from launcher.job import Job, load_job
+from launcher.job.schema import Job, load_job
 from launcher.market.offers import Offer, read_catalog
 from launcher.market.quality import Quality
 from launcher.placement.plan import PlacementError, plan_json, plan_local, slots_from

@@ -2,11 +2,11 @@ from pathlib import Path
 
 import pytest
 
-from launcher import preflight as preflight_module
+from launcher.checks import preflight as preflight_module
+from launcher.checks.preflight import check_disk, check_platform, check_secrets, preflight
 from launcher.cli.main import run
 from launcher.exit_codes import ExitCode, Failure
-from launcher.job import JobError, load_job
-from launcher.preflight import check_disk, check_platform, check_secrets, preflight
+from launcher.job.schema import JobError, load_job
 from launcher.settings import config_path, home, ledger_path
 
 ANSWER = '{"field": "reward", "found": "it raised", "remedy": "mend it"}'

@@ -19,10 +19,10 @@ from launcher.ledger.prices import capacity_advice, latest_prices
 from launcher.ledger.store import open_ledger
 from launcher.market.machines import machine_of
 from launcher.market.prices import AdviceKind, FeedRefused, believe
-from launcher.market.refresh import ask, build_sources, refresh
 from launcher.market.sources.asking import MissingCredentials, Patience, SourceFailed, ask_all
 from launcher.market.sources.aws import AwsOnDemand, AwsSpot
 from launcher.market.sources.gcp import GcpAdvice, GcpCatalog, Sku, assemble, hours_of, market_of
+from launcher.services.refresh import ask, build_sources, refresh
 from tests.fakes.market import FakeMarket, Fault, Product, Tick, iso, read_trace, sku
 
 NOW_MS = 1_763_726_400_000  # 2025-11-21T12:00:00Z

@@ -10,14 +10,14 @@ from sqlalchemy.orm import sessionmaker
 
 from engine.events import Evaluated
 from engine.models.digits import load_digits
-from engine.runtime.ship import StoreCopy
-from engine.runtime.worker import get_weights, set_weights
-from engine.training.checkpoint import CheckpointStore
-from engine.training.metrics import MetricsLog
+from engine.storage.checkpoint import CheckpointStore
+from engine.storage.ship import StoreCopy
+from engine.trainer.metrics import MetricsLog
+from engine.worker.worker import get_weights, set_weights
 from launcher.cli.pull import pull
 from launcher.cli.report import report
-from launcher.cluster.stores import StoreError
 from launcher.report.html import PNG
+from launcher.storage.stores import StoreError
 from tests.engine.test_checkpoint import at
 from tests.engine.test_machine import spec_of
 from tests.launcher.cluster.test_stores import s3  # noqa: F401 (a fixture)

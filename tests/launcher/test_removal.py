@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from sqlalchemy import select
 
+from launcher.cleanup import removal
 from launcher.cli import rm as rm_module
 from launcher.cli.main import run
-from launcher.cluster import removal
-from launcher.cluster.lease import take_lease, this_process
+from launcher.controller.lease import take_lease, this_process
 from launcher.exit_codes import ExitCode
 from launcher.ledger.models import ControllerLease, NodeEvent, Run
 from launcher.ledger.store import append_status, find_run, nodes_of, open_ledger, writing

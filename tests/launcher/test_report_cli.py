@@ -9,11 +9,11 @@ from sqlalchemy.orm import sessionmaker
 
 from launcher.cli.pull import pull
 from launcher.cli.report import report
-from launcher.cluster.stores import open_store
 from launcher.exit_codes import Failure
 from launcher.report.build import build_report
 from launcher.report.card import model_card
 from launcher.report.weights import Pulled, pull_weights
+from launcher.storage.stores import open_store
 from tests.launcher.made_ledger import a_long_run, a_run, a_session
 
 

@@ -6,9 +6,9 @@ from html.parser import HTMLParser
 
 import pytest
 
-from launcher.cluster.stores import open_store, read_object
 from launcher.report.build import build_report
 from launcher.report.html import PNG, render_html
+from launcher.storage.stores import open_store, read_object
 from tests.launcher.made_ledger import HOUR_MS, START_MS, a_long_run, a_run, a_session
 
 HOSTILE = '<script>alert("x")</script><img src=https://evil.test/a.png>{{ 7 * 7 }}'

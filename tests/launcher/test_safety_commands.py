@@ -44,7 +44,7 @@ class MadeSky:
 def home(tmp_path, monkeypatch) -> Path:
     monkeypatch.setenv("SPOTRL_HOME", str(tmp_path))
     monkeypatch.setenv("SPOTRL_CONFIG", str(tmp_path / "config.yaml"))
-    monkeypatch.setattr("launcher.cluster.reaping.LOOK_SECONDS", 0.0)
+    monkeypatch.setattr("launcher.cleanup.reaping.LOOK_SECONDS", 0.0)
     monkeypatch.setattr("launcher.cli.leftovers.SIGN_IN_SECONDS", 0.0)
     monkeypatch.setattr("launcher.cli.panic.Sky", MadeSky)
     return tmp_path
@@ -70,7 +70,8 @@ def run_command(home, monkeypatch) -> Run:
     def invoke(command: click.Command, *arguments: str, clouds: Iterable[FakeCloud], **more: Any) -> Result:
         there = {cloud.cloud: cloud for cloud in clouds}
         monkeypatch.setattr(
-            "launcher.cluster.provide.cloud_apis", lambda names: {name: there[name] for name in names if name in there}
+            "launcher.provision.provide.cloud_apis",
+            lambda names: {name: there[name] for name in names if name in there},
         )
         ledger = home / "ledger.sqlite"
         obj = open_ledger(ledger) if command is reap else None
@@ -466,7 +467,7 @@ def test_a_bad_job_is_a_line_and_an_exit_code(home):
 
 
 def test_without_a_job_clouds_are_asked_who_we_are(home, monkeypatch):
-    monkeypatch.setattr("launcher.cluster.provide.cloud_apis", lambda names: {"aws": FakeCloud(who=None)})
+    monkeypatch.setattr("launcher.provision.provide.cloud_apis", lambda names: {"aws": FakeCloud(who=None)})
     result = check("--infra", "aws")
     assert result.return_value == ExitCode.CREDENTIALS
     assert "aws credentials" in result.output

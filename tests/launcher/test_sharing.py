@@ -2,7 +2,7 @@
 
 import pytest
 
-from launcher.job import JobError, load_job
+from launcher.job.schema import JobError, load_job
 from launcher.placement.sharing import HEADS, check_sp_degree, degrees_of
 
 

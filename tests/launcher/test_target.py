@@ -79,7 +79,7 @@ def test_a_curve_that_only_falls_has_no_gain():
 def test_the_engine_stops_where_the_report_says_the_target_was_confirmed():
     from engine.config import TargetConfig
 
-    held = pytest.importorskip("engine.evaluation").held
+    held = pytest.importorskip("engine.trainer.evaluation").held
     scores = [number / 512 for number in (240, 300, 420, 380, 410, 415, 409, 420, 430, 300, 440, 440, 440)]
     for value in (0.5, 0.75, 0.79, 0.8, 409 / 512):
         target = TargetConfig(value=value)
@@ -104,7 +104,7 @@ def test_an_evaluation_in_which_a_guard_does_not_hold_starts_the_count_again():
 def test_a_guard_decides_where_the_engine_stops_and_where_the_report_confirms(drifts, stopped):
     from engine.config import GuardConfig, TargetConfig
 
-    evaluation = pytest.importorskip("engine.evaluation")
+    evaluation = pytest.importorskip("engine.trainer.evaluation")
     target = TargetConfig(value=0.8, guards=(GuardConfig(metric="drift", max=0.05),))
     metrics = [{"exact_match": 0.9} | ({} if drift is None else {"drift": drift}) for drift in drifts]
     assert next((n for n in range(len(drifts)) if evaluation.held(metrics[: n + 1], target)), None) == stopped

@@ -2,7 +2,7 @@ import time
 
 import pytest
 
-from launcher.yaml_file import MAX_BYTES, YamlFileError, parse_value, parse_yaml, read_yaml
+from launcher.job.yaml_file import MAX_BYTES, YamlFileError, parse_value, parse_yaml, read_yaml
 
 
 def test_values_are_plain_python_of_yaml_1_2():

@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from engine.rollout import queue as queue_module
-from engine.rollout.queue import LeaseRecord, Queue
-from engine.rollout.request import Exit, Fenced, Finished, Reply, RequestId, Wait, request_from_list
-from engine.rollout.wire import finished_from_dict, finished_to_dict
-from engine.runtime.coordinator import Coordinator
+from engine.coordinator.coordinator import Coordinator
+from engine.protocol.request import Exit, Fenced, Finished, Reply, RequestId, Wait, request_from_list
+from engine.protocol.wire import finished_from_dict, finished_to_dict
+from engine.queue import queue as queue_module
+from engine.queue.queue import LeaseRecord, Queue
 from tests.mutants.planted_bug import PlantedBug
 
 MUTANTS: dict[str, PlantedBug] = {}

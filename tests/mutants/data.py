@@ -3,12 +3,15 @@
 from pathlib import Path
 
 from engine import durable, prompts
-from engine.runtime import agent, journal, weight_book
-from engine.training.checkpoint import CheckpointStore
-from launcher.cluster import cloud_node, controller, lease, local_nodes, sky_provisioner
-from launcher.cluster.clouds import aws
-from launcher.cluster.local import LocalProvisioner
+from engine.coordinator import journal, weight_book
+from engine.node import agent
+from engine.storage.checkpoint import CheckpointStore
+from launcher.clouds import aws
+from launcher.controller import controller, lease
 from launcher.ledger import store
+from launcher.provision.local import local_nodes
+from launcher.provision.local.provisioner import LocalProvisioner
+from launcher.provision.sky import cloud_node, sky_provisioner
 from tests.mutants.faults import Fault
 from tests.mutants.planted_bug import changed
 

@@ -6,14 +6,17 @@ from typing import Any
 
 from sqlalchemy.orm import Session
 
-from engine.runtime.money import Money
-from launcher.cluster import brakes, controller, reconcile, removal, runs
-from launcher.cluster.cloud_time import CloudTime
-from launcher.cluster.controller import Controller
-from launcher.cluster.lease import renew
-from launcher.cluster.reconcile import Facts
-from launcher.cluster.store_lease import StoreLease
+from engine.node.spend_guard import Money
+from launcher.cleanup import removal
+from launcher.controller import controller
+from launcher.controller.cloud_time import CloudTime
+from launcher.controller.controller import Controller
+from launcher.controller.lease import renew
+from launcher.controller.store_lease import StoreLease
+from launcher.decide import budget_guard, reconcile
+from launcher.decide.reconcile import Facts
 from launcher.ledger.store import writing
+from launcher.runs import runs
 from tests.mutants.faults import Fault
 
 MOVING = "tests/launcher/cluster/test_moving.py::test_"
@@ -26,7 +29,7 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 
 def _own_limit_only(self: Controller, facts: Facts, now_ms: int) -> int | None:
-    return brakes.money_deadline_ms(
+    return budget_guard.money_deadline_ms(
         now_ms=now_ms,
         metered=facts.metered,
         max_total=self.wanted.limits.max_total,

@@ -3,19 +3,20 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from engine.coordinator import journal as journals
+from engine.coordinator.coordinator import Coordinator
+from engine.coordinator.journal import Journal
+from engine.coordinator.rights import Rights
+from engine.coordinator.weight_book import WeightBook
 from engine.events import Capacity, NodeState
-from engine.rollout.queue import Queue
-from engine.rollout.request import Reply
-from engine.rollout.wire import pack
-from engine.runtime import bucket, money
-from engine.runtime import journal as journals
-from engine.runtime.alone import Alone
-from engine.runtime.child import Deaths
-from engine.runtime.coordinator import Coordinator
-from engine.runtime.journal import Journal
-from engine.runtime.rights import Rights
-from engine.runtime.weight_book import WeightBook
-from launcher.cluster import reconcile
+from engine.node import spend_guard
+from engine.node.alone import Alone
+from engine.node.child import Deaths
+from engine.protocol.request import Reply
+from engine.protocol.wire import pack
+from engine.queue.queue import Queue
+from engine.storage import bucket
+from launcher.decide import reconcile
 from tests.mutants.faults import Fault
 
 FAULTS: dict[str, Fault] = {}
@@ -55,7 +56,7 @@ _fault(
     "guard_asks_once",
     "that a machine may still be there after it was ended",
     "tests/engine/test_money.py::test_a_machine_that_is_still_there_is_ended_again_and_again",
-    (money, "AGAIN_SECONDS", 1e9),
+    (spend_guard, "AGAIN_SECONDS", 1e9),
 )
 
 # --- what dies again and again

@@ -3,10 +3,9 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from engine.rollout.queue import Queue
-from launcher.cluster import brakes, reconcile
+from engine.queue.queue import Queue
+from launcher.decide import budget_guard, failover, reconcile
 from launcher.market import hazard
-from launcher.placement import moves
 from tests.mutants.faults import Fault
 from tests.mutants.planted_bug import changed
 
@@ -14,8 +13,8 @@ DECISIONS = "tests/launcher/cluster/test_reconcile.py"
 PLACES = "tests/launcher/test_moves.py"
 QUEUE = "tests/engine/test_queue.py"
 
-_cools_until_ms = moves._cools_until_ms
-_needs_successor, _refusal, _next_trainer = reconcile._needs_successor, reconcile._refusal, moves.next_trainer
+_cools_until_ms = failover._cools_until_ms
+_needs_successor, _refusal, _next_trainer = reconcile._needs_successor, reconcile._refusal, failover.next_trainer
 
 
 def never_given_back(*_: Any) -> list[Any]:
@@ -40,7 +39,7 @@ def whatever_trainer_leaves(slot: Any, latest: Any, held: Sequence[Any], facts: 
     return _needs_successor(slot, latest, held, facts)
 
 
-def trainer_forgotten(tried: moves.Tried, *rest: Any) -> moves.Move:
+def trainer_forgotten(tried: failover.Tried, *rest: Any) -> failover.Move:
     tried.trainer = None
     return _next_trainer(tried, *rest)
 
@@ -50,7 +49,7 @@ def each_sees_the_whole_limit(facts: Any, wanted: Any, after: Sequence[Any], rat
 
 
 def without_pending(micro_usd_per_hour: int, allowance_ms: int, pending: Iterable[int] = ()) -> int:
-    return brakes.worst_case(micro_usd_per_hour, allowance_ms)
+    return budget_guard.worst_case(micro_usd_per_hour, allowance_ms)
 
 
 def nothing_beside(*_: Any) -> int:
@@ -92,7 +91,7 @@ FAULTS = {
         Fault(
             name="zone-is-closed-for-two-hours",
             forgets="that capacity is back within minutes most times",
-            patches=((moves, "_cools_until_ms", two_hours_at_most),),
+            patches=((failover, "_cools_until_ms", two_hours_at_most),),
             found_by=f"{PLACES}::test_no_zone_is_left_alone_for_longer_than_half_an_hour",
         ),
         Fault(
@@ -104,13 +103,13 @@ FAULTS = {
         Fault(
             name="burst-counts-each-refusal",
             forgets="that refusals of one moment say one thing",
-            patches=((moves, "bursts", every_refusal),),
+            patches=((failover, "bursts", every_refusal),),
             found_by=f"{PLACES}::test_a_burst_of_refusals_cools_a_zone_down_as_one_refusal_does",
         ),
         Fault(
             name="full-quota-is-a-denial",
             forgets="that nodes of ours use up the quota and will end",
-            patches=((moves, "_is_full", never_full),),
+            patches=((failover, "_is_full", never_full),),
             found_by=f"{DECISIONS}::test_a_spot_node_taken_back_at_a_tight_quota_is_asked_for_again",
         ),
         Fault(
@@ -131,7 +130,7 @@ FAULTS = {
         Fault(
             name="guard-without-pending-launches",
             forgets="what launches under way may bill",
-            patches=((brakes, "reserved", without_pending),),
+            patches=((budget_guard, "reserved", without_pending),),
             found_by=f"{DECISIONS}::test_a_launch_under_way_holds_its_reserve_until_it_is_billed",
         ),
         Fault(

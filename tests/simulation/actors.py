@@ -1,4 +1,4 @@
-"""Who calls the coordinator: workers (engine/runtime/worker.py) and the trainer (engine/loop.py), as small models.
+"""The callers of the coordinator: workers (engine/worker/worker.py) and the trainer (engine/trainer/loop.py), modelled.
 
 An actor is a generator: it yields a call `(head, blobs)` and gets `(answer, blobs)`, or yields milliseconds to wait.
 The world delivers, loses and repeats its calls, freezes it, or never resumes it.
@@ -7,7 +7,7 @@ The world delivers, loses and repeats its calls, freezes it, or never resumes it
 from collections.abc import Generator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from engine.runtime.weight_book import digest_of
+from engine.coordinator.weight_book import digest_of
 from tests.simulation.oracle import STEPS_MAX, Broken, Key, Trail, key_of, made_with, reward_of, whole
 
 if TYPE_CHECKING:
@@ -332,5 +332,5 @@ class Trainer:
 
 
 def blob_name(raw: list[Any], step: int) -> str:
-    """Named by request and step, as engine/runtime/worker.py does."""
+    """Named by request and step, as engine/worker/worker.py does."""
     return f"{raw[1]}-{raw[4]}-{step}"

@@ -1,6 +1,6 @@
 """The on-demand node's disk, in memory: the journal and the weight book as the coordinator knows them.
 
-It keeps the one promise of the real ones (engine/runtime/journal.py): what was synced survives, and of what was
+It keeps the one promise of the real ones (engine/coordinator/journal.py): what was synced survives, and of what was
 appended later a crash leaves a beginning. `watch` hears of every record, as somebody who reads the file would;
 `watch_rewrite` of all of them when the file is written anew.
 """
@@ -9,7 +9,7 @@ import errno
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from engine.rollout.request import WeightsKey
+from engine.protocol.request import WeightsKey
 
 Record = dict[str, Any]
 

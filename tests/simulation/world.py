@@ -16,9 +16,9 @@ from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from engine.coordinator.coordinator import Coordinator
 from engine.events import Capacity, Market, NodeCapacity, NodeState
-from engine.rollout.pace import Rules
-from engine.runtime.coordinator import Coordinator
+from engine.queue.pace import Rules
 from tests.simulation.actors import Trainer, Worker
 from tests.simulation.disk import Disk, MemoryBook, MemoryJournal
 from tests.simulation.oracle import Broken, Key, Oracle, key_of

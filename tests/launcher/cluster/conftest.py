@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.cluster.processes import kill_all
+from launcher.provision.local.processes import kill_all
 
 
 @pytest.fixture(autouse=True)

@@ -6,10 +6,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
-from launcher.cluster.controller import run_controller
-from launcher.cluster.local import LocalProvisioner
-from launcher.cluster.runs import run_clock
+from launcher.controller.controller import run_controller
 from launcher.ledger.store import find_run, open_ledger
+from launcher.provision.local.provisioner import LocalProvisioner
+from launcher.runs.runs import run_clock
 from launcher.settings import ledger_path
 from tests.launcher.cluster.stage import FAKE_AGENT
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from engine.events import Market
-from launcher.cluster.clouds.base import (
+from launcher.clouds.base import (
     Caller,
     CloudRefused,
     CloudUnreachable,
@@ -14,7 +14,7 @@ from launcher.cluster.clouds.base import (
     Place,
     Thing,
 )
-from launcher.company import NOTHING_NAMED, Named
+from launcher.job.company import NOTHING_NAMED, Named
 
 ME = "ada"
 ACCOUNT = "123456789012"

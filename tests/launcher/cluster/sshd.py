@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from launcher.cluster.node_link import Login
+from launcher.provision.sky.node_link import Login
 from tests.engine.fleet import free_port
 
 CONFIG = """
@@ -89,7 +89,7 @@ class Sshd:
         return [child for child in psutil.Process(self._process.pid).children(recursive=True) if child.is_running()]
 
     def windows(self) -> list[psutil.Process]:
-        return [process for process in self.sessions() if "engine.runtime.window" in _words_of(process)]
+        return [process for process in self.sessions() if "engine.node.remote_console" in _words_of(process)]
 
     def cut(self, number: signal.Signals = signal.SIGKILL) -> None:
         """Kill (or stop) the processes that carry connections; what they started stays."""

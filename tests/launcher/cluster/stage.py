@@ -12,20 +12,20 @@ from sqlalchemy.orm import Session, sessionmaker
 
 from engine.config import ClockConfig, EngineConfig, NodeSpec
 from engine.events import Market
-from launcher.cluster.controller import metered_micro_usd
-from launcher.cluster.local import LocalProvisioner, node_folder, nodes_folder
-from launcher.cluster.provisioner import NodeFact, NodeStatus
-from launcher.cluster.reclaims import MANNERS, Reclaim, ReclaimRule
-from launcher.cluster.reconcile import ENDS
-from launcher.cluster.runs import create_run, run_clock, running_processes
-from launcher.job import CheckedJob, Job
+from launcher.controller.controller import metered_micro_usd
+from launcher.decide.failover import Option, SiteOptions
+from launcher.decide.reconcile import ENDS
+from launcher.job.schema import CheckedJob, Job
 from launcher.ledger.accounting import run_costs
 from launcher.ledger.billing import interval_micro_usd
 from launcher.ledger.models import BillingInterval, NodeEvent, Run
 from launcher.ledger.store import find_run, nodes_of, open_ledger, progress_of
-from launcher.placement.moves import Option, SiteOptions
 from launcher.placement.placement import Placement
 from launcher.placement.plan import Plan, Slot
+from launcher.provision.local.preemptions import MANNERS, Reclaim, ReclaimRule
+from launcher.provision.local.provisioner import LocalProvisioner, node_folder, nodes_folder
+from launcher.provision.provisioner import NodeFact, NodeStatus
+from launcher.runs.runs import create_run, run_clock, running_processes
 
 FAKE_AGENT = str(Path(__file__).parent.parent / "fake_agent.py")
 SPOT_RATE, TRAINER_RATE = 300_000, 1_000_000

@@ -11,8 +11,8 @@ import psutil
 import pytest
 
 from engine.mark import ENDING, MARK, read_exits
-from launcher.cluster.agent_starter import AgentStarter
-from launcher.cluster.processes import is_alive, is_stopped, kill_all, processes_of
+from launcher.provision.local.agent_starter import AgentStarter
+from launcher.provision.local.processes import is_alive, is_stopped, kill_all, processes_of
 from tests.launcher.cluster.stage import wait_until
 
 AGENT = """
@@ -74,7 +74,7 @@ def test_an_agent_whose_title_cannot_be_set_carries_the_mark_in_its_environment(
     (tmp_path / "setproctitle.py").write_text("def setproctitle(title): ...\ndef getproctitle(): return ''\n")
     path = os.pathsep.join([str(tmp_path), *sys.path])
     made = subprocess.Popen(
-        [sys.executable, "-m", "engine.runtime.starter", agent],
+        [sys.executable, "-m", "engine.node.starter", agent],
         stdin=subprocess.PIPE,
         env=os.environ | {"PYTHONPATH": path},
     )

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.cluster.brakes import may_buy, money_deadline_ms, must_drain, overdraft, reserved, worst_case
+from launcher.decide.budget_guard import may_buy, money_deadline_ms, must_drain, overdraft, reserved, worst_case
 from launcher.ledger.billing import interval_micro_usd
 from launcher.money import HOUR_MS
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher.cluster import bundle as bundles
-from launcher.cluster.bundle import Bundle, WorkdirRefused, make_bundle
+from launcher.provision.sky import bundle as bundles
+from launcher.provision.sky.bundle import Bundle, WorkdirRefused, make_bundle
 from tests.launcher.node_lock import node_lock
 
 ROOT = Path(__file__).parents[3]
@@ -191,7 +191,9 @@ def test_our_wheel_is_a_wheel(tmp_path):
         names = archive.namelist()
         assert archive.testzip() is None
         assert archive.read("engine/node.lock") == (ROOT / "engine/node.lock").read_bytes()
-    assert {"engine/runtime/agent.py", "engine/runtime/window.py", "launcher/cluster/set_up_node.sh"} <= set(names)
+    assert {"engine/node/agent.py", "engine/node/remote_console.py", "launcher/provision/sky/set_up_node.sh"} <= set(
+        names
+    )
     assert any(name.endswith(".safetensors") for name in names)
     assert not [name for name in names if "__pycache__" in name or name.startswith("tests/")]
 
@@ -261,7 +263,7 @@ def test_an_installed_wheel_makes_the_bundle_that_it_came_with(tmp_path):
     code = f"""
 import launcher
 from pathlib import Path
-from launcher.cluster.bundle import make_bundle
+from launcher.provision.sky.bundle import make_bundle
 print(launcher.__file__, make_bundle(Path({str(tmp_path / "theirs")!r}), None, lock="pinned==1.0\\n").digest)
 """
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}

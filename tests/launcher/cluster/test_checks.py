@@ -15,7 +15,7 @@ import pytest
 from botocore.exceptions import ClientError
 
 from engine.events import Market
-from launcher.cluster.checks import (
+from launcher.checks.checks import (
     Check,
     Verdict,
     bucket,
@@ -37,16 +37,16 @@ from launcher.cluster.checks import (
     skypilot,
     skypilot_config,
 )
-from launcher.cluster.clouds.aws_limits import AwsLimits, quota_code
-from launcher.cluster.clouds.base import CloudRefused, CloudUnreachable, Finding, Look
-from launcher.cluster.clouds.gce_limits import GceLimits
-from launcher.cluster.clouds.limits import Permissions, Quota
-from launcher.cluster.ready import check_named
-from launcher.company import NOTHING_NAMED, AwsNetwork, Identity, Named, Network
+from launcher.checks.ready import check_named
+from launcher.clouds.aws_limits import AwsLimits, quota_code
+from launcher.clouds.base import CloudRefused, CloudUnreachable, Finding, Look
+from launcher.clouds.gce_limits import GceLimits
+from launcher.clouds.limits import Permissions, Quota
+from launcher.decide.failover import Option, SiteOptions
 from launcher.exit_codes import ExitCode, Failure
-from launcher.job import Job, load_job
+from launcher.job.company import NOTHING_NAMED, AwsNetwork, Identity, Named, Network
+from launcher.job.schema import Job, load_job
 from launcher.market.machines import MACHINES, machine_of
-from launcher.placement.moves import Option, SiteOptions
 from launcher.placement.placement import Placement
 from launcher.placement.plan import Plan, Slot
 from tests.launcher.cluster.fake_cloud import FakeCloud

@@ -16,16 +16,16 @@ import pytest
 from moto import mock_aws
 
 from engine.events import Market
-from launcher.cluster.clouds.aws import AwsApi, node_policy, owner_of
-from launcher.cluster.clouds.aws_named import look_at_profile
-from launcher.cluster.clouds.base import CloudRefused, CloudUnreachable, Look, MachineState
-from launcher.cluster.clouds.build import build_cloud_api
-from launcher.cluster.clouds.gce import GceApi, node_conditions
-from launcher.cluster.clouds.gce_named import GoogleNames
-from launcher.cluster.clouds.gce_services import COMPUTE, Answer
-from launcher.cluster.clouds.labels import run_name, slug
-from launcher.company import Named
-from launcher.job import Job
+from launcher.clouds.aws import AwsApi, node_policy, owner_of
+from launcher.clouds.aws_named import look_at_profile
+from launcher.clouds.base import CloudRefused, CloudUnreachable, Look, MachineState
+from launcher.clouds.build import build_cloud_api
+from launcher.clouds.gce import GceApi, node_conditions
+from launcher.clouds.gce_named import GoogleNames
+from launcher.clouds.gce_services import COMPUTE, Answer
+from launcher.clouds.labels import run_name, slug
+from launcher.job.company import Named
+from launcher.job.schema import Job
 from tests.fakes.clouds.addresses import PROJECT, Pool
 from tests.fakes.clouds.faults import Faults
 from tests.fakes.clouds.gce import Gce, LostReply, Refused
@@ -782,7 +782,7 @@ def test_a_role_that_may_not_be_made_here_is_an_administrators_to_make(gcp, monk
 def test_a_service_account_that_google_does_not_know_yet_is_bound_later(gcp, monkeypatch):
     """Right after it was made, setIamPolicy answers 400."""
     now = [1000.0]
-    monkeypatch.setattr("launcher.cluster.clouds.gce.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("launcher.clouds.gce.time.monotonic", lambda: now[0])
 
     def answer(method, api, path, body=None, query=None):
         if path == ":setIamPolicy":

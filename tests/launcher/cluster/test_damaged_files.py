@@ -7,13 +7,13 @@ import json
 
 import pytest
 
-from launcher.cluster.bundle import Bundle
-from launcher.cluster.clouds.base import MachineState
-from launcher.cluster.local import LocalProvisioner, node_folder
-from launcher.cluster.processes import processes_of
-from launcher.cluster.provide import prepare_folder
-from launcher.cluster.provisioner import NodeStatus
-from launcher.job import Job
+from launcher.clouds.base import MachineState
+from launcher.job.schema import Job
+from launcher.provision.local.processes import processes_of
+from launcher.provision.local.provisioner import LocalProvisioner, node_folder
+from launcher.provision.provide import prepare_folder
+from launcher.provision.provisioner import NodeStatus
+from launcher.provision.sky.bundle import Bundle
 from tests.launcher.cluster.fake_cloud import ME, FakeCloud
 from tests.launcher.cluster.stage import FAKE_AGENT, HandClock, fact_of, placement, spec, wait_until
 from tests.launcher.cluster.test_sky_provisioner import TRAINER, Stage
@@ -147,7 +147,7 @@ def test_a_launch_whose_record_is_lost_is_still_cancelled_and_forgotten_by_skypi
 
 def test_what_all_nodes_have_in_common_is_made_again_when_its_file_is_empty(tmp_path, monkeypatch):
     bundle = Bundle(folder=tmp_path / "bundle", digest="d1", setup="")
-    monkeypatch.setattr("launcher.cluster.provide.make_bundle", lambda *_, **__: bundle)
+    monkeypatch.setattr("launcher.provision.provide.make_bundle", lambda *_, **__: bundle)
     job = Job(name="demo", iterations=1, infra="aws", store={"aws": "s3://bucket/runs"}, ssh_from="203.0.113.7/32")
     common = prepare_folder(tmp_path, job, {"aws": FakeCloud()}, None)
     assert common == {"owners": {"aws": ME}, "bundle": "d1", "ssh_from": "203.0.113.7/32"}

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher.cluster.checks import Check, Verdict, gcloud, of_clouds, one_will_do, run_checks
-from launcher.cluster.gcloud import GcloudMissing, check_gcloud
+from launcher.checks.checks import Check, Verdict, gcloud, of_clouds, one_will_do, run_checks
+from launcher.checks.gcloud import GcloudMissing, check_gcloud
 from launcher.exit_codes import ExitCode
 
 KEY_ACCOUNT = "launcher@mine.iam.gserviceaccount.com"

@@ -7,13 +7,13 @@ import pytest
 from sqlalchemy import select
 from sqlalchemy.exc import OperationalError
 
-from launcher.cluster import controller as controller_module
-from launcher.cluster.controller import Controller
-from launcher.cluster.lease import LeaseLost, renew, take_lease
-from launcher.cluster.local import LocalProvisioner, node_folder
-from launcher.cluster.runs import request_stop, run_clock
+from launcher.controller import controller as controller_module
+from launcher.controller.controller import Controller
+from launcher.controller.lease import LeaseLost, renew, take_lease
 from launcher.ledger.models import BillingInterval, ProgressRow, Run
 from launcher.ledger.store import writing
+from launcher.provision.local.provisioner import LocalProvisioner, node_folder
+from launcher.runs.runs import request_stop, run_clock
 from tests.launcher.cluster.stage import CLOUD_SITES, FAKE_AGENT, dead_pid, ledger, made_run
 from tests.launcher.cluster.test_moving import Stage
 

@@ -13,11 +13,11 @@ import pytest
 
 from engine.events import Market
 from engine.mark import MARK, read_exits
-from launcher.cluster import processes
-from launcher.cluster.local import SILENCE_MS, LocalProvisioner, node_folder
-from launcher.cluster.processes import is_alive, is_stopped, processes_of
-from launcher.cluster.provisioner import NodeStatus
-from launcher.cluster.reclaims import ReclaimRule
+from launcher.provision.local import processes
+from launcher.provision.local.preemptions import ReclaimRule
+from launcher.provision.local.processes import is_alive, is_stopped, processes_of
+from launcher.provision.local.provisioner import SILENCE_MS, LocalProvisioner, node_folder
+from launcher.provision.provisioner import NodeStatus
 from tests.launcher.cluster.stage import FAKE_AGENT, HandClock, fact_of, placement, rule, spec, wait_until
 
 NODE = "demo-spot-0-g0"
@@ -114,7 +114,7 @@ def test_a_full_disk_keeps_no_node_alive(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Path, "touch", full)
-    monkeypatch.setattr("launcher.cluster.local.write_durably", full)
+    monkeypatch.setattr("launcher.provision.local.provisioner.write_durably", full)
     with pytest.raises(OSError, match="No space left"):
         provisioner.release([NODE])  # the controller tries again
     assert processes_of(node_folder(tmp_path, NODE)) == []

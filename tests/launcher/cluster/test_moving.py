@@ -12,15 +12,15 @@ from obstore.store import MemoryStore
 from sqlalchemy import select
 
 from engine.events import IterationDone, Market, Progress
-from launcher.cluster.controller import Controller, metered_micro_usd, node_records
-from launcher.cluster.lease import LeaseLost
-from launcher.cluster.reconcile import OVER
-from launcher.cluster.runs import request_stop
-from launcher.cluster.store_lease import LEASE_SECONDS, StoreLease
+from launcher.controller.controller import Controller, metered_micro_usd, node_records
+from launcher.controller.lease import LeaseLost
+from launcher.controller.store_lease import LEASE_SECONDS, StoreLease
+from launcher.decide.reconcile import OVER
 from launcher.ledger.accounting import run_costs, side_micro_usd
 from launcher.ledger.billing import MINIMUM_BILLED_MS, interval_micro_usd, side_micro_usd_per_hour
 from launcher.ledger.models import BillingInterval, Node, NodeEvent, NodePrice, PriceRow, Run, RunStatus, SideCost
 from launcher.ledger.store import append_progress, current_status, writing
+from launcher.runs.runs import request_stop
 from tests.launcher.cluster.stage import (
     CLOUD_SITES,
     SPOT_RATE,
@@ -153,7 +153,7 @@ def test_a_cloud_without_a_trainer_loses_the_run_and_its_checkpoint_is_carried_o
 
 
 def test_a_checkpoint_that_cannot_be_carried_now_is_carried_later(sessions, monkeypatch):
-    monkeypatch.setattr("launcher.cluster.controller.CARRY_SECONDS", 0.0)
+    monkeypatch.setattr("launcher.controller.controller.CARRY_SECONDS", 0.0)
     stage, tries = Stage(sessions, spot=0, sites=(CLOUD_SITES[0], CLOUD_SITES[2])), []
 
     def unreachable_twice(source: str, target: str) -> None:
@@ -323,7 +323,7 @@ def price(stage: Stage, site, zone: str, micro_usd: int, instance_type: str = "g
 
 @pytest.fixture
 def prices_at_once(monkeypatch):
-    monkeypatch.setattr("launcher.cluster.controller.PRICE_SECONDS", 0.0)
+    monkeypatch.setattr("launcher.controller.controller.PRICE_SECONDS", 0.0)
 
 
 @pytest.mark.usefixtures("prices_at_once")
@@ -512,13 +512,13 @@ def test_limits_of_all_runs_are_those_of_todays_configuration(sessions, home, mo
     stage.passes(1)
     assert stage.controller.wanted.all_runs.max_total == 50_000_000
     config.write_text("all_runs: {max_total: $1}\n")
-    monkeypatch.setattr("launcher.cluster.controller.PRICE_SECONDS", 0.0)
+    monkeypatch.setattr("launcher.controller.controller.PRICE_SECONDS", 0.0)
     stage.passes(1)
     assert stage.controller.wanted.all_runs.max_total == 1_000_000
     config.write_text("all_runs: {max_total: none at all}\n")
     stage.passes(1)
     assert stage.controller.wanted.all_runs.max_total == 1_000_000, "what cannot be read changes nothing"
-    monkeypatch.setattr("launcher.cluster.controller.PRICE_SECONDS", 3600.0)
+    monkeypatch.setattr("launcher.controller.controller.PRICE_SECONDS", 3600.0)
     stage.passes(90, step_ms=50_000)
     assert stage.reason()[0] in ("draining", "stopped")
 

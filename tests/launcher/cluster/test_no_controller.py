@@ -18,11 +18,13 @@ from sqlalchemy.exc import OperationalError
 from launcher.cli.launch import launch
 from launcher.cli.ls import ls
 from launcher.cli.status import status
-from launcher.cluster import runs, service
-from launcher.cluster.controller import LONGEST_PAUSE_SECONDS, run_controller
-from launcher.cluster.local import LocalProvisioner
-from launcher.cluster.runs import bring_down, is_controlled, request_stop, run_clock, run_view, still_running
-from launcher.cluster.service import (
+from launcher.controller.controller import LONGEST_PAUSE_SECONDS, run_controller
+from launcher.job.schema import Job
+from launcher.ledger.models import ControllerLease
+from launcher.provision.local.provisioner import LocalProvisioner
+from launcher.runs import runs, service
+from launcher.runs.runs import bring_down, is_controlled, request_stop, run_clock, run_view, still_running
+from launcher.runs.service import (
     NoService,
     check_service,
     launchd_agent,
@@ -30,9 +32,7 @@ from launcher.cluster.service import (
     service_file,
     start_service,
 )
-from launcher.cluster.stores import StoreError
-from launcher.job import Job
-from launcher.ledger.models import ControllerLease
+from launcher.storage.stores import StoreError
 from tests.launcher.cluster.stage import FAKE_AGENT, ledger, made_run, wait_until
 
 CONTROLLED = (sys.executable, str(Path(__file__).parent / "controlled.py"))

@@ -19,7 +19,7 @@ import pytest
 
 from engine.config import ClockConfig, EngineConfig, NodeSpec
 from engine.events import Market
-from launcher.cluster.node_link import Login, NodeLink
+from launcher.provision.sky.node_link import Login, NodeLink
 from tests.engine.fleet import free_port
 from tests.launcher.cluster.sshd import Sshd, through_proxy, why_no_sshd
 from tests.launcher.cluster.stage import FAKE_AGENT, wait_until
@@ -492,7 +492,7 @@ LAUNCHER = """
 import sys, time
 from pathlib import Path
 from engine.config import NodeSpec
-from launcher.cluster.node_link import Login, NodeLink
+from launcher.provision.sky.node_link import Login, NodeLink
 link = NodeLink(Login(host={host!r}, user={user!r}, key=Path({key!r}), port={port}), Path({mirror!r}), {folder!r},
     sys.executable, agent_command={agent!r})
 link.run(NodeSpec.model_validate_json({spec!r}))

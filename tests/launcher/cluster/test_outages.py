@@ -11,10 +11,10 @@ from itertools import pairwise
 import pytest
 
 from engine.events import Market
-from launcher.cluster.brakes import Limits
-from launcher.cluster.reconcile import Buy, Enter, Facts, NodeRecord, Release, Stage, Wanted, decide
+from launcher.decide.budget_guard import Limits
+from launcher.decide.failover import GIVE_BACK_GAP_MS, LaunchRate, SiteOptions, jitter
+from launcher.decide.reconcile import Buy, Enter, Facts, NodeRecord, Release, Stage, Wanted, decide
 from launcher.ledger.billing import side_micro_usd_per_hour
-from launcher.placement.moves import GIVE_BACK_GAP_MS, LaunchRate, SiteOptions, jitter
 from tests.launcher.cluster.stage import SPOT_RATE, TRAINER_RATE, cloud_site, cloud_slots
 
 MINUTE = 60_000

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-import launcher.cluster.own_code as own_code
-from launcher.cluster.own_code import environment_for, keep_code
+import launcher.runs.own_code as own_code
+from launcher.runs.own_code import environment_for, keep_code
 
 
 @pytest.fixture

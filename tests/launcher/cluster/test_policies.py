@@ -20,12 +20,12 @@ from botocore import xform_name
 from ruamel.yaml import YAML
 
 from engine.events import Market
-from launcher.cluster.clouds.base import Machine, MachineState, Thing
-from launcher.cluster.clouds.gce import ROLE_PERMISSIONS, GceApi
-from launcher.cluster.clouds.gce_limits import GceLimits
-from launcher.cluster.clouds.gce_services import Answer
-from launcher.cluster.clouds.policies import aws_policy, gcp_permissions, gcp_role
-from launcher.company import NOTHING_NAMED, Named
+from launcher.clouds.base import Machine, MachineState, Thing
+from launcher.clouds.gce import ROLE_PERMISSIONS, GceApi
+from launcher.clouds.gce_limits import GceLimits
+from launcher.clouds.gce_services import Answer
+from launcher.clouds.policies import aws_policy, gcp_permissions, gcp_role
+from launcher.job.company import NOTHING_NAMED, Named
 from launcher.market.sources.aws import PERMISSIONS
 
 ROOT = Path(__file__).parents[3]
@@ -33,9 +33,9 @@ SERVICES = {"ec2": "ec2", "iam": "iam", "sts": "sts", "service-quotas": "service
 """By client's name: the prefix of its actions."""
 
 OURS = [
-    "launcher/cluster/clouds/aws.py",
-    "launcher/cluster/clouds/aws_limits.py",
-    "launcher/cluster/clouds/aws_named.py",
+    "launcher/clouds/aws.py",
+    "launcher/clouds/aws_limits.py",
+    "launcher/clouds/aws_named.py",
     "launcher/market/sources/aws.py",
 ]
 
@@ -291,7 +291,7 @@ def permission_of(method: str, path: str) -> str | None:
 
 
 def test_every_call_to_google_is_allowed(monkeypatch):
-    monkeypatch.setattr("launcher.cluster.clouds.gce.time.sleep", lambda seconds: None)
+    monkeypatch.setattr("launcher.clouds.gce.time.sleep", lambda seconds: None)
     cloud = Recording()
     cloud.caller()
     cloud.regions()

@@ -9,20 +9,20 @@ import pytest
 from obstore.store import LocalStore
 
 from engine.events import Market
-from launcher.cluster import ready
-from launcher.cluster.clouds.base import Caller, CloudRefused, MachineState
-from launcher.cluster.gcloud import GcloudMissing
-from launcher.cluster.lease import LeaseHeld
-from launcher.cluster.ready import check_clouds, check_here, check_job, check_prices
-from launcher.cluster.store_lease import LEASE_OBJECT
-from launcher.cluster.stores import StoreError
+from launcher.checks import ready
+from launcher.checks.gcloud import GcloudMissing
+from launcher.checks.ready import check_clouds, check_here, check_job, check_prices
+from launcher.clouds.base import Caller, CloudRefused, MachineState
+from launcher.controller.lease import LeaseHeld
+from launcher.controller.store_lease import LEASE_OBJECT
 from launcher.exit_codes import ExitCode, Failure
-from launcher.job import JobError, load_job
+from launcher.job.schema import JobError, load_job
 from launcher.market.offers import CatalogError
 from launcher.market.prices import iso
 from launcher.money import HOUR_MS
 from launcher.placement.placement import Placement
 from launcher.placement.plan import Slot
+from launcher.storage.stores import StoreError
 from tests.launcher.cluster.fake_cloud import FakeCloud, machine
 
 NOW_MS = time.time_ns() // 1_000_000

@@ -9,8 +9,7 @@ from threading import Event
 import pytest
 
 from engine.events import Market
-from launcher.cluster.clouds.base import Caller, MachineState
-from launcher.cluster.reaping import (
+from launcher.cleanup.reaping import (
     Cleared,
     Inventory,
     clear_away,
@@ -27,9 +26,10 @@ from launcher.cluster.reaping import (
     stop_launches,
     things_that_may_go,
 )
-from launcher.cluster.sky import Sky
+from launcher.clouds.base import Caller, MachineState
 from launcher.ledger.store import current_status, find_run, open_ledger, writing
 from launcher.market.offers import Offer
+from launcher.provision.sky.sky import Sky
 from tests.launcher.cluster.fake_cloud import ACCOUNT, FakeCloud, machine, thing
 from tests.launcher.made_ledger import a_run
 

@@ -2,8 +2,8 @@
 
 from itertools import pairwise
 
-from launcher.cluster.reclaims import APART_MS, MANNERS, distinct_first, lifetimes, reclaim_rule
-from launcher.job import ReclaimConfig
+from launcher.job.schema import ReclaimConfig
+from launcher.provision.local.preemptions import APART_MS, MANNERS, distinct_first, lifetimes, reclaim_rule
 
 MINUTE_MS = 60_000
 

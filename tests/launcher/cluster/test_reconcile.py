@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from engine.events import EngineFinished, Market
-from launcher.cluster.brakes import Limits, worst_case
-from launcher.cluster.provisioner import NodeFact, NodeStatus
-from launcher.cluster.reconcile import (
+from launcher.decide.budget_guard import Limits, worst_case
+from launcher.decide.failover import Price, PriceNow
+from launcher.decide.reconcile import (
     FAILING,
     TRAINER_TRIES,
     UNKNOWN_MS,
@@ -26,7 +26,7 @@ from launcher.cluster.reconcile import (
     wait_ms,
 )
 from launcher.ledger.billing import side_micro_usd_per_hour
-from launcher.placement.moves import Price, PriceNow
+from launcher.provision.provisioner import NodeFact, NodeStatus
 from tests.launcher.cluster.stage import SPOT_RATE, TRAINER_RATE, cloud_option, cloud_site, cloud_slots, slots
 
 NOW = 10_000_000

@@ -20,13 +20,15 @@ from launcher.cli.logs import logs
 from launcher.cli.ls import ls
 from launcher.cli.resume import resume
 from launcher.cli.status import status
-from launcher.cluster import runs
-from launcher.cluster.controller import run_controller
-from launcher.cluster.lease import LeaseHeld, give_up, take_lease
-from launcher.cluster.local import node_folder
-from launcher.cluster.processes import is_alive, processes_of
-from launcher.cluster.reconcile import Stage
-from launcher.cluster.runs import (
+from launcher.controller.controller import run_controller
+from launcher.controller.lease import LeaseHeld, give_up, take_lease
+from launcher.decide.reconcile import Stage
+from launcher.ledger.models import ControllerLease, Node, ProgressRow, Run
+from launcher.ledger.store import append_status, writing
+from launcher.provision.local.processes import is_alive, processes_of
+from launcher.provision.local.provisioner import node_folder
+from launcher.runs import runs
+from launcher.runs.runs import (
     ControllerFailed,
     NameTaken,
     NothingToResume,
@@ -40,8 +42,6 @@ from launcher.cluster.runs import (
     still_running,
     wait_released,
 )
-from launcher.ledger.models import ControllerLease, Node, ProgressRow, Run
-from launcher.ledger.store import append_status, writing
 from tests.launcher.cluster.stage import assert_consistent, cloud_run, ledger, made_run, wait_until
 
 CONTROLLED = (sys.executable, str(Path(__file__).parent / "controlled.py"))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.cluster.set_up import MachineUnreachable, ask_set_up
+from launcher.provision.sky.set_up import MachineUnreachable, ask_set_up
 from tests.engine.fleet import free_port
 from tests.launcher.cluster.sshd import Sshd, through_proxy, why_no_sshd
 

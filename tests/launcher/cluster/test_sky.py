@@ -9,11 +9,11 @@ from importlib.util import find_spec
 import pytest
 
 from engine.events import Market
-from launcher.cluster.clouds.base import Place
-from launcher.cluster.provisioner import is_quota_used_up
-from launcher.cluster.sky import Failed, Launch, email_of, is_node_of, network_config, outcome_of, task_of
-from launcher.company import Named
+from launcher.clouds.base import Place
+from launcher.job.company import Named
 from launcher.placement.placement import Placement
+from launcher.provision.provisioner import is_quota_used_up
+from launcher.provision.sky.sky import Failed, Launch, email_of, is_node_of, network_config, outcome_of, task_of
 
 
 def launch(cloud="aws", zone="us-east-1a", gpus=1, market=Market.SPOT, image=None):
@@ -105,9 +105,9 @@ def test_skypilot_is_told_every_key_of_a_network_that_the_job_names():
 
 
 SCHEMA = """
-from launcher.cluster.clouds.base import Place
-from launcher.cluster.sky import config_of
-from launcher.company import Named
+from launcher.clouds.base import Place
+from launcher.provision.sky.sky import config_of
+from launcher.job.company import Named
 from sky.utils import common_utils, schemas
 
 private = Named(network="vpc-1", public_addresses=False, ssh_proxy="ssh -W %h:%p bastion")

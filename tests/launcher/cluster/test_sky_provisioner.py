@@ -12,8 +12,7 @@ import pytest
 
 from engine.config import ClockConfig, EngineConfig, NodeSpec
 from engine.events import Market
-from launcher.cluster.bundle import Bundle
-from launcher.cluster.clouds.base import (
+from launcher.clouds.base import (
     CloudRefused,
     CloudUnreachable,
     Machine,
@@ -21,12 +20,13 @@ from launcher.cluster.clouds.base import (
     Place,
     Thing,
 )
-from launcher.cluster.provisioner import NodeStatus
-from launcher.cluster.set_up import MachineUnreachable, SetUp
-from launcher.cluster.sky import Failed, Outcome, SkyLogin, SkyUnreachable
-from launcher.cluster.sky_provisioner import Purchases, SkyProvisioner
-from launcher.company import NOTHING_NAMED, Named
+from launcher.job.company import NOTHING_NAMED, Named
 from launcher.placement.placement import Placement
+from launcher.provision.provisioner import NodeStatus
+from launcher.provision.sky.bundle import Bundle
+from launcher.provision.sky.set_up import MachineUnreachable, SetUp
+from launcher.provision.sky.sky import Failed, Outcome, SkyLogin, SkyUnreachable
+from launcher.provision.sky.sky_provisioner import Purchases, SkyProvisioner
 
 START_MS = 1_800_000_000_000
 REGION = "us-east-1"

@@ -11,13 +11,13 @@ from sqlalchemy.orm import sessionmaker
 
 from engine.config import ModelConfig
 from engine.models.load import load_adapter, load_start, trainable
-from engine.runtime.worker import get_weights
-from engine.training.checkpoint import CheckpointDamaged, CheckpointStore
+from engine.storage.checkpoint import CheckpointDamaged, CheckpointStore
+from engine.worker.worker import get_weights
 from launcher.cli.pull import pull
-from launcher.cluster.start import copy_start, find_start, send_start
-from launcher.cluster.stores import run_stores
 from launcher.exit_codes import ExitCode
-from launcher.job import JobError, load_job
+from launcher.job.schema import JobError, load_job
+from launcher.runs.start import copy_start, find_start, send_start
+from launcher.storage.stores import run_stores
 from tests.engine.test_checkpoint import at
 from tests.launcher.made_ledger import a_run, a_session
 

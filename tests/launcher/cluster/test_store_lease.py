@@ -9,9 +9,9 @@ import pytest
 from moto.server import ThreadedMotoServer
 from obstore.store import MemoryStore, S3Store
 
-from launcher.cluster.lease import LeaseHeld, LeaseLost
-from launcher.cluster.store_lease import LEASE_OBJECT, LEASE_SECONDS, StoreLease
-from launcher.cluster.stores import StoreError
+from launcher.controller.lease import LeaseHeld, LeaseLost
+from launcher.controller.store_lease import LEASE_OBJECT, LEASE_SECONDS, StoreLease
+from launcher.storage.stores import StoreError
 
 
 @pytest.fixture(params=["memory", "s3"])

@@ -10,7 +10,8 @@ import pytest
 from moto.server import ThreadedMotoServer
 from obstore.store import MemoryStore
 
-from launcher.cluster.stores import (
+from launcher.exit_codes import ExitCode
+from launcher.storage.stores import (
     StoreDenied,
     StoreError,
     bucket_region,
@@ -21,7 +22,6 @@ from launcher.cluster.stores import (
     open_store,
     run_store,
 )
-from launcher.exit_codes import ExitCode
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def test_without_credentials_it_is_said_what_to_do(s3, monkeypatch, tmp_path):
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
-    monkeypatch.setattr("launcher.cluster.stores.bucket_region", lambda url: "us-west-2")
+    monkeypatch.setattr("launcher.storage.stores.bucket_region", lambda url: "us-west-2")
     with pytest.raises(StoreDenied, match="no AWS credentials for runs") as caught:
         open_store("s3://runs/ours")
     assert caught.value.exit_code is ExitCode.CREDENTIALS

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from engine.events import Market
-from launcher.cluster import reconcile
-from launcher.cluster.brakes import Limits
-from launcher.cluster.reconcile import (
+from launcher.decide import reconcile
+from launcher.decide.budget_guard import Limits
+from launcher.decide.failover import LaunchRate
+from launcher.decide.reconcile import (
     OVER,
     Buy,
     Enter,
@@ -28,7 +29,6 @@ from launcher.cluster.reconcile import (
 )
 from launcher.ledger.billing import MINIMUM_BILLED_MS, interval_micro_usd, side_micro_usd_per_hour
 from launcher.money import dollars
-from launcher.placement.moves import LaunchRate
 from launcher.placement.plan import Plan
 from tests.launcher.cluster.stage import cloud_site, cloud_slots
 

@@ -3,9 +3,9 @@
 import pytest
 from sqlalchemy.exc import OperationalError
 
-from launcher.cluster import controller
-from launcher.cluster.controller import _watch_prices
-from launcher.job import Job
+from launcher.controller import controller
+from launcher.controller.controller import _watch_prices
+from launcher.job.schema import Job
 from tests.launcher.cluster.stage import ledger
 from tests.launcher.cluster.test_moving import Stage
 
@@ -30,7 +30,7 @@ def asked(monkeypatch):
         said.append([source.cloud for source in sources])
         return type("Refreshed", (), {"answers": ()})
 
-    monkeypatch.setattr("launcher.market.refresh.refresh", refresh)
+    monkeypatch.setattr("launcher.services.refresh.refresh", refresh)
     return said
 
 
@@ -61,6 +61,6 @@ def test_googles_prices_are_asked_for_some_hours_apart(home, monkeypatch, asked)
     _watch_prices(stage.sessions, stage.run, job, Looks(3))
     assert asked == []
     hours = iter(range(100))
-    monkeypatch.setattr("launcher.cluster.controller.time.monotonic", lambda: next(hours) * 3600.0)
+    monkeypatch.setattr("launcher.controller.controller.time.monotonic", lambda: next(hours) * 3600.0)
     _watch_prices(stage.sessions, stage.run, job, Looks(30))
     assert 3 <= len(asked) <= 6

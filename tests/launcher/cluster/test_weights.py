@@ -6,9 +6,9 @@ import pytest
 from obstore.store import MemoryStore
 
 from engine.models.fetch import fetched
-from launcher.cluster import weights
-from launcher.cluster.stores import StoreError, open_store
-from launcher.cluster.weights import digest_of, send, weights_of
+from launcher.storage import weights
+from launcher.storage.stores import StoreError, open_store
+from launcher.storage.weights import digest_of, send, weights_of
 
 
 @pytest.fixture

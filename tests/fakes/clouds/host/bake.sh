@@ -92,7 +92,7 @@ export HOME=/home/ubuntu
 cd /tmp
 uv -q venv env --python 3.11 || uv -q venv --clear env --python '>=3.11'
 uv -q pip install --python env/bin/python -r checkout/engine/node.lock
-PYTHONPATH=checkout env/bin/python -c 'import engine.runtime.agent, engine.runtime.processes, engine.runtime.window, ray'
+PYTHONPATH=checkout env/bin/python -c 'import engine.node.agent, engine.entrypoints.processes, engine.node.remote_console, ray'
 env/bin/python keep_bytecode.py env
 U
 setpriv --reuid 1000 --regid 1000 --clear-groups bash /tmp/node.sh

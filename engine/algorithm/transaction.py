@@ -1,0 +1,391 @@
+"""The transactional update: collect groups one by one, then take a single optimiser step or none.
+
+    begin(manifest, minibatch) -> add(group)* -> commit() | abort()
+
+`begin` fixes the groups of the step and the divisor of the loss. The streamed update therefore equals the one-shot
+update in every order of arrival. With `order: fixed`, gradients are added by group number, and the
+result is equal bit for bit. A group without variance adds nothing but stays in the denominator. A group with a
+non-finite reward or loss is skipped and counted. `abort` leaves no trace.
+
+All trained steps of a group go through the network together (time-step parallelism, TSP): the rows of a forward
+pass are (image, step) pairs.
+"""
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+
+from engine.algorithm.advantages import group_advantages
+from engine.algorithm.loss import gaussian_kl, grpo_loss
+from engine.config import AlgorithmConfig
+from engine.diffusion.sampler import Plan, flow_grpo_kl_scale, log_prob, policy
+from engine.diffusion.trajectory import Trajectory
+from engine.models.adapter import DiTAdapter, rows
+from engine.models.load import ReferencePolicy
+from engine.protocol.request import Manifest
+
+LEAST_ROWS_OF_A_THREAD = 64
+"""Fewest rows per thread on a CPU. With fewer rows, a further thread gains nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinishedGroup:
+    """A prompt's finished rollouts, in the order of its seeds in the manifest."""
+
+    prompt: str
+    trajectories: tuple[Trajectory, ...]
+    rewards: tuple[float, ...]
+
+
+@dataclass(kw_only=True)
+class Health:
+    """Diagnostics of training, summed over the groups of a step. Rows are (image, step) pairs."""
+
+    rows: int = 0
+    ratio_sum: float = 0.0
+    ratio_max: float = 0.0
+    clipped: float = 0.0
+    kl_sum: float = 0.0
+    dlogp_sum: float = 0.0
+    gradient_norm: float = 0.0
+    groups: int = 0
+    without_variance: int = 0
+    skipped: list[int] = field(default_factory=list)
+    """Numbers of the groups skipped because of a non-finite value."""
+
+    def add(self, more: "Health") -> None:
+        """Add the rows of another forward pass."""
+        self.rows += more.rows
+        self.ratio_sum += more.ratio_sum
+        self.ratio_max = max(self.ratio_max, more.ratio_max)
+        self.clipped += more.clipped
+        self.kl_sum += more.kl_sum
+        self.dlogp_sum += more.dlogp_sum
+
+    def summary(self) -> dict[str, float]:
+        rows = max(1, self.rows)
+        return {
+            "ratio_mean": self.ratio_sum / rows if self.rows else 1.0,
+            "ratio_max": self.ratio_max if self.rows else 1.0,
+            "clip_share": self.clipped / rows,
+            "kl": self.kl_sum / rows,
+            "dlogp_abs_mean": self.dlogp_sum / rows,
+            "gradient_norm": self.gradient_norm,
+            "zero_variance_share": self.without_variance / max(1, self.groups),
+            "skipped_groups": float(len(self.skipped)),
+        }
+
+
+class Trainer:
+    """Owns the optimiser and begins transactions, one at a time."""
+
+    def __init__(
+        self,
+        adapter: DiTAdapter,
+        parameters: dict[str, nn.Parameter],
+        config: AlgorithmConfig,
+        reference: ReferencePolicy | None = None,
+    ) -> None:
+        """Create the optimiser. `reference`: needed if config.kl_beta is above 0."""
+        self.adapter = adapter
+        self.parameters = parameters
+        self.config = config
+        self.reference = reference
+        self.optimizer = torch.optim.AdamW(
+            parameters.values(),
+            lr=config.learning_rate,
+            betas=config.adam_betas,
+            weight_decay=config.weight_decay,
+            fused=True,
+        )
+
+    def begin(self, manifest: Manifest, minibatch: int, plan: Plan, *, std: float | None = None) -> "Transaction":
+        """Begin an optimiser step over the groups of a mini-batch.
+
+        `std`: of the batch or of earlier batches, by mode.
+        """
+        return Transaction(self, manifest, minibatch, plan, std)
+
+    def with_own_log_probs(self, prompt: str, trajectory: Trajectory, plan: Plan) -> Trajectory:
+        """Recompute the trajectory's log-probs with the trainer's weights.
+
+        Call before the first optimiser step of the batch. Needed for a trajectory with steps at different SP degrees,
+        whose log-probs were computed with different rounding.
+        """
+        steps = torch.tensor(plan.trained_steps)
+        device = next(iter(self.parameters.values())).device
+        conditioning = rows(self.adapter.encode([prompt]), torch.zeros(len(steps), dtype=torch.long, device=device))
+        x, next_x = trajectory.latents[:-1].to(device), trajectory.latents[1:].to(device)
+        with torch.no_grad():
+            mean, std = policy(self.adapter, plan, conditioning, x, steps.to(device))
+        return replace(trajectory, log_probs=log_prob(next_x, mean, std).cpu())
+
+    def optimizer_state(self) -> dict[str, Tensor]:
+        """Return AdamW's moments by parameter name. Empty before the first step."""
+        state = {}
+        for name, parameter in self.parameters.items():
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                state[f"{name}|{key}"] = value
+        return state
+
+    def load_optimizer_state(self, state: dict[str, Tensor]) -> None:
+        """Restore the exact state returned by `optimizer_state`."""
+        self.optimizer.state.clear()
+        for full_name, value in state.items():
+            name, key = full_name.rsplit("|", 1)
+            parameter = self.parameters[name]
+            # Fused AdamW keeps its step count beside the moments, on a GPU too.
+            self.optimizer.state[parameter][key] = value.to(parameter.device, copy=True)
+
+
+class Transaction:
+    """The update of a mini-batch. Single use. See the module docstring."""
+
+    def __init__(self, trainer: Trainer, manifest: Manifest, minibatch: int, plan: Plan, std: float | None) -> None:
+        self._trainer = trainer
+        self._manifest = manifest
+        self._plan = plan
+        self._std = std
+        self._wanted = manifest.minibatches[minibatch]
+        pictures = sum(len(manifest.groups[number].seeds) for number in self._wanted)
+        self._planned_rows = pictures * len(plan.trained_steps)
+        largest = max(len(manifest.groups[number].seeds) for number in self._wanted)
+        most = trainer.config.rows_per_forward
+        self._groups_per_forward = max(1, most // (largest * max(1, len(plan.trained_steps))))
+        self._held: dict[int, FinishedGroup] = {}
+        self._added: set[int] = set()
+        self._taken: set[int] = set()
+        self.health = Health()
+        trainer.optimizer.zero_grad(set_to_none=True)
+
+    @property
+    def missing(self) -> list[int]:
+        """Return the group numbers not added yet."""
+        return [number for number in self._wanted if number not in self._added]
+
+    def add(self, number: int, group: FinishedGroup) -> None:
+        """Add a group's gradient. Raises ValueError for a group outside this step or added before."""
+        if number not in self._wanted or number in self._added:
+            raise ValueError(f"group {number} of batch {self._manifest.batch} is not wanted: missing {self.missing}")
+        self._added.add(number)
+        self._held[number] = group
+        if self._trainer.config.order == "arrival":
+            ready = list(self._held)
+        else:
+            behind = [n for n in self._wanted if n not in self._taken]
+            ready = list(itertools.takewhile(lambda n: n in self._held, behind))
+        last = not self.missing
+        for first in range(0, len(ready), self._groups_per_forward):
+            bundle = ready[first : first + self._groups_per_forward]
+            if len(bundle) == self._groups_per_forward or last:
+                self._accumulate({number: self._held.pop(number) for number in bundle})
+                self._taken.update(bundle)
+
+    def commit(self) -> Health:
+        """Take the optimiser step. Raises ValueError while groups are missing.
+
+        A non-finite gradient takes no step: all groups of the step count as skipped.
+        """
+        if self.missing:
+            raise ValueError(f"groups {self.missing} of batch {self._manifest.batch} have not been added")
+        trainer = self._trainer
+        parameters = trainer.parameters.values()
+        norm = torch.nn.utils.clip_grad_norm_(parameters, trainer.config.gradient_clip)
+        self.health.gradient_norm = float(norm)
+        if math.isfinite(self.health.gradient_norm):
+            # Give every parameter a gradient: the step must not depend on the groups that happened to have variance.
+            for parameter in parameters:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+            trainer.optimizer.step()
+        else:
+            self.health.gradient_norm = 0.0
+            self.health.skipped = list(self._wanted)
+        trainer.optimizer.zero_grad(set_to_none=True)
+        return self.health
+
+    def abort(self) -> None:
+        """Discard all gradients. Weights and optimiser are unchanged."""
+        self._held.clear()
+        self._trainer.optimizer.zero_grad(set_to_none=True)
+
+    def _accumulate(self, groups: Mapping[int, FinishedGroup]) -> None:
+        """Add the gradients of some groups: together if all losses are finite, otherwise group by group."""
+        found = (self._rows_of(number, group) for number, group in groups.items())
+        together = [one for one in found if one is not None]
+        if together and not self._backward(together):
+            for alone in together:
+                if len(together) == 1 or not self._backward([alone]):
+                    self.health.skipped.append(alone.number)
+
+    def _rows_of(self, number: int, group: FinishedGroup) -> "_Rows | None":
+        """Return a group as training rows, or None if the group adds nothing."""
+        self.health.groups += 1
+        if not all(math.isfinite(reward) for reward in group.rewards):
+            self.health.skipped.append(number)
+            return None
+        config = self._trainer.config
+        rewards = torch.tensor([group.rewards], dtype=torch.float32)
+        advantages = group_advantages(
+            rewards, config.std, scale=self._std, clip=config.advantage_clip, correction=config.std_correction
+        )[0]
+        if not advantages.any():
+            self.health.without_variance += 1
+            if config.kl_beta == 0:
+                return None
+        steps = torch.tensor(self._plan.trained_steps)
+        return _Rows(
+            number=number,
+            prompt=group.prompt,
+            x=torch.cat([t.latents[:-1] for t in group.trajectories]),
+            next_x=torch.cat([t.latents[1:] for t in group.trajectories]),
+            old=torch.cat([t.log_probs for t in group.trajectories]),
+            step=steps.repeat(len(group.trajectories)),
+            advantage=advantages.repeat_interleave(len(steps)),
+        )
+
+    def _backward(self, groups: Sequence["_Rows"]) -> bool:
+        """Backpropagate the rows of some groups. If a loss is not finite, add nothing and return False."""
+        trainer, config = self._trainer, self._trainer.config
+        parameters = list(trainer.parameters.values())
+        device = parameters[0].device
+        encoded = trainer.adapter.encode([group.prompt for group in groups])
+        whose = torch.tensor([place for place, group in enumerate(groups) for _ in group.step], device=device)
+        x, next_x, old, step, advantage = (
+            torch.cat([getattr(group, name) for group in groups]).to(device)
+            for name in ("x", "next_x", "old", "step", "advantage")
+        )
+        # Use our own buffers. Autograd's gradients may be shared by two parameters, or have another memory layout than
+        # the parameter. Clipping and fused AdamW work in place and in memory order, and check neither.
+        gradients = [torch.zeros_like(parameter) for parameter in parameters]
+        seen = Health()
+        for some in torch.arange(len(x)).split(config.rows_per_forward):
+            batch = _Batch(
+                conditioning=rows(encoded, whose[some]),
+                x=x[some],
+                next_x=next_x[some],
+                old=old[some],
+                step=step[some],
+                advantage=advantage[some],
+                reference=None,
+            )
+            if config.kl_beta > 0 and trainer.reference is not None:
+                with torch.no_grad(), trainer.reference.active():
+                    mean, _ = policy(trainer.adapter, self._plan, batch.conditioning, batch.x, batch.step)
+                batch = replace(batch, reference=mean)
+            for result in self._side_by_side(batch):
+                if result is None:
+                    return False
+                more, health = result
+                for gradient, part in zip(gradients, more, strict=True):
+                    if part is not None:
+                        gradient.add_(part)
+                seen.add(health)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+        self.health.add(seen)
+        return True
+
+    def _side_by_side(self, batch: "_Batch") -> "list[tuple[Sequence[Tensor | None], Health] | None]":
+        """Return the gradients of a batch. On a CPU, compute parts of the batch at once, each in a thread.
+
+        Two threads with half the rows each take a sixth less time than a single pass that divides every operation
+        between two threads and waits for both. The sum runs over the parts in order, whichever part is ready first.
+        """
+        threads = torch.get_num_threads() if batch.x.device.type == "cpu" else 1
+        parts = min(threads, max(1, len(batch.x) // LEAST_ROWS_OF_A_THREAD))
+        if parts == 1:
+            return [self._gradient(batch)]
+
+        def one(some: Tensor) -> tuple[Sequence[Tensor | None], Health] | None:
+            torch.set_num_threads(threads // parts)  # limit of this thread
+            return self._gradient(batch.at(some))
+
+        with ThreadPoolExecutor(parts) as pool:
+            return list(pool.map(one, torch.arange(len(batch.x)).chunk(parts)))
+
+    def _gradient(self, batch: "_Batch") -> tuple[Sequence[Tensor | None], Health] | None:
+        """Return a gradient for every parameter, or None in the place of an unused parameter.
+
+        If the loss is not finite, return None instead of the gradients.
+        """
+        trainer, config = self._trainer, self._trainer.config
+        mean, std = policy(trainer.adapter, self._plan, batch.conditioning, batch.x, batch.step)
+        new = log_prob(batch.next_x, mean, std)
+        loss, ratios = grpo_loss(new, batch.old, batch.advantage, config.clip_range)
+        seen = Health(
+            rows=len(batch.x),
+            ratio_sum=ratios.ratio_mean * len(batch.x),
+            ratio_max=ratios.ratio_max,
+            clipped=ratios.clip_share * len(batch.x),
+            dlogp_sum=float((new.detach() - batch.old).abs().sum()),
+        )
+        if batch.reference is not None:
+            kl = gaussian_kl(mean, batch.reference, std)
+            if config.kl_form == "flow-grpo":
+                kl = kl * flow_grpo_kl_scale(self._plan, batch.step)
+            loss = loss + config.kl_beta * kl
+            seen.kl_sum = float(kl.detach().sum())
+        total = loss.sum() / self._planned_rows
+        # Clipping can hide a non-finite ratio from the loss, but not from the loss's gradient.
+        if not torch.isfinite(total) or not math.isfinite(ratios.ratio_max):
+            return None
+        return torch.autograd.grad(total, list(trainer.parameters.values()), allow_unused=True), seen
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Batch:
+    """The rows of a forward pass, (image, step) pairs; see `_Rows`. reference: means [R, *S], for the KL term."""
+
+    conditioning: Mapping[str, Tensor]
+    x: Tensor
+    next_x: Tensor
+    old: Tensor
+    step: Tensor
+    advantage: Tensor
+    reference: Tensor | None
+
+    def at(self, some: Tensor) -> "_Batch":
+        """Return some of the rows."""
+        return _Batch(
+            conditioning=rows(self.conditioning, some),
+            x=self.x[some],
+            next_x=self.next_x[some],
+            old=self.old[some],
+            step=self.step[some],
+            advantage=self.advantage[some],
+            reference=None if self.reference is None else self.reference[some],
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Rows:
+    """A group as (image, step) pairs: x and next_x [R, *S]; old log-probs, step and advantage [R]."""
+
+    number: int
+    prompt: str
+    x: Tensor
+    next_x: Tensor
+    old: Tensor
+    step: Tensor
+    advantage: Tensor
+
+
+class Average:
+    """Exponential moving average of the trained weights, used by evaluation and `spotrl pull`."""
+
+    def __init__(self, parameters: dict[str, nn.Parameter], decay: float) -> None:
+        self._parameters = parameters
+        self._decay = decay
+        self.tensors = {name: value.detach().clone() for name, value in parameters.items()}
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        """Move the average towards the live weights. Call once per iteration."""
+        for name, value in self._parameters.items():
+            self.tensors[name].lerp_(value.detach(), 1.0 - self._decay)

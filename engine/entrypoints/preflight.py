@@ -1,0 +1,138 @@
+"""Check the job's own code before a purchase.
+
+    python -m engine.entrypoints.preflight ENGINE_JSON WORKDIR [START]
+
+The check reads the prompts, loads start weights (the file START) into the model and encodes some prompts with the
+model. Next, the check imports the reward, calls the reward once on one image, measures this machine's speed and prints
+the findings in one JSON line. Exit code 0: fine; 3: {"field", "found", "remedy"}. The check runs in a separate process,
+so the launcher never loads torch.
+"""
+
+import importlib.util
+import json
+import math
+import sys
+import traceback
+from pathlib import Path
+
+import torch
+
+from engine.config import DRIFT, SHIPPED, EngineConfig
+from engine.diffusion.sampler import evaluation_plan, initial
+from engine.machine_speed import slowness
+from engine.models.load import load_adapter, load_start, trainable
+from engine.parallel.ulysses import problem_with_degree
+from engine.prompts import FilePrompts, prompt_source
+from engine.rewards.load import load_reward
+
+READ_AT_ONCE = 512
+"""Prompts per encode call of a shipped model, so a large file takes little memory."""
+
+
+class JobUnfit(Exception):
+    """Failure of a field of the job. `found` describes the failure, `remedy` the correction."""
+
+    def __init__(self, field: str, found: str, remedy: str) -> None:
+        super().__init__(found)
+        self.field, self.found, self.remedy = field, found, remedy
+
+
+def check(config: EngineConfig, workdir: str | None, start: Path | None = None) -> dict[str, object]:
+    """Run all checks and return the findings to display. Raises JobUnfit."""
+    if config.runtime.name == "ray" and importlib.util.find_spec("ray") is None:
+        remedy = "pip install 'spotrl[ray]', or use runtime: local"
+        raise JobUnfit("runtime", "runtime is ray, which is not installed here", remedy)
+    try:
+        prompts = prompt_source(config, workdir)
+        batch, held_out = prompts.batch(0), prompts.held_out()
+        prompt = batch[0]
+    except (ValueError, OSError) as error:
+        made = ", ".join(f"`{name}`" for name in SHIPPED.values())
+        raise JobUnfit("prompts", str(error), f"give {made}, or a text file with one prompt a line") from error
+    try:
+        adapter = load_adapter(config.model)
+    except (ValueError, OSError, KeyError) as error:
+        raise JobUnfit("model", str(error), "check model.name and model.path") from error
+    if start is not None:
+        try:
+            load_start(trainable(adapter), start.read_bytes())
+        except ValueError as error:
+            found, _, remedy = str(error).partition("; ")
+            raise JobUnfit("model.from", found, remedy) from error
+    degree = config.runtime.sp_degree
+    if degree != "auto" and (problem := problem_with_degree(adapter.transformer, degree)):
+        found, _, remedy = problem.partition("; ")
+        raise JobUnfit("runtime.sp_degree", found, remedy)
+    try:
+        # A shipped model encodes prompts at once; a large model's text encoder may take seconds per prompt.
+        trained = prompts.trained if isinstance(prompts, FilePrompts) else batch
+        read = [*trained, *held_out] if config.model.name in SHIPPED else [prompt]
+        for start_at in range(0, len(read), READ_AT_ONCE):
+            adapter.encode(read[start_at : start_at + READ_AT_ONCE])
+    except (ValueError, KeyError) as error:
+        made_for = SHIPPED.get(config.model.name)
+        remedy = f"use prompts: {made_for}, or a file in its words" if made_for else "mend the prompt"
+        raise JobUnfit("prompts", f"{config.model.name} cannot read a prompt: {error}", remedy) from error
+    steps = evaluation_plan(config.sampler, config.evaluation.steps).steps
+    picture = adapter.decode(initial([0], adapter.latent_shape()))
+    try:
+        scores = load_reward(config.reward, workdir)(picture, [prompt])
+    except Exception as error:
+        where = "; ".join(line.strip() for line in "".join(traceback.format_exception(error)[-2:]).splitlines())
+        raise JobUnfit(
+            "reward",
+            f"{config.reward.name} on one picture {list(picture.shape)} and prompt {prompt!r}: {where}",
+            "mend the function, and call it by hand with a tensor of that shape and a list of one prompt",
+        ) from error
+    if not math.isfinite(scores[0].reward):
+        raise JobUnfit(
+            "reward",
+            f"{config.reward.name} gives one picture of noise {list(picture.shape)} a reward that is not finite",
+            "return a number for every picture; groups with one that is not finite are not trained",
+        )
+    if DRIFT in scores[0].metrics:
+        raise JobUnfit(
+            "reward",
+            f"{config.reward.name} reports a metric called {DRIFT!r}, which every evaluation has of its own",
+            "give it another name",
+        )
+    target = config.target
+    known = sorted({"reward", *scores[0].metrics})
+    if target is not None and target.metric not in known:
+        raise JobUnfit(
+            "target.metric",
+            f"{target.metric!r}; the reward reports {', '.join(known)}",
+            f"use one of {', '.join(known)}",
+        )
+    guarded = [*known, DRIFT]
+    if strange := [guard.metric for guard in (target.guards if target else ()) if guard.metric not in guarded]:
+        raise JobUnfit(
+            "target.guards",
+            f"a guard on {strange[0]!r}; evaluations report {', '.join(guarded)}",
+            f"use one of {', '.join(guarded)}",
+        )
+    return {
+        "prompt": prompt,
+        "held_out": len(held_out),
+        "reward": scores[0].reward,
+        "metrics": known,
+        "steps": steps,
+        "slowness": slowness(),
+    }
+
+
+def main() -> int:
+    torch.set_num_threads(1)
+    config = EngineConfig.model_validate_json(sys.argv[1])
+    try:
+        workdir, start = ([*sys.argv[2:], None, None])[:2]
+        found = check(config, workdir, None if start is None else Path(start))
+    except JobUnfit as unfit:
+        print(json.dumps({"field": unfit.field, "found": unfit.found, "remedy": unfit.remedy}))
+        return 3
+    print(json.dumps({"ok": True, **found}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

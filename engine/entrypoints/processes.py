@@ -1,0 +1,160 @@
+"""Run the processes of a node: coordinator and trainer on the on-demand node, workers on a spot node.
+
+Importing this module loads torch and the recogniser. The node agent's forkserver imports the module once, and every
+forked process starts in well under a second instead of five. The module does not import diffusers: after an import
+before the fork, the forked process computes a third slower (measured with tests/benchmarks/iteration.py: 1.18 s an
+iteration instead of .83). A process without its agent exits, so all processes of a node live and die together.
+"""
+
+import asyncio
+import os
+import threading
+from collections.abc import Callable
+from functools import partial
+from multiprocessing.synchronize import Event
+from pathlib import Path
+
+import torch
+
+import engine.rewards.ocr  # noqa: F401  preloaded
+from engine.config import NodeSpec
+from engine.coordinator.coordinator import Coordinator, open_coordinator
+from engine.coordinator.rights import Rights
+from engine.coordinator.server import CoordinatorServer, Front, bind
+from engine.models.adapter import DiTAdapter
+from engine.models.fetch import fetched
+from engine.models.load import load_adapter, trainable
+from engine.node.alone import touch
+from engine.node.child import FINISHED_FILE, Beat, begin
+from engine.node.node_store import join_groups
+from engine.prompts import prompt_source
+from engine.rewards.load import load_reward, load_student
+from engine.storage.checkpoint import CheckpointStore
+from engine.storage.disk import when_there_is_room
+from engine.storage.progress import ProgressLog
+from engine.trainer.loop import Loop, Place
+from engine.trainer.metrics import MetricsLog
+from engine.worker.device import device_of
+from engine.worker.node_weights import NodeMemory, NodeWeights
+from engine.worker.step_trace import step_trace
+from engine.worker.transport import HttpTransport, Transport
+from engine.worker.weight_source import FromCoordinator, WeightSource
+from engine.worker.worker import Worker
+
+PATIENCE_SECONDS = 60.0
+"""Wall seconds a worker or trainer keeps calling a coordinator that does not answer."""
+
+
+def run_coordinator(spec: NodeSpec, beat: Beat, ready: Event) -> None:
+    """Serve until the agent ends this process."""
+    begin(spec, "coordinator", beat)
+    folder = Path(spec.folder)
+    clock = spec.clock.clock()
+
+    def open_it() -> Coordinator:
+        path = folder / "progress" / "coordinator.jsonl"
+        progress = ProgressLog(path, run=spec.run, source="coordinator", clock=clock)
+        return open_coordinator(folder / "coordinator", clock=clock, runtime=spec.engine.runtime, progress=progress)
+
+    coordinator = when_there_is_room(open_it, print)
+    listener = bind(spec.coordinator_host, spec.coordinator_port)
+    ready.set()
+    asyncio.run(CoordinatorServer(Front(coordinator), Rights(spec.token), shipped=folder / "shipped").serve(listener))
+
+
+def run_trainer(spec: NodeSpec, beat: Beat, ready: Event) -> None:
+    """Train until the run is finished. A return means the engine is finished."""
+    begin(spec, "trainer", beat)
+    alone = spec.engine.exploration.mode == "none"
+    torch.set_num_threads(spec.engine.runtime.trainer_threads or (os.cpu_count() or 1 if alone else 1))
+    folder, clock = Path(spec.folder), spec.clock.clock()
+    place = Place(
+        run=spec.run,
+        node=spec.node,
+        workers_of_node=spec.workers,
+        store=when_there_is_room(lambda: CheckpointStore(spec.store), print),
+        transport=_transport_of_trainer(spec),
+        progress=ProgressLog(folder / "progress" / "trainer.jsonl", run=spec.run, source="trainer", clock=clock),
+        metrics=MetricsLog(folder / "metrics"),
+        clock=clock,
+    )
+    adapter = _load_model(spec, 0)
+    reward = load_reward(spec.engine.reward, spec.workdir)
+    loop = Loop(spec.engine, place, adapter, reward, prompt_source(spec.engine, spec.workdir))
+    ready.set()
+    print(loop.run(), flush=True)
+
+
+def run_worker(spec: NodeSpec, beat: Beat, number: int, drain: Event, memory: NodeMemory, ready: Event) -> None:
+    """Roll out and explore until ordered to exit. `memory`: the node's memory with the single copy of the weights."""
+    begin(spec, f"worker-{number}", beat)
+    transport = _transport(spec)
+    source = NodeWeights(memory, FromCoordinator(transport).fetch)
+    worker = make_worker(spec, number, transport, source, drain.is_set)
+    presence = (worker.name, worker.node, worker.boot)
+    threading.Thread(target=_transport(spec).stay_present, args=presence, daemon=True).start()
+    ready.set()
+    print("exit:", worker.serve(), flush=True)
+
+
+def make_worker(
+    spec: NodeSpec, number: int, transport: Transport, source: WeightSource, draining: Callable[[], bool]
+) -> Worker:
+    """Return the worker with this number on its node, for any transport and weight source.
+
+    The worker uses one torch thread.
+    """
+    torch.set_num_threads(1)
+    adapter = _load_model(spec, number)
+    elastic = join_groups(spec, adapter)
+    trace = step_trace(spec, f"worker-{number}", lambda: 1 if elastic is None else elastic.degree)
+    return Worker(
+        name=f"{spec.node}/{number}",
+        node=spec.node,
+        workers_of_node=spec.workers,
+        transport=transport,
+        adapter=adapter,
+        parameters=trainable(adapter),
+        reward=load_reward(spec.engine.reward, spec.workdir),
+        student=lambda: load_student(spec.engine),
+        clock=spec.clock.clock(),
+        heartbeat_seconds=spec.engine.runtime.heartbeat_seconds,
+        step_seconds=spec.engine.runtime.step_seconds,
+        resume=spec.engine.runtime.resume,
+        source=source,
+        draining=draining,
+        trace=trace.stepped,
+        finished=partial(touch, Path(spec.folder) / FINISHED_FILE),
+        heard=trace.regrouped,
+        elastic=elastic,
+    )
+
+
+def _load_model(spec: NodeSpec, number: int) -> DiTAdapter:
+    """Load the model on this process's device. CUDA is first used here, because the forkserver must never use CUDA."""
+    device = device_of(spec.engine.runtime.device, number)
+    print(f"computes on {device}", flush=True)
+    model = spec.engine.model
+    if spec.weights:
+        # Store beside the node's folder, because the machine's next node may replace the folder.
+        below = Path(spec.folder).parent / "weights"
+        path = fetched(spec.weights, below, partial(print, flush=True))
+        model = model.model_copy(update={"path": str(path)})
+    return load_adapter(model, device)
+
+
+def _transport_of_trainer(spec: NodeSpec) -> Transport:
+    if spec.engine.runtime.name != "ray":
+        return _transport(spec)
+    # Import here only: a run without Ray needs no Ray.
+    from engine.ray.cluster import connect_beside_head
+    from engine.ray.coordinator import RayTransport
+
+    connect_beside_head(spec)
+    return RayTransport(spec.own_token, patience_seconds=PATIENCE_SECONDS)
+
+
+def _transport(spec: NodeSpec) -> HttpTransport:
+    return HttpTransport(
+        spec.coordinator_host, spec.coordinator_port, spec.own_token, patience_seconds=PATIENCE_SECONDS
+    )

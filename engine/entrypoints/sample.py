@@ -1,0 +1,86 @@
+"""Sample images from a model: `python -m engine.entrypoints.sample < REQUEST.json`, with a `SampleRequest` as input.
+
+The sampling equals an evaluation's: ODE steps, fp32 latents, the noise of a seed. The images therefore depend only on
+the weights, the prompt and the seed. Images are sampled one at a time, so a model that fits into memory elsewhere also
+fits here. After each image, stdout gets a line of JSON.
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import torch
+from PIL import Image
+from pydantic import Field
+from torch import Tensor
+
+from engine.config import ModelConfig, SamplerConfig, Strict
+from engine.diffusion.sampler import Plan, denoise, evaluation_plan
+from engine.models.adapter import DiTAdapter
+from engine.models.load import load_adapter, trainable
+from engine.trainer.evaluation import to_rgb
+from engine.worker.worker import as_bytes, set_weights
+
+FRAME_MS = 1000 / 16
+"""Milliseconds per frame: Wan generates 16 frames a second."""
+
+
+class Wanted(Strict):
+    """Order for one image, with the file to write."""
+
+    prompt: str
+    seed: Annotated[int, Field(ge=0, lt=2**63)]
+    file: Path
+
+
+class SampleRequest(Strict):
+    model: ModelConfig
+    sampler: SamplerConfig
+    steps: Annotated[int, Field(ge=1)]
+    weights: Path | None
+    """Trained weights in the format of checkpoints; None: the base model."""
+    pictures: tuple[Wanted, ...]
+
+
+def load_trained(model: ModelConfig, weights: Path | None, device: str) -> DiTAdapter:
+    """Return the model with these weights. Raises KeyError if the weights belong to another model."""
+    adapter = load_adapter(model, device)
+    if weights is not None:
+        set_weights(trainable(adapter), weights.read_bytes())
+    return adapter
+
+
+@torch.no_grad()
+def draw(adapter: DiTAdapter, plan: Plan, prompt: str, seed: int) -> Tensor:
+    """Return one image in [-1, 1]: [C, H, W], or [C, F, H, W] for video."""
+    return adapter.decode(denoise(adapter, plan, adapter.encode([prompt]), [seed]))[0].float().cpu()
+
+
+def write_picture(picture: Tensor, file: Path) -> None:
+    """Write a PNG, or an animated PNG for a video. `picture`: in [-1, 1], [C, H, W] or [C, F, H, W]."""
+    data = as_bytes(picture)
+    frames = [data] if data.dim() == 3 else list(data.unbind(1))
+    first, *more = (Image.fromarray(to_rgb(frame.numpy())) for frame in frames)
+    animated = {"save_all": True, "append_images": more, "duration": FRAME_MS, "loop": 0} if more else {}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = file.with_name(f"{file.name}.part")
+    first.save(unfinished, "PNG", **animated)
+    unfinished.replace(file)
+
+
+def sample(request: SampleRequest, device: str) -> Iterator[Wanted]:
+    """Write the images one after the other, and yield each written image's order."""
+    adapter = load_trained(request.model, request.weights, device)
+    plan = evaluation_plan(request.sampler, request.steps)
+    for wanted in request.pictures:
+        write_picture(draw(adapter, plan, wanted.prompt, wanted.seed), wanted.file)
+        yield wanted
+
+
+if __name__ == "__main__":
+    for done in sample(
+        SampleRequest.model_validate_json(sys.stdin.read()), "cuda" if torch.cuda.is_available() else "cpu"
+    ):
+        print(json.dumps({"file": str(done.file)}), flush=True)

@@ -1,0 +1,112 @@
+"""Terminate an instance without work and without a controller.
+
+    agent runs ------------------------------------------> stay (the spend deadline of spend_guard.py still holds)
+    agent ended, a controller called lately -------------> stay: the controller reads the last logs, then terminates
+    agent ended, no controller called for 10 minutes ----> copy the logs to the bucket, then delete the instance
+
+The remote console touches `heard` in the node's folder on every line from its controller. The guard notices the changed
+file time and counts the silence on the machine's boot clock. No clock jump therefore ends an instance or keeps an
+instance alive, and a full disk does not hide a controller. A trainer's checkpoints are in the bucket before the trainer
+reports the end. Standard library only, because the guard uses this module.
+"""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+ALONE_SECONDS = 600.0
+"""Seconds of silence before termination. A restarted controller, or a controller with a network outage, is back within
+minutes. Ten minutes cost less than a dollar for most instances. The spend deadline, which used to end such an instance,
+is often a day away."""
+
+ALONE = "SPOTRL_ALONE_SECONDS"
+"""Environment variable with another number of seconds, for drills."""
+
+HEARD = "heard"
+
+COPY_TRIES, COPY_SECONDS, COPY_GAP_SECONDS = 3, 60.0, 10.0
+"""Attempts to send the logs to the bucket, the seconds allowed for each, and the pause between: logs are worth no more
+GPU time."""
+
+
+def touch(file: Path) -> None:
+    """Set a file's time to now, to record an event. Works on a full disk once the file exists."""
+    with contextlib.suppress(OSError):
+        try:
+            os.utime(file)
+        except FileNotFoundError:
+            file.touch(mode=0o600)
+
+
+def start_ticks(pid: int) -> int | None:
+    """Return a process's start in ticks since the boot, immune to clock jumps.
+
+    None: the process is gone or a zombie.
+    """
+    try:
+        state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if state in "ZX" else int(rest[18])
+
+
+class Alone:
+    """Watcher of one node's folder.
+
+    Counts silence from the first look, or from the controller's last line after the look.
+    """
+
+    def __init__(self, folder: Path, boot_ms: Callable[[], int], boot_id: str) -> None:
+        self._folder, self._boot_ms, self._boot_id = folder, boot_ms, boot_id
+        self._limit_ms = round(float(os.environ.get(ALONE, ALONE_SECONDS)) * 1000)
+        self._heard_ms, self._seen = boot_ms(), self._touched()
+
+    def has_ended(self) -> bool:
+        """Return True if the node has no agent, and the controller was silent for ten minutes."""
+        now_ms, touched = self._boot_ms(), self._touched()
+        if touched != self._seen:
+            self._heard_ms, self._seen = now_ms, touched
+        return now_ms - self._heard_ms >= self._limit_ms and not self._agent_runs()
+
+    def minutes(self) -> float:
+        """Return the minutes of the controller's silence."""
+        return (self._boot_ms() - self._heard_ms) / 60_000
+
+    def _touched(self) -> int | None:
+        with contextlib.suppress(OSError):
+            return (self._folder / HEARD).stat().st_mtime_ns
+        return None
+
+    def _agent_runs(self) -> bool:
+        """Return True if the agent named by agent.json runs.
+
+        Every agent of the folder replaces agent.json. An unreadable file counts as no agent.
+        """
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            agent = json.loads((self._folder / "agent.json").read_text())
+            ticks = start_ticks(int(agent["pid"]))
+            return ticks is not None and ticks == agent["ticks"] and agent["boot_id"] == self._boot_id
+        return False
+
+
+def copy_logs(folder: Path, say: Callable[[str], None]) -> bool:
+    """Copy the node's files to the bucket, in a separate process. Returns True if the copy is complete."""
+    for attempt in range(1, COPY_TRIES + 1):
+        try:
+            subprocess.run(
+                [sys.executable, "-P", "-m", "engine.storage.ship", str(folder / "node.json")],
+                stdin=subprocess.DEVNULL,
+                timeout=COPY_SECONDS,
+                check=True,
+            )
+            return True
+        except (OSError, subprocess.SubprocessError) as error:
+            say(f"copying the logs to the bucket, try {attempt} of {COPY_TRIES}: {error}")
+        if attempt < COPY_TRIES:
+            time.sleep(COPY_GAP_SECONDS)
+    return False

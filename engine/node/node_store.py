@@ -1,0 +1,82 @@
+"""Run the node's store: the rendezvous of the node's workers for sharing an image's sequence.
+
+    agent starts the store -> the store writes its port down -> workers join -> workers check for a newer store
+
+The store outlives every worker. The store is a process of its own, a child of the node's agent in every runtime,
+because workers come and go and may be children of another process (Ray's). Workers find the store by `store.json` in
+the node's folder; only the live store's entry is in the file. No torch is imported before a store is served or joined,
+because the agent calls functions of this module too.
+"""
+
+import time
+from multiprocessing.synchronize import Event
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from engine.config import NodeSpec
+from engine.node.child import Beat, begin, read_note, write_note
+
+if TYPE_CHECKING:
+    from engine.models.adapter import DiTAdapter
+    from engine.parallel.elastic import Elastic
+
+LOOK_SECONDS = 0.02
+"""Interval of looks for a store that has not started yet."""
+
+
+def may_share(spec: NodeSpec) -> bool:
+    """Return True if workers of this node may share an image, and therefore need a store."""
+    return spec.role == "rollout" and spec.workers > 1 and spec.engine.runtime.sp_degree != 1
+
+
+def forget_store(spec: NodeSpec) -> None:
+    """Remove an earlier store's entry. Call before a store starts, and before workers join."""
+    _store_file(spec).unlink(missing_ok=True)
+
+
+def run_store(spec: NodeSpec, beat: Beat, ready: Event) -> None:
+    """Serve until the agent ends this process."""
+    # Import before the first sign of life: without torch preloaded, the import takes longer than a process may be
+    # silent.
+    from engine.parallel.communicator import serve_store
+
+    begin(spec, "store", beat)
+    forget_store(spec)
+    store = serve_store()
+    # A port may be reused by a later store, a start time is not.
+    write_note(_store_file(spec), port=store.port, started_ns=time.time_ns())
+    ready.set()
+    while True:
+        time.sleep(3600)
+
+
+def join_groups(spec: NodeSpec, adapter: "DiTAdapter") -> "Elastic | None":
+    """Return a worker's member of the node's SP groups for its model, or None without groups. Waits for the store.
+
+    The groups communicate through gloo, on GPUs too. NCCL refuses two workers on one GPU, and no test has run NCCL
+    between two GPUs yet (tests/gpu/test_nccl.py).
+    """
+    if not may_share(spec):
+        return None
+    from engine.parallel.communicator import Communicators, join_store
+    from engine.parallel.elastic import Elastic
+    from engine.parallel.latency import believed_step_seconds
+    from engine.parallel.ulysses import Ulysses, degrees_of
+
+    file = _store_file(spec)
+    while not (joined := read_note(file)):
+        time.sleep(LOOK_SECONDS)
+    timeout_seconds = spec.engine.runtime.sp_timeout_seconds
+    store = join_store(joined["port"], timeout_seconds=timeout_seconds)
+    communicators = Communicators(store, timeout_seconds=timeout_seconds)
+    return Elastic(
+        Ulysses(adapter.transformer),
+        communicators,
+        store,
+        is_current=lambda: read_note(file) == joined,
+        believed=believed_step_seconds(adapter.latent_shape(), degrees_of(adapter.transformer)),
+    )
+
+
+def _store_file(spec: NodeSpec) -> Path:
+    return Path(spec.folder) / "store.json"

@@ -1,0 +1,255 @@
+"""The values exchanged by queue, worker and trainer: requests, attempts, leases, manifests, replies, trajectories.
+
+Request and attempt are different values. A request is `(run, lineage, batch, prompt, seed, kind)`: the wanted image.
+The weight version belongs to the *attempt*: when no worker has the version any more, the queue issues the same request
+again at another version with the same noise. Only the worker with a valid lease number may report on an attempt.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Any, Literal
+
+
+class Kind(StrEnum):
+    """The purpose of a rollout, in order of importance to the open batch."""
+
+    TRAIN = "train"
+    EVALUATE = "evaluate"
+    CONTROL = "control"
+    """Rollouts of rejected candidates, sampled like the chosen candidates, to measure the quality of the choice."""
+    EXPLORE = "explore"
+
+    __hash__ = str.__hash__
+
+
+def request_class(shape: int, dtype: str) -> str:
+    """Return the request class: the two values that set the time of a step, batch shape and dtype."""
+    return f"{shape} x {dtype}"
+
+
+Scorer = Literal["reward", "student"]
+"""The scorer: the job's reward, or the student, a cheap model that imitates the reward and ranks candidate seeds."""
+
+
+class Stream(StrEnum):
+    """The seed streams.
+
+    Seeds of different streams never overlap; exploration candidates are train seeds of their batch.
+    """
+
+    TRAIN = "train"
+    CONTROL = "control"
+    EVAL = "eval"
+
+
+def seed_of(run_seed: int, stream: Stream, batch: int, prompt: str, index: int) -> int:
+    """Return the 64-bit seed of an image. All noise of the image follows from the seed (engine/diffusion/noise.py).
+
+    The seed is blake2b of (run seed, stream, batch, prompt, index), and a recurring prompt therefore gets new noise.
+    """
+    text = json.dumps([run_seed, stream.value, batch, prompt, index], ensure_ascii=True, separators=(",", ":"))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, order=True)
+class RequestId:
+    """The identity of a wanted image."""
+
+    run: str
+    lineage: int
+    batch: int
+    prompt: str
+    seed: int
+    kind: Kind
+
+    def __hash__(self) -> int:
+        return hash((self.batch, self.seed))  # batch and seed identify a request; the queue hashes often
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightsKey:
+    """The key of a weight version.
+
+    `average` selects the moving average for evaluation (`ema`), not the live weights.
+    """
+
+    version: int
+    average: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.version}-ema" if self.average else str(self.version)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """A prompt of a batch and the seeds to train."""
+
+    prompt: str
+    seeds: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest:
+    """The content of a batch, made durable before the batch's first rollout (invariant 3).
+
+    `minibatches` lists group numbers per optimiser step. The trained multiset always equals the manifest.
+    """
+
+    run: str
+    lineage: int
+    batch: int
+    version: int
+    sampler: str
+    groups: tuple[Group, ...]
+    minibatches: tuple[tuple[int, ...], ...]
+
+    @property
+    def digest(self) -> str:
+        """Return a digest of the trained content without run and lineage, to compare two runs of a job."""
+        body = {"batch": self.batch, "version": self.version, "sampler": self.sampler, "minibatches": self.minibatches}
+        body["groups"] = [[group.prompt, list(group.seeds)] for group in self.groups]
+        return hashlib.blake2b(json.dumps(body, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+    def requests(self) -> list[RequestId]:
+        """Return the requests in group order, because complete groups then arrive one after another (GAP)."""
+        return [
+            RequestId(
+                run=self.run, lineage=self.lineage, batch=self.batch, prompt=group.prompt, seed=seed, kind=Kind.TRAIN
+            )
+            for group in self.groups
+            for seed in group.seeds
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> "Manifest":
+        groups = tuple(Group(prompt=g["prompt"], seeds=tuple(g["seeds"])) for g in raw["groups"])
+        minibatches = tuple(tuple(m) for m in raw["minibatches"])
+        return cls(**{**raw, "groups": groups, "minibatches": minibatches})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Attempt:
+    """A request with the weights to use and the committed progress.
+
+    `step`: number of committed denoising steps. `state`: name of the committed blob if step > 0.
+    """
+
+    request: RequestId
+    weights: WeightsKey
+    step: int = 0
+    state: str | None = None
+
+
+# --- replies: the queue answers every call of a worker with a reply --------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wait:
+    """The order to wait: no work now."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """The order to sample these images. The lease covers all of them, and all of them are at the same step."""
+
+    lease: int
+    attempts: tuple[Attempt, ...]
+    sampler: str
+    shape: int
+    dtype: str
+    expires_ms: int
+    commit_every: int = 0
+    """Steps between commits of in-flight state. 0: commit on a preemption notice only."""
+    pictures: tuple[bool, ...] = ()
+    """For each attempt: True if the finished image must be sent back."""
+    scorer: Scorer = "reward"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadWeights:
+    """The order to fetch these weights and to make them current."""
+
+    weights: WeightsKey
+    digest: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Regroup:
+    """The order to join a sequence-parallel group. Epoch 0: work alone.
+
+    `members` in rank order; the first member pulls work. `communicator`: number of the group's shared communicator.
+    `prepare`: communicators to create beforehand for likely later groups, as (number, rank, degree). `keep`: the
+    numbers of earlier communicators to keep for reuse; None: keep all.
+    """
+
+    epoch: int
+    rank: int
+    degree: int
+    members: tuple[str, ...]
+    communicator: int
+    prepare: tuple[tuple[int, int, int], ...] = ()
+    keep: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Drain:
+    """The order to commit in-flight state and take no new work: the node terminates at the deadline."""
+
+    deadline_ms: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fenced:
+    """The answer to a call with a revoked lease: drop the work and pull again."""
+
+    lease: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exit:
+    """The order to exit: the run is over, or the worker is not needed any more."""
+
+    reason: str
+
+
+Reply = Wait | Work | LoadWeights | Regroup | Drain | Fenced | Exit
+
+
+# --- results from workers ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Score:
+    """The reward of a finished image and named metrics (exact_match, similarity, ...). All values are finite."""
+
+    reward: float
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finished:
+    """The result of a finished request. `trajectory` names the blob (train only). Exploration sends the score alone.
+
+    `node`: the node that made the image, as recorded by the coordinator.
+    """
+
+    request: RequestId
+    score: Score
+    trajectory: str | None = None
+    node: str = ""
+
+
+def request_to_list(request: RequestId) -> list[Any]:
+    """Return the wire form of a request: [run, lineage, batch, prompt, seed, kind]."""
+    return [request.run, request.lineage, request.batch, request.prompt, request.seed, request.kind.value]
+
+
+def request_from_list(raw: Sequence[Any]) -> RequestId:
+    run, lineage, batch, prompt, seed, kind = raw
+    return RequestId(run=run, lineage=lineage, batch=batch, prompt=prompt, seed=seed, kind=Kind(kind))

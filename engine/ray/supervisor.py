@@ -1,0 +1,288 @@
+"""Keep the coordinator and one worker per slot alive, on a Ray cluster with a changing set of spot nodes.
+
+look (nodes, deaths, pings) -> compare with the wanted actors -> make missing actors, tell the coordinator
+
+The supervisor keeps no state: every actor has a name and outlives the supervisor, so a restarted supervisor adopts the
+existing actors. The supervisor reports a death to the coordinator at once. The report may be wrong (Ray calls actors
+"unavailable" that come back): the coordinator revokes the lease of a worker still alive at the worker's next call, and
+the worker pulls again.
+"""
+
+import contextlib
+import os
+import signal
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import psutil
+import ray
+from ray.exceptions import RayError, RayTaskError
+from ray.util.placement_group import get_placement_group, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from engine.config import NodeSpec
+from engine.node.agent import FROZEN_SECONDS
+from engine.node.child import died_too_often, read_note
+from engine.ray.cluster import NAMESPACE
+from engine.ray.coordinator import ANSWER_SECONDS, NAME, CoordinatorActor, pid_file
+from engine.ray.worker import WorkerActor
+
+LOOK_SECONDS = 0.1
+"""Interval of looks at the nodes. A worker's death wakes the supervisor at once."""
+
+PING_SECONDS = 0.5
+LONGEST_PAUSE_SECONDS = 3.0
+"""Maximum seconds between a worker's death and its restart, after repeated deaths."""
+
+
+@dataclass(kw_only=True)
+class _Place:
+    """Slot of one worker on one node, as known to Ray. A node that joins again gets another id."""
+
+    node: str
+    node_id: str
+    number: int
+    actor: Any = None
+    boot_ref: Any = None
+    serve_ref: Any = None
+    boot: int | None = None
+    deaths: int = 0
+    not_before: float = 0.0
+
+    @property
+    def worker(self) -> str:
+        return f"{self.node}/{self.number}"
+
+    @property
+    def actor_name(self) -> str:
+        return f"{self.worker}@{self.node_id}"
+
+
+def gpus_of_a_worker(gpus: int, workers: int) -> float:
+    """Return a worker's share of the node's GPUs: whole GPUs, or an equal part of a shared GPU.
+
+    Ray counts GPUs in units of 1 / 10,000.
+    """
+    if gpus >= workers:
+        return float(gpus // workers)
+    return 10_000 // -(-workers // gpus) / 10_000
+
+
+@dataclass
+class Supervisor:
+    spec: NodeSpec
+    address: str
+    places: dict[tuple[str, int], _Place] = field(default_factory=dict)
+    groups: dict[str, Any] = field(default_factory=dict)
+    told_lost: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._tells: list[dict[str, Any]] = []
+        self._telling: Any = None
+        self._ping: Any = None
+        self._pinged = 0.0
+        self._ping_again = 0.0
+        # GCS lists a node as alive before the node takes part in the cluster, and keeps dead nodes in the list.
+        self._coordinator = self._make_coordinator()
+
+    def wait_for_coordinator(self) -> None:
+        ray.get(self._coordinator.ping.remote(), timeout=60.0)
+
+    def run(self) -> None:
+        """Supervise for ever. Raises RayError if the cluster is gone; the agent then restarts everything."""
+        while True:
+            self.look()
+
+    def look(self) -> None:
+        """Make one pass. Takes LOOK_SECONDS, or less if a worker dies."""
+        self._look_at_nodes()
+        for place in self.places.values():
+            self._look_at(place)
+        self._watch_coordinator()
+        self._tell()
+        waiting = [place.serve_ref for place in self.places.values() if place.serve_ref is not None]
+        if not waiting:
+            time.sleep(LOOK_SECONDS)
+        else:
+            ray.wait(waiting, num_returns=1, timeout=LOOK_SECONDS, fetch_local=False)
+
+    # --- nodes ------------------------------------------------------------------------------------------
+
+    def _look_at_nodes(self) -> None:
+        for node in ray.nodes():
+            labels, node_id = node["Labels"], node["NodeID"]
+            if labels.get("market") != "spot":
+                continue
+            if node["Alive"] and node_id not in self.groups:
+                self._adopt_node(labels["node"], node_id, int(node["Resources"].get("CPU", 0)), node["Resources"])
+            elif not node["Alive"] and node_id not in self.told_lost:
+                self.told_lost.add(node_id)
+                self._forget_node(labels["node"], node_id)
+
+    def _adopt_node(self, node: str, node_id: str, workers: int, resources: dict[str, float]) -> None:
+        """Reserve the node's slots in one placement group on this exact node.
+
+        The workers can then form an SP group later.
+        """
+        if workers == 0:
+            return
+        bundle = {"CPU": 1.0}
+        if gpus := int(resources.get("GPU", 0)):
+            bundle["GPU"] = gpus_of_a_worker(gpus, workers)
+        name = f"{node}@{node_id}"
+        try:
+            group = get_placement_group(name)
+        except ValueError:
+            group = placement_group(
+                [bundle] * workers,
+                strategy="STRICT_PACK",
+                name=name,
+                lifetime="detached",
+                bundle_label_selector=[{"ray.io/node-id": node_id, "market": "spot"}] * workers,
+            )
+        print(f"{node} is here, with {workers} place(s)", flush=True)
+        self.groups[node_id] = (group, bundle)
+        for number in range(workers):
+            self.places[node_id, number] = _Place(node=node, node_id=node_id, number=number)
+
+    def _forget_node(self, node: str, node_id: str) -> None:
+        print(f"{node} is gone", flush=True)
+        came_back = any(other.node == node and other.node_id != node_id for other in self.places.values())
+        for place in [place for place in self.places.values() if place.node_id == node_id]:
+            self._say_died(place, "its node is gone")
+            del self.places[place.node_id, place.number]
+        if not came_back:
+            self._tells.append({"call": "node_lost", "node": node, "reason": "Ray lost its node"})
+        if node_id in self.groups:
+            with contextlib.suppress(RayError):
+                remove_placement_group(self.groups.pop(node_id)[0])
+
+    # --- workers ----------------------------------------------------------------------------------------
+
+    def _look_at(self, place: _Place) -> None:
+        if place.serve_ref is None:
+            if place.actor is None and time.monotonic() >= place.not_before:
+                self._start(place)
+            return
+        if place.boot is None:
+            done, _ = ray.wait([place.boot_ref], timeout=0)
+            if done:
+                with contextlib.suppress(RayError):
+                    place.boot = ray.get(place.boot_ref)
+        done, _ = ray.wait([place.serve_ref], timeout=0, fetch_local=False)
+        if not done:
+            return
+        try:
+            reason = ray.get(place.serve_ref)
+        except RayError as error:
+            self._died(place, error)
+        else:
+            print(f"{place.worker} has ended: {reason}", flush=True)
+            place.serve_ref = None  # the actor stays, and its slot is not filled again
+
+    def _start(self, place: _Place) -> None:
+        group, bundle = self.groups[place.node_id]
+        make = ray.remote(WorkerActor).options(
+            name=place.actor_name,
+            namespace=NAMESPACE,
+            get_if_exists=True,
+            lifetime="detached",
+            max_restarts=0,
+            max_concurrency=8,  # room for concurrent serve calls, of this supervisor and of its successor
+            num_cpus=1,
+            num_gpus=bundle.get("GPU", 0),
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=place.number),
+        )
+        place.actor = make.remote(place.number)
+        place.boot = None
+        place.boot_ref = place.actor.boot.remote()
+        place.serve_ref = place.actor.serve.remote()
+
+    def _died(self, place: _Place, error: RayError) -> None:
+        place.deaths += 1
+        text = " ".join(str(error).split())[:300]
+        print(f"{place.worker} died ({type(error).__name__}), death {place.deaths}: {text}", flush=True)
+        self._say_died(place, f"its process died ({type(error).__name__})")
+        with contextlib.suppress(RayError, ValueError):
+            ray.kill(place.actor)  # the actor may only be unavailable, or have raised
+        place.actor = place.serve_ref = None
+        pause = 0.0 if place.deaths == 1 else min(LONGEST_PAUSE_SECONDS, 0.1 * 2**place.deaths)
+        place.not_before = time.monotonic() + pause
+
+    def _say_died(self, place: _Place, reason: str) -> None:
+        if place.boot is None and place.boot_ref is not None:
+            with contextlib.suppress(RayError):
+                place.boot = ray.get(place.boot_ref, timeout=0)
+        if place.boot is None:
+            return  # the worker never called in
+        self._tells.append(
+            {"call": "died", "worker": place.worker, "node": place.node, "boot": place.boot, "reason": reason}
+        )
+        self._tell()
+
+    # --- the coordinator --------------------------------------------------------------------------------
+
+    def _make_coordinator(self) -> Any:
+        make = ray.remote(CoordinatorActor).options(
+            name=NAME,
+            namespace=NAMESPACE,
+            get_if_exists=True,
+            lifetime="detached",
+            max_restarts=-1,
+            max_task_retries=0,  # callers repeat failed calls themselves
+            max_concurrency=1000,
+            num_cpus=0,
+            label_selector={"market": "on-demand", "node": self.spec.node},
+        )
+        return make.remote(self.spec.model_dump_json(), self.address)
+
+    def _tell(self) -> None:
+        """Send the reports in order, each until the coordinator answers."""
+        while True:
+            if self._telling is not None:
+                done, _ = ray.wait([self._telling], timeout=0)
+                if not done:
+                    return
+                try:
+                    said = ray.get(self._telling)
+                except RayTaskError as error:
+                    print(f"the coordinator could not take {self._tells[0]}: {error}", flush=True)
+                except RayError:
+                    self._telling = None
+                    return  # Ray is restarting the coordinator
+                else:
+                    if said[0] == "full":
+                        self._telling = None
+                        return
+                self._telling = None
+                self._tells.pop(0)
+            if not self._tells:
+                return
+            self._telling = self._coordinator.call.remote(self.spec.own_token, self._tells[0], {})
+            ray.wait([self._telling], timeout=0.05)
+
+    def _watch_coordinator(self) -> None:
+        """Ping the coordinator and kill a frozen one. Ray detects a dead coordinator, but not a frozen coordinator."""
+        now = time.monotonic()
+        if died_too_often(pid_file(self.spec)):
+            raise RuntimeError("the coordinator died too often without progress")
+        if self._ping is None:
+            if now >= self._ping_again:
+                self._ping, self._pinged = self._coordinator.ping.remote(), now
+            return
+        done, _ = ray.wait([self._ping], timeout=0)
+        if done:
+            with contextlib.suppress(RayError):
+                ray.get(self._ping)
+            self._ping, self._ping_again = None, now + PING_SECONDS
+        elif now - self._pinged > FROZEN_SECONDS:
+            self._kill_coordinator()
+            self._pinged = now + ANSWER_SECONDS
+
+    def _kill_coordinator(self) -> None:
+        with contextlib.suppress(OSError, KeyError, psutil.NoSuchProcess):
+            process = read_note(pid_file(self.spec))
+            if psutil.Process(process["pid"]).create_time() == process["create_time"]:
+                print("the coordinator is frozen: killed", flush=True)
+                os.kill(process["pid"], signal.SIGKILL)

@@ -1,0 +1,246 @@
+"""Checkpoints: the full state for a new machine to continue the run exactly from the last iteration.
+
+    checkpoints/l0001-i000012/{weights,ema,optimizer}.safetensors, then manifest.json
+    lineages/0001                                                  one per lineage, created once
+    start/weights.safetensors, then manifest.json                  start weights, written by the launcher (model.from)
+
+A checkpoint counts once its manifest exists, and the manifest is written last. The files may be written earlier, while
+parts of the manifest are still unknown. The checkpoint also contains the manifest of the *next* batch: exploration for
+the next batch used weights that no longer exist, and a new choice of seeds could differ. The newest checkpoint is the
+highest lineage, then the highest iteration. A zombie trainer whose machine was given up writes under an old lineage,
+and no process reads an old lineage.
+
+Writing raises OSError if the store is a full disk. Every call raises OSError if the store is a bucket that does not
+answer. The caller may then retry: nothing counts yet.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import obstore
+from obstore.exceptions import AlreadyExistsError, BaseError, GenericError
+from obstore.store import LocalStore, ObjectStore
+
+from engine.drift import Look
+from engine.protocol.request import Manifest
+from engine.storage.bucket import open_store
+from engine.storage.disk import AWAY, FULL
+
+SCHEMA = 1
+
+START_WEIGHTS, START_MANIFEST = "start/weights.safetensors", "start/manifest.json"
+"""launcher/runs/start.py writes both; the manifest is {"sha256", "text"}."""
+
+
+class CheckpointDamaged(Exception):
+    """The files of a checkpoint do not match its manifest."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """The state after `iteration` trained batches.
+
+    `files`: safetensors bytes by name: weights, ema, optimizer. `evaluations`: all (iteration, metrics) until now.
+    `std`: the running reward std (std: ema), or None. `config_digest`: of the engine's config. `exploration`: the
+    explorer's state as JSON values (engine/exploration/explorer.py); empty: no state yet. `base`: the look of the base
+    model's evaluation images (engine/drift.py); None in checkpoints of earlier versions.
+    """
+
+    iteration: int
+    lineage: int
+    next_batch: Manifest
+    files: Mapping[str, bytes]
+    evaluations: tuple[tuple[int, dict[str, float]], ...]
+    std: float | None
+    skipped_in_a_row: int
+    config_digest: str
+    exploration: Mapping[str, Any]
+    base: Look | None = None
+
+    @property
+    def name(self) -> str:
+        return checkpoint_name(self.lineage, self.iteration)
+
+
+def checkpoint_name(lineage: int, iteration: int) -> str:
+    return f"l{lineage:04d}-i{iteration:06d}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """Start weights of a run. `text`: the origin of the weights, in words."""
+
+    text: str
+    weights: bytes
+
+
+class CheckpointStore:
+    """The checkpoints of a run, in a bucket or a folder (obstore URL).
+
+    Creating a store raises OSError if S3 does not return the region of the bucket.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self._store: ObjectStore = open_store(url)
+
+    def claim_lineage(self) -> int:
+        """Claim and return a new lineage number. The first lineage is 1."""
+        lineage = 1 + max((int(path.rsplit("/", 1)[1]) for path in self._paths("lineages/")), default=0)
+        while True:
+            try:
+                with self._trouble_is_an_oserror():
+                    obstore.put(self._store, f"lineages/{lineage:04d}", b"claimed", mode="create")
+                return lineage
+            except AlreadyExistsError:
+                lineage += 1
+
+    def write_files(self, name: str, files: Mapping[str, bytes]) -> dict[str, str]:
+        """Write the files of a checkpoint and return their digests for `save`.
+
+        The checkpoint counts only after `save`.
+        """
+
+        def put(item: tuple[str, bytes]) -> tuple[str, str]:
+            file, data = item
+            self.put(f"checkpoints/{name}/{file}.safetensors", data)
+            return file, hashlib.sha256(data).hexdigest()
+
+        # In parallel: hashing and writing both let further threads run, and the trainer only waits for them.
+        with ThreadPoolExecutor() as pool:
+            return dict(pool.map(put, files.items()))
+
+    def save(self, checkpoint: Checkpoint, *, keep: int, digests: Mapping[str, str] | None = None) -> str:
+        """Write a checkpoint, the manifest last, and return the digest of its weights.
+
+        After the write, delete all older checkpoints except the newest `keep`.
+
+        digests: of the checkpoint's files, if the files are written already
+        """
+        folder = f"checkpoints/{checkpoint.name}"
+        if digests is None:
+            digests = self.write_files(checkpoint.name, checkpoint.files)
+        manifest: dict[str, Any] = {
+            "schema": SCHEMA,
+            "iteration": checkpoint.iteration,
+            "lineage": checkpoint.lineage,
+            "next_batch": checkpoint.next_batch.to_dict(),
+            "evaluations": [[iteration, metrics] for iteration, metrics in checkpoint.evaluations],
+            "std": checkpoint.std,
+            "skipped_in_a_row": checkpoint.skipped_in_a_row,
+            "config_digest": checkpoint.config_digest,
+            "exploration": checkpoint.exploration,
+            "base": checkpoint.base.to_dict() if checkpoint.base is not None else None,
+            "files": {f"{name}.safetensors": digest for name, digest in digests.items()},
+        }
+        self.put(f"{folder}/manifest.json", json.dumps(manifest, indent=1).encode())
+        kept = self.names()[-keep:]
+        # Also delete folders without a manifest: the trainer or its machine stopped during the write.
+        for old in sorted({path.split("/")[1] for path in self._paths("checkpoints/")}.difference(kept)):
+            if old > checkpoint.name:
+                continue  # our lineage is old by now: leave the checkpoints of the new lineage alone
+            # Delete the manifest first: a half-deleted checkpoint then does not count.
+            for path in sorted(self._paths(f"checkpoints/{old}/"), key=lambda path: not path.endswith(".json")):
+                with self._trouble_is_an_oserror():
+                    obstore.delete(self._store, path)
+        return digests["weights"]
+
+    def names(self) -> list[str]:
+        """Return the names of complete checkpoints, oldest first."""
+        paths = self._paths("checkpoints/")
+        return sorted(path.split("/")[1] for path in paths if path.endswith("/manifest.json"))
+
+    def newest(self) -> Checkpoint | None:
+        """Return the newest checkpoint with a complete manifest, or None. Print the name of each skipped checkpoint.
+
+        Raises CheckpointDamaged if a file does not match its digest.
+        """
+        for name in reversed(self.names()):
+            try:
+                return self.load(name)
+            except (json.JSONDecodeError, UnicodeDecodeError) as error:
+                print(f"checkpoint {name} does not count: its manifest was cut short ({error})", flush=True)
+        return None
+
+    def load(self, name: str) -> Checkpoint:
+        folder = f"checkpoints/{name}"
+        raw = json.loads(self._get(f"{folder}/manifest.json"))
+        files = {}
+        for file, digest in raw["files"].items():
+            data = self._get(f"{folder}/{file}")
+            if hashlib.sha256(data).hexdigest() != digest:
+                raise CheckpointDamaged(f"{folder}/{file} is not what its manifest names; delete {folder} to go back")
+            files[file.removesuffix(".safetensors")] = data
+        return Checkpoint(
+            iteration=raw["iteration"],
+            lineage=raw["lineage"],
+            next_batch=Manifest.from_dict(raw["next_batch"]),
+            files=files,
+            evaluations=tuple((iteration, metrics) for iteration, metrics in raw["evaluations"]),
+            std=raw["std"],
+            skipped_in_a_row=raw["skipped_in_a_row"],
+            config_digest=raw["config_digest"],
+            exploration=raw.get("exploration", {}),  # missing in checkpoints of earlier versions
+            base=Look.from_dict(raw["base"]) if raw.get("base") is not None else None,
+        )
+
+    def start(self) -> Start:
+        """Return the start weights of the run. Raises CheckpointDamaged if the weights are missing or incomplete."""
+        try:
+            raw = json.loads(self._get(START_MANIFEST))
+            data, digest, text = self._get(START_WEIGHTS), str(raw["sha256"]), str(raw["text"])
+        except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointDamaged(
+                f"the start weights (model.from) are not in {self.url} ({error}); launch the run again under a new name"
+            ) from None
+        if hashlib.sha256(data).hexdigest() != digest:
+            raise CheckpointDamaged(
+                f"{START_WEIGHTS} in {self.url} is not what its manifest names; launch the run again under a new name"
+            )
+        return Start(text=text, weights=data)
+
+    def put(self, path: str, data: bytes) -> None:
+        """Write an object, for example an image to view beside the checkpoints: evaluation/000012.png."""
+        with self._trouble_is_an_oserror():
+            obstore.put(self._store, path, data)
+
+    def size(self, path: str) -> int:
+        """Return an object's size in bytes, or 0 if the object does not exist."""
+        with self._trouble_is_an_oserror():
+            try:
+                return int(obstore.head(self._store, path)["size"])
+            except FileNotFoundError:
+                return 0
+
+    def _get(self, path: str) -> bytes:
+        with self._trouble_is_an_oserror():
+            return bytes(obstore.get(self._store, path).bytes())
+
+    def _paths(self, prefix: str) -> list[str]:
+        with self._trouble_is_an_oserror():
+            return [item["path"] for page in obstore.list(self._store, prefix=prefix) for item in page]
+
+    @contextmanager
+    def _trouble_is_an_oserror(self) -> Iterator[None]:
+        """Raise OSError for a full disk or a bucket that does not answer.
+
+        obstore has a single error type for both cases; a disk's error number is in the error's text. Permanent errors
+        of a bucket (no permission, no such bucket) have their own types and pass through unchanged.
+        """
+        try:
+            yield
+        except BaseError as error:
+            said = str(error).split("\n")[0]
+            number = re.search(r"\(os error (\d+)\)", str(error))
+            if number is not None and int(number[1]) in FULL:
+                raise OSError(int(number[1]), said) from error
+            refused = re.search(r"status code: 4(?!08|29)\d\d", said)
+            if isinstance(error, GenericError) and not refused and not isinstance(self._store, LocalStore):
+                raise OSError(AWAY, said) from error
+            raise

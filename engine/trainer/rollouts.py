@@ -1,0 +1,110 @@
+"""The rollouts of a batch on arrival, sorted into groups: complete groups can be trained at once (GAP).
+
+While no complete group waits for training, the trainer samples too: a waiting trainer is a normal worker.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from engine.algorithm.transaction import FinishedGroup
+from engine.diffusion.trajectory import Trajectory
+from engine.protocol.request import Manifest, Wait
+from engine.worker.worker import Worker
+
+Collect = Callable[[int, int, bool], dict[str, Any]]
+"""(batch, number of results received, wait or not) -> {"results": ..., "blobs": ...}."""
+
+
+OwnLogProbs = Callable[[str, Trajectory], Trajectory]
+"""(prompt, trajectory) -> the trajectory with log-probs computed by the trainer (`Trainer.with_own_log_probs`)."""
+
+
+class Rollouts:
+    """The results received for a manifest."""
+
+    def __init__(self, manifest: Manifest, collect: Collect, worker: Worker, own_log_probs: OwnLogProbs) -> None:
+        """Start without results. `worker`: the trainer's own worker, which samples while no group can be trained."""
+        self._manifest = manifest
+        self._collect = collect
+        self._worker = worker
+        self._own_log_probs = own_log_probs
+        self._found: dict[tuple[str, int], tuple[float, Trajectory]] = {}
+        self.made_by: Counter[str] = Counter()
+        """Number of finished rollouts by node."""
+
+    def only(self, manifest: Manifest) -> "Rollouts":
+        """Return the rollouts of another manifest of the same batch, with the results received until now."""
+        chosen = Rollouts(manifest, self._collect, self._worker, self._own_log_probs)
+        chosen._found, chosen.made_by = self._found, self.made_by
+        return chosen
+
+    def look(self) -> bool:
+        """Take new results without waiting. Return True if there was a result."""
+        return self._take(wait=False)
+
+    def wait(self) -> None:
+        """Take new results, or sample with the trainer's own worker, or wait for results."""
+        if self.look():
+            return
+        with torch_threads(1):
+            reply = self._worker.serve_once(wait=False)
+        self._take(wait=isinstance(reply, Wait))
+
+    def wait_for_all(self) -> None:
+        while not all(self.is_complete(number) for number in range(len(self._manifest.groups))):
+            self.wait()
+
+    def is_complete(self, number: int) -> bool:
+        group = self._manifest.groups[number]
+        return all((group.prompt, seed) in self._found for seed in group.seeds)
+
+    def group(self, number: int) -> FinishedGroup:
+        group = self._manifest.groups[number]
+        found = [self._found[group.prompt, seed] for seed in group.seeds]
+        return FinishedGroup(
+            prompt=group.prompt,
+            trajectories=tuple(trajectory for _, trajectory in found),
+            rewards=tuple(reward for reward, _ in found),
+        )
+
+    def rewards(self) -> list[tuple[float, ...]]:
+        """Return the rewards of every group, in the manifest's order."""
+        return [self.group(number).rewards for number in range(len(self._manifest.groups))]
+
+    def reward_of(self) -> dict[tuple[str, int], float]:
+        """Return the received rewards by (prompt, seed)."""
+        return {key: reward for key, (reward, _) in self._found.items()}
+
+    def std(self) -> float:
+        """Return the std of all finite rewards of the batch."""
+        finite = [reward for rewards in self.rewards() for reward in rewards if math.isfinite(reward)]
+        return float(torch.tensor(finite, dtype=torch.float64).std(correction=0)) if finite else 0.0
+
+    def _take(self, *, wait: bool) -> bool:
+        answer = self._collect(self._manifest.batch, len(self._found), wait)
+        for result in answer["results"]:
+            self.made_by[result.node] += 1
+            prompt, trajectory = result.request.prompt, Trajectory.from_bytes(answer["blobs"][result.trajectory])
+            if trajectory.degree is None:
+                # No optimiser step happens before the whole batch is here: the weights still are the rollout's weights.
+                trajectory = self._own_log_probs(prompt, trajectory)
+            self._found[prompt, result.request.seed] = (result.score.reward, trajectory)
+        return bool(answer["results"])
+
+
+@contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    """Run with this number of torch threads. 0 keeps the current number."""
+    before = torch.get_num_threads()
+    if count and count != before:
+        torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        if count and count != before:
+            torch.set_num_threads(before)

@@ -1,0 +1,116 @@
+"""Test on this machine, within seconds, the steps that would otherwise fail on the first paid node.
+
+platform -> disk -> secrets -> the engine's checks (user's reward called once on one image, prompts, weights)
+
+The engine runs in its own process. The launcher stays free of torch, and a reward that crashes the interpreter becomes
+an ordinary failure.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from launcher.exit_codes import Failure
+from launcher.job.schema import CheckedJob
+
+FREE_BYTES = 1 << 30
+"""Free bytes required for a local run. A few checkpoints of a small model and the nodes' logs need far less."""
+
+ENGINE_SECONDS = 300
+"""Time limit of the engine's checks, in seconds. Importing torch and loading a recogniser takes seconds; on a busy
+machine, a minute."""
+
+
+def preflight(
+    checked: CheckedJob, folder: Path, environ: Mapping[str, str] = os.environ, start: Path | None = None
+) -> dict[str, Any]:
+    """Run all checks and return the engine's report on the job. `folder` is the folder of all runs.
+
+    `start`: the file with the start weights, if the job has any. Raises JobError or Failure.
+    """
+    check_platform()
+    check_disk(folder)
+    check_secrets(checked, environ)
+    return ask_engine(checked, start)
+
+
+def check_platform(platform: str = sys.platform) -> None:
+    """Raise Failure if nodes cannot run on this machine.
+
+    Called for local runs only: nodes on clouds are Linux machines.
+    """
+    if platform != "linux":
+        raise Failure(
+            f"a run on this machine needs Linux, and this is {platform}: nodes share weights by memfd_create and find "
+            "their processes in /proc; use a Linux machine, or clouds with --infra aws,gcp"
+        )
+
+
+def check_disk(folder: Path) -> None:
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    if free < FREE_BYTES:
+        raise Failure(
+            f"{existing} has {free >> 20} MiB free, and a run needs {FREE_BYTES >> 20}; "
+            "make room, or set SPOTRL_HOME to a folder on another disk"
+        )
+
+
+def check_secrets(checked: CheckedJob, environ: Mapping[str, str]) -> None:
+    for name in checked.job.secrets:
+        if not environ.get(name):
+            raise checked.error(
+                "secrets", f"secrets names {name}, which is not set here", f"export {name}=..., or leave it out"
+            )
+
+
+def ask_engine(checked: CheckedJob, start: Path | None = None) -> dict[str, Any]:
+    """Run `python -m engine.entrypoints.preflight CONFIG WORKDIR [START]` and return the JSON line of the engine.
+
+    Exit code 0 is a report. Exit code 3 is a JSON line with field, found and remedy, and raises JobError. Any other
+    exit code raises Failure.
+    """
+    if find_spec("torch") is None:
+        raise Failure("the engine is not installed here, and the job is tried with it; `pip install 'spotrl[engine]'`")
+    config = checked.job.engine().model_dump_json()
+    # -P: a `torch.py` in the user's folder must not shadow the real torch, but spotrl's own package must be found.
+    command = [sys.executable, "-P", "-m", "engine.entrypoints.preflight", config, str(checked.workdir)]
+    command += [] if start is None else [str(start)]
+    try:
+        done = subprocess.run(
+            command, cwd=checked.workdir, capture_output=True, text=True, timeout=ENGINE_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise checked.error(
+            "reward",
+            f"one call of the reward {checked.job.reward.name} took more than {ENGINE_SECONDS} s",
+            "make it faster: it is called for every picture",
+        ) from None
+    answer = _last_json(done.stdout)
+    if done.returncode == 0 and answer is not None:
+        return answer
+    if done.returncode == 3 and answer is not None and {"field", "found", "remedy"} <= answer.keys():
+        raise checked.error(answer["field"], answer["found"], answer["remedy"])
+    last_words = "\n".join(done.stderr.strip().splitlines()[-5:]) or "it said nothing"
+    raise Failure(
+        f"the engine could not check the job (exit code {done.returncode}); is it installed? "
+        f"`pip install 'spotrl[engine]'`. Its last words:\n{last_words}"
+    )
+
+
+def _last_json(output: str) -> dict[str, Any] | None:
+    """Return the last line as JSON, because a reward may print before the answer.
+
+    None if the line is no JSON object.
+    """
+    try:
+        answer = json.loads(output.strip().splitlines()[-1])
+    except (IndexError, ValueError):
+        return None
+    return answer if isinstance(answer, dict) else None

@@ -1,0 +1,435 @@
+"""Find our resources on the clouds by label, not by memory, and remove them.
+
+look (every region of every account at once) -> removable resources -> VMs, then disks, then groups and roles -> look
+
+`spotrl reap` removes resources that no live run of this ledger wants; `spotrl panic` removes everything. No state is
+kept between two looks, so the process may be killed anywhere and started again. Promises:
+
+A resource is gone when the cloud does not list the resource twice in a row: a VM in creation shows up late. A region
+that does not answer is named and counts as left. The resources a VM depends on (its group, and its identity, with which
+the VM can terminate itself) are not removed before the VM.
+"""
+
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from threading import Thread
+from typing import TypeVar
+
+from sqlalchemy import select
+from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.orm import Session, sessionmaker
+
+from launcher.clouds.base import Caller, CloudApi, CloudUnreachable, Machine, MachineState, Thing
+from launcher.controller.lease import is_held
+from launcher.decide.reconcile import OVER, Stage
+from launcher.exit_codes import Failure
+from launcher.ledger.billing import LOCAL
+from launcher.ledger.models import ControllerLease, Run
+from launcher.ledger.store import current_status, open_ledger
+from launcher.market.offers import Offer
+from launcher.provision.sky.sky import Sky
+from launcher.runs.runs import request_stop
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+AT_ONCE = 16
+"""Regions queried at the same time. Two clouds have about sixty regions, and a region without an answer takes 10 s."""
+
+LOOK_SECONDS = 5.0
+"""Time between two looks. A VM takes a minute or more to end; every look queries each region twice."""
+
+SKY_SECONDS = 30.0
+"""Longest wait for SkyPilot. SkyPilot's library takes 5 s to load, and VMs wait to be terminated meanwhile."""
+
+EVERYWHERE = "global"
+"""Region of a global resource."""
+
+PAID = ("disk", "address")
+"""Kinds of resources that are billed by themselves and have no dependents."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Account:
+    """A cloud with valid credentials. `owner`: only this owner's resources are read; None: all owners'."""
+
+    api: CloudApi
+    caller: Caller
+    owner: str | None
+
+    @property
+    def cloud(self) -> str:
+        return self.api.cloud
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Unasked:
+    """A cloud or region without an inventory. No `region`: the whole cloud. `silent`: a retry may succeed."""
+
+    cloud: str
+    region: str
+    why: str
+    silent: bool
+
+    @property
+    def place(self) -> str:
+        return f"{self.cloud}/{self.region}" if self.region else self.cloud
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Inventory:
+    """The resources with our labels, without ended VMs, and the regions without an answer."""
+
+    machines: tuple[Machine, ...] = ()
+    things: tuple[Thing, ...] = ()
+    unasked: tuple[Unasked, ...] = ()
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.machines and not self.things
+
+    @property
+    def ids(self) -> list[str]:
+        """Return every VM and resource as text: id, kind and region."""
+        return [f"machine {one.id} ({one.cloud}/{one.region})" for one in self.machines] + [
+            f"{one.kind} {one.id} ({one.cloud}/{one.region or EVERYWHERE})" for one in self.things
+        ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cleared:
+    """The result of a cleanup: removed resources, remaining resources, and errors of clouds that refused a removal."""
+
+    ended: tuple[str, ...]
+    left: Inventory
+    troubles: tuple[str, ...] = ()
+
+    @property
+    def is_complete(self) -> bool:
+        return self.left.is_empty and not self.left.unasked
+
+
+# --- looking -----------------------------------------------------------------------------------------
+
+
+def sign_in(
+    apis: Mapping[str, CloudApi],
+    *,
+    all_owners: bool = False,
+    patience_s: float = 0.0,
+    now_s: Callable[[], float] = time.monotonic,
+    wait: Callable[[float], None] = time.sleep,
+) -> tuple[list[Account], list[Unasked]]:
+    """Return the caller's account on every cloud, and the clouds that refused.
+
+    A silent cloud is retried for `patience_s`.
+    """
+    until_s = now_s() + patience_s
+    callers: dict[str, Caller | Failure] = {}
+    waiting = dict(apis)
+    while waiting:
+        callers |= zip(waiting, _all_at_once(waiting.values(), _caller), strict=True)
+        waiting = {cloud: api for cloud, api in waiting.items() if isinstance(callers[cloud], CloudUnreachable)}
+        if waiting and now_s() >= until_s:
+            break
+        if waiting:
+            wait(min(LOOK_SECONDS, max(0.0, until_s - now_s())))
+    accounts, refused = [], []
+    for cloud, api in apis.items():
+        caller = callers[cloud]
+        if isinstance(caller, Failure):
+            refused.append(_unasked(cloud, "", caller))
+        else:
+            accounts.append(Account(api=api, caller=caller, owner=None if all_owners else caller.owner))
+    return accounts, refused
+
+
+def look(accounts: Sequence[Account], say: Callable[[str], None] = lambda text: None) -> Inventory:
+    """Return everything with our labels in every region of every account."""
+    unasked: list[Unasked] = []
+    places: list[tuple[Account, str]] = []
+    for account, regions in zip(accounts, _all_at_once(accounts, _regions), strict=True):
+        if isinstance(regions, Failure):
+            unasked.append(_unasked(account.cloud, "", regions))
+        else:
+            places += [(account, region) for region in regions]
+    machines: list[Machine] = []
+    things: dict[tuple[str, str, str], Thing] = {}
+    asked = 0
+    for (account, region), found in zip(places, _all_at_once(places, _in_region), strict=True):
+        asked += 1
+        say(f"looked at {asked} of {len(places)} regions ({account.cloud}/{region})")
+        if isinstance(found, Failure):
+            unasked.append(_unasked(account.cloud, region, found))
+            continue
+        machines += [machine for machine in found[0] if machine.state is not MachineState.GONE]
+        # Each region may list the global resources.
+        things |= {(thing.cloud, thing.kind, thing.id): thing for thing in found[1]}
+    return Inventory(machines=tuple(machines), things=tuple(things.values()), unasked=tuple(unasked))
+
+
+def split(found: Inventory, live_runs: Collection[str]) -> tuple[Inventory, Inventory]:
+    """Split the inventory into removable and kept resources.
+
+    Resources of live runs, and shared resources beside a live run, are kept.
+    """
+    everything: list[Machine | Thing] = [*found.machines, *found.things]
+    busy = {one.cloud for one in everything if one.run in live_runs}
+
+    def stays(one: Machine | Thing) -> bool:
+        return one.run in live_runs or (not one.run and one.cloud in busy)
+
+    return _chosen(found, lambda one: not stays(one)), replace(_chosen(found, stays), unasked=())
+
+
+def of_lost_runs(found: Inventory, local_runs: Collection[str]) -> tuple[Inventory, Inventory]:
+    """Split the inventory into removable resources and local nodes of these live runs."""
+
+    def goes(one: Machine | Thing) -> bool:
+        return one.cloud != LOCAL or one.run not in local_runs
+
+    return _chosen(found, goes), replace(_chosen(found, lambda one: not goes(one)), unasked=())
+
+
+def of_owners(found: Inventory, accounts: Sequence[Account]) -> tuple[Inventory, Inventory]:
+    """Split the inventory by owner: resources of the selected owners, and the rest."""
+    owners = {account.cloud: account.owner for account in accounts}
+
+    def is_theirs(one: Machine | Thing) -> bool:
+        return owners.get(one.cloud) in (None, one.owner)
+
+    others = _chosen(found, lambda one: not is_theirs(one))
+    return _chosen(found, is_theirs), replace(others, unasked=())
+
+
+def only_of(found: Inventory, runs: Collection[str]) -> Inventory:
+    """Return the resources of these runs: the resources shown to the user, including late arrivals."""
+    return _chosen(found, lambda one: one.run in runs)
+
+
+def _chosen(found: Inventory, wanted: Callable[[Machine | Thing], bool]) -> Inventory:
+    return replace(
+        found,
+        machines=tuple(one for one in found.machines if wanted(one)),
+        things=tuple(one for one in found.things if wanted(one)),
+    )
+
+
+def price_of(machine: Machine, offers: Iterable[Offer]) -> int | None:
+    """Return the listed price in micro-dollars an hour, nearest zone first; None if no list has the type."""
+    same = [
+        offer
+        for offer in offers
+        if (offer.cloud, offer.region, offer.instance_type, offer.market)
+        == (machine.cloud, machine.region, machine.instance_type, machine.market)
+    ]
+    exact = [offer for offer in same if machine.zone and machine.zone in (offer.zone, offer.zone_id)]
+    return max((offer.micro_usd_per_hour for offer in exact or same), default=None)
+
+
+# --- removal -----------------------------------------------------------------------------------------
+
+
+def clear_away(
+    accounts: Sequence[Account],
+    may_go: Callable[[Inventory], Inventory],
+    *,
+    timeout_s: float,
+    say: Callable[[str], None] = lambda text: None,
+    now_s: Callable[[], float] = time.monotonic,
+    wait: Callable[[float], None] = time.sleep,
+) -> Cleared:
+    """Terminate and look until everything is gone or the time is over.
+
+    `may_go` filters the result of each look anew.
+    """
+    until_s = now_s() + timeout_s
+    seen: dict[str, None] = {}
+    calm = 0
+    while True:
+        whole = look(accounts)
+        found = may_go(whole)
+        seen |= dict.fromkeys(found.ids)
+        is_calm = found.is_empty and not any(place.silent for place in found.unasked)
+        calm = calm + 1 if is_calm else 0
+        troubles: tuple[str, ...] = ()
+        if not found.is_empty:
+            say(f"ending {count_text(found)}")
+            troubles = _end_once(accounts, found, whole)
+        if calm == 2 or now_s() >= until_s:
+            left = set(found.ids)
+            return Cleared(ended=tuple(one for one in seen if one not in left), left=found, troubles=troubles)
+        wait(min(LOOK_SECONDS, max(0.0, until_s - now_s())))
+
+
+def _end_once(accounts: Sequence[Account], found: Inventory, whole: Inventory) -> tuple[str, ...]:
+    """Send one order for everything removable now. Return the clouds' errors."""
+    orders: list[Callable[[], object]] = []
+    for account in accounts:
+        machines = [one for one in found.machines if one.cloud == account.cloud]
+        things = things_that_may_go(account.cloud, found, whole)
+        for region in sorted({one.region for one in machines}):
+            orders.append(partial(account.api.end, [one for one in machines if one.region == region]))
+        for region in sorted({one.region for one in things}):
+            # Returned resources cannot be removed yet; the next look finds them again.
+            orders.append(partial(account.api.remove, [one for one in things if one.region == region]))
+    answers = _all_at_once(orders, lambda order: order())
+    return tuple(dict.fromkeys(str(answer) for answer in answers if isinstance(answer, Failure)))
+
+
+def things_that_may_go(cloud: str, found: Inventory, whole: Inventory) -> list[Thing]:
+    """Return a cloud's resources without a dependent VM. An unreachable region may hide a VM.
+
+    A disk or address can go once its VM is gone; a group, rule or identity once all VMs of its run are gone.
+    """
+    alive = [one for one in whole.machines if one.cloud == cloud]
+    names, runs = {one.name for one in alive}, {one.run for one in alive}
+    unseen = {one.region for one in whole.unasked if one.cloud == cloud}
+
+    def is_free(thing: Thing) -> bool:
+        if thing.kind in PAID and thing.node:
+            return thing.node not in names
+        is_everywhere = thing.region in ("", EVERYWHERE)
+        return (thing.run not in runs if thing.run else not runs) and not (is_everywhere and unseen)
+
+    return [one for one in found.things if one.cloud == cloud and is_free(one)]
+
+
+def count_text(found: Inventory) -> str:
+    """Return the counts by kind: `3 x machine, 2 x disk`."""
+    kinds = [*("machine" for _ in found.machines), *(thing.kind for thing in found.things)]
+    return ", ".join(f"{kinds.count(kind)} x {kind}" for kind in dict.fromkeys(kinds)) or "nothing"
+
+
+# --- the ledger --------------------------------------------------------------------------------------
+
+
+def live_runs(sessions: sessionmaker[Session]) -> dict[str, str]:
+    """Return the unfinished runs with their status. Only their controllers manage their nodes."""
+    with sessions() as session:
+        found = {}
+        for run in session.scalars(select(Run)):
+            status = current_status(session, run)
+            if status is not None and Stage(status.status) not in OVER:
+                held = is_held(session.get(ControllerLease, run.id))
+                found[run.name] = status.status if held else f"{status.status}, and no controller looks after it"
+        return found
+
+
+def known_clouds(sessions: sessionmaker[Session]) -> set[str]:
+    """Return the clouds on which a run of this ledger was launched."""
+    with sessions() as session:
+        return {cloud for infra in session.scalars(select(Run.infra)) for cloud in infra.split(",")} - {LOCAL}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CloudRuns:
+    """The live cloud runs of a ledger. `trouble`: error of reading or stopping, as text; empty on success.
+
+    `local`: live runs of this machine.
+    """
+
+    names: tuple[str, ...] = ()
+    local: tuple[str, ...] = ()
+    clouds: tuple[str, ...] = ()
+    """Clouds of past and present runs, where resources may be left."""
+    trouble: str = ""
+
+
+def cloud_runs(ledger: Path) -> CloudRuns:
+    """Return the runs that `stop_cloud_runs` would stop.
+
+    A missing ledger has no runs; an error is returned as `trouble`.
+    """
+    return _with_ledger(ledger, lambda sessions: None)
+
+
+def stop_cloud_runs(ledger: Path, reason: str) -> CloudRuns:
+    """Request a stop of all runs on clouds from their controllers, so that the controllers buy nothing more."""
+
+    def stop(sessions: sessionmaker[Session]) -> None:
+        for name in _live_on_clouds(sessions):
+            request_stop(sessions, name, reason)
+
+    return _with_ledger(ledger, stop)
+
+
+def stop_launches(runs: Sequence[str], sky: Sky, timeout_s: float = SKY_SECONDS) -> str:
+    """Cancel SkyPilot's pending launches for these runs: SkyPilot's server works on after a controller has died.
+
+    Returns the error as text; empty on success. Waits `timeout_s` at most.
+    """
+    answers: list[str] = []
+
+    def stop() -> None:
+        try:
+            sky.cancel_all(runs)
+            answers.append("")
+        except Exception as error:  # SkyPilot may be missing, broken or busy: the clouds are queried all the same
+            answers.append(next(iter(str(error).splitlines()), type(error).__name__))
+
+    thread = Thread(target=stop, name="stop launches", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    return answers[0] if answers else f"no answer within {timeout_s:.0f} s"
+
+
+def _with_ledger(ledger: Path, do: Callable[[sessionmaker[Session]], None]) -> CloudRuns:
+    if not ledger.exists():
+        return CloudRuns()
+    found = CloudRuns()
+    try:
+        sessions = open_ledger(ledger)
+        on_clouds = _live_on_clouds(sessions)
+        here = tuple(sorted(live_runs(sessions).keys() - set(on_clouds)))
+        found = CloudRuns(names=on_clouds, local=here, clouds=tuple(sorted(known_clouds(sessions))))
+        do(sessions)
+    except (Failure, SQLAlchemyError, OSError, LookupError, ValueError) as error:
+        first_line = next(iter(str(error).splitlines()), type(error).__name__)
+        return replace(found, trouble=f"{ledger} cannot be used ({first_line})")
+    return found
+
+
+def _live_on_clouds(sessions: sessionmaker[Session]) -> tuple[str, ...]:
+    with sessions() as session:
+        on_clouds = set(session.scalars(select(Run.name).where(Run.infra != LOCAL)))
+    return tuple(sorted(on_clouds & live_runs(sessions).keys()))
+
+
+# --- queries -----------------------------------------------------------------------------------------
+
+
+def _all_at_once(questions: Iterable[T], ask: Callable[[T], R]) -> Iterator[R | Failure]:
+    """Yield every answer in the order of the questions, as answers arrive. A Failure is an answer."""
+
+    def answer(question: T) -> R | Failure:
+        try:
+            return ask(question)
+        except Failure as failure:
+            return failure
+        except Exception as error:  # an error in one region must not keep the other regions' VMs alive
+            return CloudUnreachable(f"{type(error).__name__}: {error}")
+
+    with ThreadPoolExecutor(max_workers=AT_ONCE) as pool:
+        yield from pool.map(answer, questions)
+
+
+def _caller(api: CloudApi) -> Caller:
+    return api.caller()
+
+
+def _regions(account: Account) -> Sequence[str]:
+    return account.api.regions()
+
+
+def _in_region(place: tuple[Account, str]) -> tuple[Sequence[Machine], Sequence[Thing]]:
+    account, region = place
+    return account.api.machines(region, owner=account.owner), account.api.things(region, owner=account.owner)
+
+
+def _unasked(cloud: str, region: str, failure: Failure) -> Unasked:
+    return Unasked(cloud=cloud, region=region, why=str(failure), silent=isinstance(failure, CloudUnreachable))

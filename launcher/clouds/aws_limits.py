@@ -1,0 +1,200 @@
+"""AWS's clock, permissions and quotas, for `spotrl check`.
+
+Quotas of GPUs are counted in vCPUs, by family and capacity type, separately in each region. The codes are the Amazon
+EC2 quotas in the Service Quotas console (several public lists agree). The console lists no P6 spot quota, so none is
+guessed.
+"""
+
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from email.utils import parsedate_to_datetime
+from typing import Any
+
+from botocore.exceptions import BotoCoreError, ClientError
+from botocore.parsers import ResponseParserError
+
+from engine.events import Market
+from launcher.clouds.aws import HOME_REGION, AwsApi, _code, _said
+from launcher.clouds.base import RUN_LABEL, CloudRefused, CloudUnreachable
+from launcher.clouds.limits import Permissions, Quota
+from launcher.clouds.policies import aws_policy
+from launcher.job.company import NOTHING_NAMED, Named
+from launcher.market.machines import machine_of
+from launcher.placement.placement import Placement
+from launcher.storage.stores import bucket_region
+
+G, P = "L-DB2E81BA", "L-417A185B"
+G_SPOT, P_SPOT, P5_SPOT = "L-3819A6DF", "L-7212CCBC", "L-C4BD4855"
+STANDARD, STANDARD_SPOT = "L-1216C47A", "L-34B43A08"
+
+TITLES = {
+    G: "Running On-Demand G and VT instances",
+    P: "Running On-Demand P instances",
+    STANDARD: "Running On-Demand Standard (A, C, D, H, I, M, R, T, Z) instances",
+    G_SPOT: "All G and VT Spot Instance Requests",
+    P_SPOT: "All P4, P3 and P2 Spot Instance Requests",
+    P5_SPOT: "All P5 Spot Instance Requests",
+    STANDARD_SPOT: "All Standard (A, C, D, H, I, M, R, T, Z) Spot Instance Requests",
+}
+
+DRY_RUN: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "ec2:RunInstances": ("run_instances", {"ImageId": "ami-00000000", "MinCount": 1, "MaxCount": 1}),
+    "ec2:TerminateInstances": ("terminate_instances", {"InstanceIds": ["i-00000000000000000"]}),
+    "ec2:CreateSecurityGroup": ("create_security_group", {"GroupName": "spotrl-probe", "Description": "probe"}),
+    "ec2:DescribeInstances": ("describe_instances", {}),
+    "ec2:DescribeVolumes": ("describe_volumes", {}),
+}
+"""Actions with a dry run, used if IAM does not tell the caller's permissions."""
+
+CONTEXT = [
+    {"ContextKeyName": key, "ContextKeyValues": [value], "ContextKeyType": "string"}
+    for key, value in (
+        (f"aws:RequestTag/{RUN_LABEL}", "any"),
+        (f"aws:ResourceTag/{RUN_LABEL}", "any"),
+        ("ec2:CreateAction", "RunInstances"),
+        ("iam:PassedToService", "ec2.amazonaws.com"),
+        ("iam:AWSServiceName", "spot.amazonaws.com"),
+    )
+]
+"""Context of our own calls, against which IAM evaluates the policy's conditions."""
+
+
+def quota_code(instance_type: str, market: Market) -> str | None:
+    """Return the code of an instance type's quota; None if unknown."""
+    family = re.match(r"[a-z]+\d*", instance_type)
+    name, spot = family[0] if family else "", market is Market.SPOT
+    if re.fullmatch(r"(g|gr|vt)\d+", name):
+        return G_SPOT if spot else G
+    if re.fullmatch(r"p[2-4]", name):
+        return P_SPOT if spot else P
+    if re.fullmatch(r"p5", name):
+        return P5_SPOT if spot else P
+    if re.fullmatch(r"p\d+", name):
+        return None if spot else P
+    if re.fullmatch(r"[acdhimrtz]\d+", name):
+        return STANDARD_SPOT if spot else STANDARD
+    return None
+
+
+class AwsLimits(AwsApi):
+    """The checks of limits on one AWS account."""
+
+    def clock_ms(self) -> int:
+        """Return AWS's time, also from a refusal: a wrong clock makes AWS refuse signatures."""
+        client = self._client("sts", HOME_REGION)
+        try:
+            with _said("aws sts GetCallerIdentity"):
+                try:
+                    answer = client.get_caller_identity()["ResponseMetadata"]
+                except Exception as error:
+                    if not _code(error):
+                        raise
+                    answer = getattr(error, "response", {}).get("ResponseMetadata", {})
+        except CloudRefused as refused:
+            raise CloudUnreachable(str(refused)) from None
+        told = answer.get("HTTPHeaders", {}).get("date", "")
+        if not told:
+            raise CloudUnreachable("aws sts GetCallerIdentity: the answer has no date")
+        return round(parsedate_to_datetime(told).timestamp() * 1000)
+
+    def permissions(self, named: Named = NOTHING_NAMED) -> Permissions:
+        """Return the caller's missing permissions, by IAM's simulation if allowed, else by dry runs."""
+        caller = self.caller()
+        role = re.fullmatch(r"arn:(aws[a-z-]*):sts::(\d+):assumed-role/([^/]+)/.+", caller.identity)
+        source = f"arn:{role[1]}:iam::{role[2]}:role/{role[3]}" if role else caller.identity
+        wanted = aws_policy(caller.account, named=named, role=self._role_of(named))["Statement"]
+        try:
+            return Permissions(missing=tuple(dict.fromkeys(self._simulated(source, wanted))))
+        except (CloudRefused, CloudUnreachable, ResponseParserError) as refused:
+            actions = [action for statement in wanted for action in statement["Action"]]
+            unsaid = [action for action in actions if action not in DRY_RUN]
+            return Permissions(
+                missing=tuple(self._tried(actions)), unsaid=tuple(unsaid), why=str(refused).partition("\n")[0]
+            )
+
+    def draws_on(self, want: Placement) -> Mapping[str, int]:
+        code, machine = quota_code(want.instance_type, want.market), machine_of("aws", want.instance_type)
+        return {code: machine.vcpus} if code and machine else {}
+
+    def quotas(self, region: str, names: Collection[str]) -> Mapping[str, Quota]:
+        try:
+            used = self._used(region)
+            limits = {code: self._limit(region, code) for code in sorted(names)}
+        except ResponseParserError as error:  # for example a proxy's answer
+            raise CloudUnreachable(f"aws quotas, {region}: the answer cannot be read ({error})") from None
+        return {
+            code: Quota(name=code, title=TITLES[code], limit=limit, used=used.get(code, 0))
+            for code, limit in limits.items()
+            if limit is not None
+        }
+
+    def bucket_region(self, url: str) -> str:
+        return bucket_region(url)
+
+    def _simulated(self, source: str, wanted: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+        """Yield the denied actions of each policy statement, simulated with the statement's resources and our tags."""
+        with _said("aws iam SimulatePrincipalPolicy"):
+            pages = self._client("iam", HOME_REGION).get_paginator("simulate_principal_policy")
+            for statement in wanted:
+                resources = statement["Resource"] if isinstance(statement["Resource"], list) else []
+                asked = {
+                    "PolicySourceArn": source,
+                    "ActionNames": statement["Action"],
+                    "ContextEntries": CONTEXT,
+                    **({"ResourceArns": resources} if resources else {}),
+                }
+                for page in pages.paginate(**asked):
+                    for result in page["EvaluationResults"]:
+                        if result["EvalDecision"] != "allowed":
+                            yield result["EvalActionName"]
+
+    def _role_of(self, named: Named) -> str:
+        """Return the role of a named instance profile; empty if not visible."""
+        if not named.identity:
+            return ""
+        iam = self._client("iam", HOME_REGION)
+        try:
+            profile = iam.get_instance_profile(InstanceProfileName=named.identity)["InstanceProfile"]
+            return str(profile["Roles"][0]["Arn"])
+        except (ClientError, BotoCoreError, IndexError):  # `check_identity` reports the reason
+            return ""
+
+    def _tried(self, actions: Collection[str]) -> Iterator[str]:
+        client = self._client("ec2", HOME_REGION)
+        for action, (method, arguments) in DRY_RUN.items():
+            if action not in actions:
+                continue
+            with _said(f"aws {action} (dry run)"):
+                try:
+                    getattr(client, method)(DryRun=True, **arguments)
+                except Exception as error:
+                    if not _code(error):
+                        raise
+                    if _code(error) in ("UnauthorizedOperation", "AccessDenied"):
+                        yield action
+
+    def _limit(self, region: str, code: str) -> int | None:
+        """Return the account's quota, or AWS's default if never raised; None: AWS has no such quota."""
+        with _said(f"aws servicequotas GetServiceQuota {code}, {region}"):
+            client = self._client("service-quotas", region)
+            for ask in (client.get_service_quota, client.get_aws_default_service_quota):
+                try:
+                    return int(ask(ServiceCode="ec2", QuotaCode=code)["Quota"]["Value"])
+                except Exception as error:
+                    if _code(error) != "NoSuchResourceException":
+                        raise
+        return None
+
+    def _used(self, region: str) -> dict[str, int]:
+        used: dict[str, int] = {}
+        with _said(f"aws ec2 DescribeInstances, {region}"):
+            running = [{"Name": "instance-state-name", "Values": ["pending", "running"]}]
+            for page in self._client("ec2", region).get_paginator("describe_instances").paginate(Filters=running):
+                for reservation in page["Reservations"]:
+                    for one in reservation["Instances"]:
+                        market = Market.SPOT if one.get("InstanceLifecycle") == "spot" else Market.ON_DEMAND
+                        code = quota_code(one["InstanceType"], market) or ""
+                        cpu = one.get("CpuOptions") or {}
+                        vcpus = int(cpu.get("CoreCount", 0)) * int(cpu.get("ThreadsPerCore", 1))
+                        used[code] = used.get(code, 0) + vcpus
+        return used

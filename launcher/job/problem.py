@@ -1,0 +1,185 @@
+"""Explain the errors in a job: pydantic's errors as sentences with a place, the value found, and a remedy."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from typing import Any, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+
+from launcher.job.yaml_file import Field as Place
+
+REMEDIES = {
+    "int_type": "use a whole number",
+    "int_from_float": "use a whole number",
+    "float_type": "use a number",
+    "finite_number": "use a finite number",
+    "bool_type": "use true or false",
+    "string_type": "use a word, in quotes if it looks like a number",
+    "tuple_type": "use a list: [A, B]",
+    "list_type": "use a list: [A, B]",
+    "model_type": "use a section: lines of `key: value` below it, indented",
+    "model_attributes_type": "use a section: lines of `key: value` below it, indented",
+    "greater_than_equal": "use {ge} or more",
+    "greater_than": "use more than {gt}",
+    "less_than_equal": "use {le} or less",
+    "less_than": "use less than {lt}",
+    "literal_error": "use {expected}",
+}
+"""Texts by pydantic's error type; the names in braces are pydantic's."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Problem:
+    place: Place
+    found: str
+    remedy: str
+
+
+def explain(error: ValidationError, values: dict[str, Any], model: type[BaseModel]) -> list[Problem]:
+    """Return every problem, unknown keys first. A misspelt key is often the reason for a missing key."""
+    raw = error.errors(include_url=False)
+    problems = [_unknown_key(_place(e["loc"], values), model) for e in raw if e["type"] == "extra_forbidden"]
+    unknown = [problem for problem in problems if problem]
+    others = [_problem(e, values, model) for e in raw if e["type"] != "extra_forbidden" and _is_meant(e["loc"], values)]
+    merged: dict[Place, Problem] = {}
+    for problem in unknown or others or [_exclusive(raw[0], values)]:
+        first = merged.setdefault(problem.place, problem)
+        if problem.found == first.found and problem.remedy != first.remedy:  # from another member of a union
+            merged[problem.place] = replace(first, remedy=f"{first.remedy}, or {problem.remedy.removeprefix('use ')}")
+    return list(merged.values())
+
+
+def _place(loc: tuple[int | str, ...], values: Any) -> Place:
+    """Return `loc` without the names of union members, because the names are not in the file."""
+    place: list[int | str] = []
+    here = values
+    for position, key in enumerate(loc):
+        is_last = position == len(loc) - 1
+        if isinstance(here, dict) and (key in here or is_last):
+            here = here.get(key)
+            place.append(key)
+        elif isinstance(here, list) and isinstance(key, int) and key < len(here):
+            here = here[key]
+            place.append(key)
+    return tuple(place)
+
+
+def _is_meant(loc: tuple[int | str, ...], values: Any) -> bool:
+    """Return False for errors of a union member that the keys in the file do not fit.
+
+    The user meant another member.
+    """
+    members = [key for key in loc if key in ("CandidateBudget", "SecondsBudget")]
+    if not members:
+        return True
+    section = _value(_place(loc[: loc.index(members[0])], values), values)
+    if not isinstance(section, dict):
+        return True
+    return ("candidates" in section) == (members[0] == "CandidateBudget") and not {"candidates", "seconds"} <= set(
+        section
+    )
+
+
+def _exclusive(raw: Any, values: Any) -> Problem:
+    place = _place(raw["loc"], values)[:-1]
+    keys = " and ".join(_value(place, values))
+    return Problem(place=place, found=f"{_dotted(place)} has {keys}", remedy="keep one: candidates, or seconds")
+
+
+def _unknown_key(place: Place, model: type[BaseModel]) -> Problem | None:
+    """Return a problem for an unknown key; None if another member of a union knows the key."""
+    *section, key = place
+    known = sorted(_known_keys(tuple(section), model))
+    if key in known:
+        return None
+    elsewhere = [_dotted((*path, key)) for path in _sections(model) if key in _known_keys(path, model)]
+    if elsewhere:
+        remedy = f"did you mean {' or '.join(elsewhere)}?"
+    elif near := get_close_matches(str(key), known, n=1):
+        remedy = f"did you mean {near[0]}?"
+    else:
+        remedy = f"known here: {', '.join(known)}"
+    return Problem(place=place, found=f"{_dotted(place)} is not a key that spotrl knows", remedy=remedy)
+
+
+def _problem(error: Any, values: dict[str, Any], model: type[BaseModel]) -> Problem:
+    place = _place(error["loc"], values)
+    if error["type"] == "missing":
+        return Problem(place=place, found=f"{_dotted(place)} is missing", remedy="add it, or leave out its section")
+    if error["type"] == "value_error":
+        return _own_words(str(error["ctx"]["error"]), place, model)
+    remedy = REMEDIES.get(error["type"], error["msg"]).format(**error.get("ctx", {}))
+    if error["type"] == "literal_error":
+        allowed = [word.strip(" '") for word in error["ctx"]["expected"].replace(" or ", ",").split(",")]
+        if len(allowed) > 1 and (near := get_close_matches(str(error["input"]), allowed, n=1)):
+            remedy += f"; did you mean {near[0]}?"
+    shown = "not of that kind" if place[:1] == ("secrets",) else _shown(error["input"])
+    return Problem(place=place, found=f"{_dotted(place)} is {shown}", remedy=remedy)
+
+
+def _own_words(message: str, place: Place, model: type[BaseModel]) -> Problem:
+    """Parse the message of one of our validators.
+
+    The message has the form `found; remedy`, and often begins with the field, absolute or within the field's section.
+    """
+    found, _, remedy = message.partition("; ")
+    first_word = tuple(found.partition(" ")[0].partition(",")[0].split("."))
+    for base in ((), place, place[:-1]):
+        named = (*base, *first_word)
+        if named[-1] in _known_keys(named[:-1], model):
+            place = named if len(named) > len(place) else place
+            rest = found.removeprefix(".".join(first_word))
+            return Problem(place=place, found=_dotted(named) + rest, remedy=remedy)
+    return Problem(place=place, found=f"{_dotted(place)}: {found}", remedy=remedy)
+
+
+def _known_keys(section: Place, model: type[BaseModel]) -> set[str]:
+    models, is_mapping = [model], False
+    for key in section:
+        # A number is a place in a list, and a mapping has keys of the user's choice. All items share the keys of one
+        # model.
+        if isinstance(key, int) or is_mapping:
+            is_mapping = False
+            continue
+        fields = [outer.model_fields[key].annotation for outer in models if key in outer.model_fields]
+        models = [inner for annotation in fields for inner in _models_in(annotation)]
+        is_mapping = any(get_origin(annotation) is dict for annotation in fields)
+    if is_mapping:
+        return set()
+    return {field.alias or key for each in models for key, field in each.model_fields.items()}
+
+
+def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for argument in get_args(annotation):
+        yield from _models_in(argument)
+
+
+def _sections(model: type[BaseModel], above: Place = ()) -> Iterator[Place]:
+    yield above
+    for key, field in model.model_fields.items():
+        for inner in _models_in(field.annotation):
+            yield from _sections(inner, (*above, key))
+
+
+def _value(place: Place, values: Any) -> Any:
+    for key in place:
+        values = values[key]
+    return values
+
+
+def _dotted(place: Place) -> str:
+    return ".".join(map(str, place)) or "the job"
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "empty"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, dict | list):
+        return "a section" if isinstance(value, dict) else "a list"
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,552 @@
+"""The few SkyPilot calls that spotrl uses: start a one-VM cluster, read the outcome, terminate, log in.
+
+The only module that imports SkyPilot (5 s, so imported late). SkyPilot provisions and does nothing else: the task has
+a set-up, no `run`, one resource and no choice, so SkyPilot buys exactly the decided offer. Promises:
+
+Configuration goes with each request and is written to no file of the user. No credential file of any cloud is uploaded.
+A VM runs with our own identity, in our own group, in our own network; never with SkyPilot's wide role.
+
+A running API server, also a remote server, is used unchanged. A server started by spotrl reports no usage and has
+`OurNodes` loaded, a plugin of SkyPilot's own kind. Configuration alone is not enough: SkyPilot uploads some clouds'
+credential files despite the configuration, and on Google Cloud SkyPilot accepts no identity but its own.
+"""
+
+import contextlib
+import io
+import logging
+import os
+import re
+import socket
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from engine.events import Market
+from launcher.clouds.base import NODE_LABEL, OWNER_LABEL, RUN_LABEL, Place
+from launcher.exit_codes import Failure
+from launcher.ledger.billing import DISK_GIB
+from launcher.market.refusals import REFUSAL_WORDS, advice_on
+from launcher.placement.placement import Placement
+from launcher.provision.provisioner import QUOTA_WORDS
+
+log = logging.getLogger(__name__)
+
+SERVER_ENVIRONMENT: Mapping[str, str] = {
+    "SKYPILOT_DISABLE_USAGE_COLLECTION": "1",
+    "SKYPILOT_MINIMIZE_LOGGING": "0",
+    # SkyPilot uploads a hub token after the hub confirms the token. spotrl sends tokens by name only, or not at all.
+    "HF_HUB_OFFLINE": "1",
+}
+"""Environment of an API server started by spotrl."""
+
+PLUGINS = "SKYPILOT_SERVER_PLUGINS_CONFIG"
+
+IDENTITY_LABEL, IDENTITY_PROJECT_LABEL = "spotrl-identity", "spotrl-identity-project"
+"""Labels for `OurNodes` on Google Cloud: the service account of the VM, and the account's project. Two labels are
+needed, because a label allows neither the @ nor the dots of an e-mail address."""
+
+LOG_CHARACTERS = 4000
+"""Characters kept from the end of a failed launch's log, as evidence of the failure."""
+
+UPLOADED = (
+    "~/.aws/credentials",
+    "~/.config/gcloud",
+    "~/.cache/huggingface/token",
+    "~/.cloudflare",
+    "~/.coreweave",
+    "~/.vastdata",
+    "~/.ssh/sky-cluster-key",
+)
+"""Files that SkyPilot may have copied to a VM if the API server was not started by spotrl."""
+
+FIRST_OF_ALL = f"rm -rf {' '.join(UPLOADED)}"
+
+
+class SkyUnreachable(Failure):
+    """SkyPilot's API server did not answer. The state is unknown; ask again."""
+
+
+class Failed(StrEnum):
+    """The reason of a failed launch."""
+
+    NO_CAPACITY = "no_capacity"
+    DENIED = "denied"
+    SETUP = "setup"
+    CANCELLED = "cancelled"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """The result of a request.
+
+    Without `failed` the request succeeded. `text` is evidence: the cloud's error, the log's end.
+    """
+
+    failed: Failed | None = None
+    text: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SkyLogin:
+    """The SSH login of a cluster's VM. Contains the key itself, because the key file may be on another computer."""
+
+    host: str
+    user: str
+    private_key: str
+    address: str
+    """The VM's private address."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launch:
+    """One VM to start. `files`: folder on the VM -> local folder."""
+
+    name: str
+    want: Placement
+    place: Place
+    labels: Mapping[str, str]
+    setup: str
+    files: Mapping[str, str]
+    autostop_minutes: int
+    image: str | None = None
+
+
+@dataclass(slots=True)
+class Sky:
+    """SkyPilot's SDK. A lock covers the calls that keep state in the process. Every call may block."""
+
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def start(self, launch: Launch) -> str:
+        """Send a launch and return the request id. An existing cluster of the same name is completed, not doubled."""
+        sky = self._sky()
+        from sky import skypilot_config
+
+        task = sky.Task.from_yaml_config(task_of(launch))
+        with self._lock, _said("launch"), skypilot_config.override_skypilot_config(config_of(launch.place)):
+            return str(sky.launch(task, cluster_name=launch.name))
+
+    def poll(self, requests: Sequence[str]) -> dict[str, Outcome | None]:
+        """Return the outcomes of requests by id; None while pending. Requests that the server forgot are missing."""
+        if not requests:
+            return {}
+        sky = self._sky()
+        with _said("status of requests"):
+            _start_unless_it_answers()
+            payloads = sky.api_status(list(requests), all_status=True)
+        known = {payload.request_id: str(payload.status) for payload in payloads}
+        return {one: self._outcome(one) if _is_over(known[one]) else None for one in requests if one in known}
+
+    def pending(self, prefix: str) -> dict[str, str]:
+        """Return the pending launches of clusters with this name prefix: request id by name.
+
+        Launches survive our process.
+        """
+        self._sky()
+        with _said("requests under way"):
+            _start_unless_it_answers()
+            return self._under_way(prefix)
+
+    def cancel_all(self, runs: Sequence[str]) -> list[str]:
+        """Cancel every pending launch of nodes of these runs, and return their names.
+
+        Blocks while the API server is frozen.
+        No API server is started for the call: a local server that is not running launches nothing.
+        """
+        self._sky()
+        from sky.server import common
+
+        url = common.get_server_url()
+        if common.is_api_server_local(url) and not _listens(url):
+            return []
+        with _said("requests under way"):
+            under_way = self._under_way("")
+        found = {name: one for name, one in under_way.items() if any(is_node_of(name, run) for run in runs)}
+        for request in found.values():
+            self.cancel(request)
+        return sorted(found)
+
+    def _under_way(self, prefix: str) -> dict[str, str]:
+        return {
+            str(payload.cluster_name): payload.request_id
+            for payload in self._sky().api_status(None, all_status=False)
+            if payload.name.endswith("launch") and str(payload.cluster_name or "").startswith(prefix)
+        }
+
+    def clusters(self, prefix: str) -> dict[str, str]:
+        """Return the recorded clusters and their status as SkyPilot believes (INIT, UP, STOPPED)."""
+        sky = self._sky()
+        with _said("clusters"):
+            records = sky.get(sky.status(refresh=sky.StatusRefreshMode.NONE))
+        return {record.name: record.status.value for record in records if record.name.startswith(prefix)}
+
+    def login(self, name: str) -> SkyLogin | None:
+        """Return the login. None: SkyPilot has no such cluster, or no address yet."""
+        sky = self._sky()
+        with _said(f"login of {name}"):
+            records = sky.get(sky.status([name], refresh=sky.StatusRefreshMode.NONE, _include_credentials=True))
+        if not records or records[0].handle is None:
+            return None
+        handle, credentials = records[0].handle, records[0].credentials or {}
+        external = handle.cached_external_ips or []
+        internal = handle.cached_internal_ips or []
+        key = credentials.get("ssh_private_key_content") or _text_of(credentials.get("ssh_private_key"))
+        if not external or not internal or not key:
+            return None
+        return SkyLogin(host=external[0], user=credentials["ssh_user"], private_key=key, address=internal[0])
+
+    def set_up(self, name: str) -> Outcome | None:
+        """Return the outcome of an UP cluster's set-up; None while pending.
+
+        SkyPilot runs the set-up after the launch.
+        """
+        sky = self._sky()
+        with _said(f"set-up of {name}"):
+            try:
+                statuses = sky.get(sky.job_status(name))
+            except (sky.exceptions.ClusterDoesNotExist, sky.exceptions.ClusterNotUpError) as error:
+                return Outcome(failed=Failed.UNKNOWN, text=str(error))
+            status = next(iter(statuses.values()), None)
+            if status is None or not status.is_terminal():
+                return None
+            if status.value == "SUCCEEDED":
+                return Outcome()
+            text = io.StringIO()
+            with contextlib.suppress(Exception):  # evidence is optional
+                sky.tail_logs(name, None, follow=False, tail=40, output_stream=text)
+        return Outcome(failed=Failed.SETUP, text=f"{status.value}: {ANSI.sub('', text.getvalue())}"[-LOG_CHARACTERS:])
+
+    def cancel(self, request: str) -> None:
+        """Cancel a launch. VMs that the launch already started stay and must be terminated."""
+        sky = self._sky()
+        with _said("cancel"):
+            sky.get(sky.api_cancel([request], silent=True))
+
+    def down(self, name: str) -> None:
+        """Terminate a cluster and remove its record. Idempotent. Blocks as long as the cloud takes (10 s and more)."""
+        sky = self._sky()
+        with _said(f"down of {name}"):
+            try:
+                sky.get(sky.down(name, purge=True))
+            except (ValueError, sky.exceptions.ClusterDoesNotExist):
+                return
+
+    def rearm(self, name: str, minutes: int) -> None:
+        """Set the VM to terminate itself after `minutes` from now, whatever work runs, unless set again.
+
+        A missing cluster is not an error: the VM needs no timer, and the cloud will report the VM gone.
+        """
+        sky = self._sky()
+        with _said(f"autostop of {name}"):
+            try:
+                sky.get(sky.autostop(name, minutes, down=True, wait_for=_wait_for_nothing()))
+            except (sky.exceptions.ClusterDoesNotExist, sky.exceptions.ClusterNotUpError) as error:
+                log.info("%s has no timer of SkyPilot's: %s", name, ANSI.sub("", str(error)))
+
+    def _sky(self) -> Any:
+        """Import the SDK. The first call starts an API server if none runs, with this process's environment."""
+        for name, value in SERVER_ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        if not Path("~/.sky/plugins.yaml").expanduser().exists():
+            os.environ.setdefault(PLUGINS, str(Path(__file__).with_name("sky_plugins.yaml")))
+        try:
+            import sky
+        except ModuleNotFoundError:
+            raise Failure(
+                "SkyPilot is not installed, and clouds are reached with it; `pip install 'spotrl[sky]'`"
+            ) from None
+        return sky
+
+    def _outcome(self, request: str) -> Outcome:
+        sky = self._sky()
+        try:
+            sky.get(request)
+        except sky.exceptions.RequestCancelled:
+            return Outcome(failed=Failed.CANCELLED, text="its launch was cancelled")
+        except Exception as error:  # the server may return an exception of any type
+            history = [str(one) for one in getattr(error, "failover_history", [])]
+            log = self._log(request)
+            return outcome_of("\n".join([type(error).__name__, str(error), *history]), log)
+        return Outcome()
+
+    def _log(self, request: str) -> str:
+        sky = self._sky()
+        text = io.StringIO()
+        with contextlib.suppress(Exception):  # evidence is optional
+            sky.stream_and_get(request, follow=False, output_stream=text)
+        return ANSI.sub("", text.getvalue())
+
+
+# --- requests -----------------------------------------------------------------------------------------
+
+
+def task_of(launch: Launch) -> dict[str, Any]:
+    """Return SkyPilot's task: one resource, a set-up, no `run`.
+
+    Secrets are not part: the order to the agent carries secrets.
+    """
+    want, labels = launch.want, dict(launch.labels)
+    resources: dict[str, Any] = {
+        "infra": "/".join(filter(None, [want.cloud, want.region, want.zone_name])),
+        "instance_type": want.instance_type,
+        "use_spot": want.market is Market.SPOT,
+        "disk_size": DISK_GIB,
+        "autostop": {"idle_minutes": launch.autostop_minutes, "down": True, "wait_for": "none"},
+    }
+    if want.cloud == "gcp":
+        account, _, domain = launch.place.identity.partition("@")
+        labels |= {IDENTITY_LABEL: account, IDENTITY_PROJECT_LABEL: domain.partition(".")[0]}
+        if want.gpus:
+            resources["accelerators"] = {want.accelerator: want.gpus}  # on AWS the instance type implies the GPUs
+    if launch.image:
+        resources["image_id"] = launch.image
+    return {
+        "name": "node",
+        "resources": {**resources, "labels": labels},
+        "file_mounts": dict(launch.files),
+        "setup": f"{FIRST_OF_ALL}\n{launch.setup}",
+    }
+
+
+def config_of(place: Place) -> dict[str, Any]:
+    """Return SkyPilot's configuration for the request: our group and identity, and no credential upload."""
+    from sky.utils import schemas
+
+    known = schemas.get_config_schema()["properties"]
+    config: dict[str, Any] = {
+        cloud: {"remote_identity": "NO_UPLOAD"}
+        for cloud, schema in known.items()
+        if "remote_identity" in schema.get("properties", {})
+    }
+    if place.cloud == "aws":
+        config["aws"] = {"remote_identity": place.identity, "security_group_name": place.group}
+    else:
+        config["gcp"] = {"remote_identity": "NO_UPLOAD", "vpc_name": place.network}
+    if place.named.network:
+        config[place.cloud] |= network_config(place)
+    return config
+
+
+def network_config(place: Place) -> dict[str, Any]:
+    """Return the configuration of a network named in the job. Every key is set, so no key of the user's own applies."""
+    named = place.named
+    told: dict[str, Any] = {
+        "vpc_name": place.network,
+        "subnet_names": list(place.subnets) or None,
+        "use_internal_ips": not named.public_addresses,
+        "ssh_proxy_command": named.ssh_proxy or None,
+    }
+    # Without a proxy, SkyPilot would reach private AWS addresses through the Session Manager, unless disabled.
+    return told | {"vpc_names": None, "use_ssm": False} if place.cloud == "aws" else told
+
+
+# --- outcomes ------------------------------------------------------------------------------------------
+
+NO_CAPACITY_WORDS = (
+    "InsufficientInstanceCapacity",
+    "InsufficientHostCapacity",
+    "InsufficientReservedInstanceCapacity",
+    "InsufficientCapacityOnHost",
+    "InsufficientFreeAddressesInSubnet",
+    "SpotMaxPriceTooLow",
+    "ZONE_RESOURCE_POOL_EXHAUSTED",
+    "insufficientCapacity",
+    "does not have enough resources available",
+    "no more capacity in the zone",
+    "RESOURCE_NOT_READY",
+)
+
+DENIED_WORDS = (
+    *QUOTA_WORDS,
+    *REFUSAL_WORDS,
+    "Found no quota",
+    "UnauthorizedOperation",
+    "AccessDenied",
+    "AuthFailure",
+    "OptInRequired",
+    "InvalidAMIID",
+    "IAM_PERMISSION_DENIED",
+    "PERMISSION_DENIED",
+    "Required '",
+    "is not found or access is unauthorized",
+    "InvalidParameterValue",
+    "UnsupportedOperation",
+)
+
+UNREACHABLE_WORDS = (
+    # New identities become known everywhere with a delay.
+    "Invalid IAM Instance Profile",
+    "iam.gserviceaccount.com' was not found",
+    "iam.gserviceaccount.com' does not exist",
+    "RequestLimitExceeded",
+    "Throttling",
+    "EndpointConnectionError",
+    "ConnectTimeoutError",
+    "ReadTimeoutError",
+    "ServiceUnavailable",
+    "InternalError",
+    "backendError",
+    "rateLimitExceeded",
+    "Connection refused",
+    "ServerUnavailable",
+)
+
+LOGGED = re.compile(r"^[DIWE] \d\d-\d\d [\d:.]+ (?:PID=\d+ )?[\w.]+:\d+\] ")
+
+ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+def outcome_of(error: str, log: str) -> Outcome:
+    """Return the meaning of a failed launch, from the cloud's own codes in SkyPilot's error and log.
+
+    A lack of capacity in one zone outweighs a refusal in another: a request elsewhere, or later, may succeed.
+    """
+    said = f"{error}\n{log}"
+    if any(word in said for word in NO_CAPACITY_WORDS):
+        return Outcome(failed=Failed.NO_CAPACITY, text=_sentence(said, NO_CAPACITY_WORDS))
+    if any(word in said for word in UNREACHABLE_WORDS):
+        return Outcome(failed=Failed.UNKNOWN, text=_sentence(said, UNREACHABLE_WORDS))
+    if any(word in said for word in DENIED_WORDS):
+        return Outcome(failed=Failed.DENIED, text=_where_to_ask(_sentence(said, DENIED_WORDS)))
+    if error.startswith("CommandError"):
+        return Outcome(failed=Failed.SETUP, text=f"{error.strip()}\n{log.strip()}"[-LOG_CHARACTERS:])
+    return Outcome(failed=Failed.UNKNOWN, text=f"{error.strip()}\n{log.strip()}"[-LOG_CHARACTERS:])
+
+
+def _sentence(text: str, words: Sequence[str]) -> str:
+    """Return the line with one of the words, without the log prefix."""
+    lines = (LOGGED.sub("", line.strip()) for line in ANSI.sub("", text).splitlines())
+    return next((line[-1000:] for line in lines if any(word in line for word in words)), "")
+
+
+def _where_to_ask(reason: str) -> str:
+    """Return the reason with advice for the user."""
+    if any(word in reason for word in ("QUOTA", "quota", "LimitExceeded", "CountExceeded")):
+        return (
+            f"{reason}\nThe account's quota does not allow it. Ask for more: AWS, Service Quotas, Amazon EC2; "
+            "Google Cloud, IAM & Admin, Quotas (CPUS, PREEMPTIBLE_NVIDIA_..._GPUS, GPUS_ALL_REGIONS)"
+        )
+    if advice := advice_on(reason):
+        return f"{reason}\n{advice}"
+    return f"{reason}\n`spotrl check --print-policy aws` (or gcp) prints the permissions that are needed"
+
+
+def email_of(labels: Mapping[str, str], project: str) -> str:
+    """Return the service account in the labels. `project`: the VM's project, used if the labels name no project."""
+    return f"{labels[IDENTITY_LABEL]}@{labels.get(IDENTITY_PROJECT_LABEL, project)}.iam.gserviceaccount.com"
+
+
+def _is_over(status: str) -> bool:
+    return status.rpartition(".")[2] in ("SUCCEEDED", "FAILED", "CANCELLED")
+
+
+def _text_of(path: str | None) -> str:
+    return Path(path).expanduser().read_text() if path and Path(path).expanduser().exists() else ""
+
+
+def _wait_for_nothing() -> Any:
+    from sky.skylet import autostop_lib
+
+    return autostop_lib.AutostopWaitFor.NONE
+
+
+def _start_unless_it_answers() -> None:
+    """Start the API server unless a server answers. Call before listing requests.
+
+    SkyPilot's list call takes any server process on this machine for ours and then reaches none.
+    """
+    from sky.server import common
+
+    try:
+        common.check_server_healthy_or_start_fn()
+    except RuntimeError as error:  # a frozen server keeps the port
+        raise SkyUnreachable(f"SkyPilot's API server neither answers nor starts ({error})") from None
+
+
+def _listens(url: str) -> bool:
+    """Return whether the port is taken. A frozen server also keeps the port."""
+    parts = urlsplit(url)
+    try:
+        socket.create_connection((parts.hostname or "127.0.0.1", parts.port or 80), timeout=5.0).close()
+    except ConnectionRefusedError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def is_node_of(cluster: str, run: str) -> bool:
+    """Return whether the SkyPilot cluster is a node of the run. A user may have other clusters with the same prefix."""
+    return re.fullmatch(rf"{re.escape(run)}-[a-z0-9-]+-g\d+", cluster) is not None
+
+
+@contextlib.contextmanager
+def _said(what: str) -> Iterator[None]:
+    """Raise SkyUnreachable with our text if the server does not answer."""
+    import requests
+    from sky import exceptions
+
+    try:
+        yield
+    except (requests.exceptions.RequestException, exceptions.ApiServerConnectionError, ConnectionError) as error:
+        raise SkyUnreachable(f"{what}: SkyPilot's API server did not answer ({error}); it is asked again") from None
+
+
+# --- inside SkyPilot's API server ---------------------------------------------------------------------
+
+
+def __getattr__(name: str) -> Any:
+    """Return `OurNodes`, the plugin named in sky_plugins.yaml.
+
+    Created on access, because the base class is SkyPilot's.
+    """
+    if name != "OurNodes":
+        raise AttributeError(name)
+    from sky import provision
+    from sky.provision.gcp import config as gcp
+    from sky.server import plugins
+
+    def without_credentials(
+        task: Any, to_provision: Any, *, _extra_launch_context: Any, _is_launched_by_jobs_controller: bool
+    ) -> Any:
+        """Return SkyPilot's own template without uploads. Configuration alone cannot stop uploads for every cloud."""
+        if RUN_LABEL not in (to_provision.labels or {}):
+            return None
+        cloud = to_provision.cloud.canonical_name()
+        return provision.TemplateSpec(template_path=f"{cloud}-ray.yml.j2", variables={"credentials": {}})
+
+    class GoogleBootstrap:
+        """SkyPilot's bootstrap without its identity: SkyPilot creates and attaches an identity with all permissions."""
+
+        @staticmethod
+        def bootstrap_instances(region: str, cluster_name_on_cloud: str, config: Any) -> Any:
+            labels = config.node_config.get("labels", {})
+            if IDENTITY_LABEL not in labels:
+                return gcp.bootstrap_instances(region, cluster_name_on_cloud, config)
+            crm, _, compute, _ = gcp.construct_clients_from_provider_config(config.provider_config)
+            gcp._configure_project(config.provider_config, crm)
+            config.node_config["serviceAccounts"] = [
+                {
+                    "email": email_of(labels, config.provider_config["project_id"]),
+                    "scopes": ["https://www.googleapis.com/auth/cloud-platform"],
+                }
+            ]
+            ours = {key: value for key, value in labels.items() if key in (RUN_LABEL, NODE_LABEL, OWNER_LABEL)}
+            for disk in config.node_config.get("disks", []):
+                disk.setdefault("initializeParams", {})["labels"] = ours
+            config = gcp._configure_subnet(region, cluster_name_on_cloud, config, compute)
+            return gcp._configure_placement_policy(region, cluster_name_on_cloud, config, compute)
+
+    class OurNodes(plugins.BasePlugin):
+        load_contexts = frozenset({plugins.PluginContext.EXECUTOR})
+
+        def install(self, extension_context: Any) -> None:
+            provision.register_provisioner("gcp", GoogleBootstrap, template_override=without_credentials)
+            provision.register_provisioner("aws", object(), template_override=without_credentials)
+
+    return OurNodes

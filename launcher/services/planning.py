@@ -1,0 +1,45 @@
+"""Plan a job on real clouds from all current data: catalog, observed prices, preemptions, the user's discounts.
+
+The only place where the ledger and the tables meet the pure planner; `spotrl launch` and `spotrl check` plan alike.
+"""
+
+from pathlib import Path
+
+from sqlalchemy.orm import Session, sessionmaker
+
+from launcher.job.schema import Job
+from launcher.ledger.exposure import pool_histories
+from launcher.ledger.prices import capacity_advice, latest_prices
+from launcher.market.advice import STALE_MS, what_clouds_say
+from launcher.market.offers import current_catalog
+from launcher.market.on_offer import on_offer
+from launcher.market.own_prices import as_you_pay
+from launcher.placement.ask import market_view
+from launcher.placement.cloud_plan import CloudPlan, plan_cloud
+from launcher.placement.from_job import cloud_ask
+from launcher.placement.plan import PlacementError
+
+
+def cloud_plan(sessions: sessionmaker[Session], job: Job, catalogs: Path, now_ms: int) -> CloudPlan:
+    """Return the plan of a job at current prices.
+
+    Raises PlacementError if no offer fits the job, BudgetError if no offer fits the limits, CatalogError if the
+    catalog fails.
+    """
+    with sessions() as session:
+        said = latest_prices(session, clouds=job.clouds)
+        histories = pool_histories(session, now_ms)
+        advice = what_clouds_say(capacity_advice(session, since_ms=now_ms - STALE_MS), now_ms)
+    listed = on_offer(current_catalog(catalogs).all_offers(), said, now_ms)
+    reached = [offer for offer in listed if job.network.reaches(offer.cloud, offer.region)]
+    offers = as_you_pay(reached, job.price_overrides, job.discounts, now_ms)
+    market = market_view(offers, histories.values(), now_ms=now_ms, priors=advice.priors, believed_odds=advice.odds)
+    try:
+        return plan_cloud(cloud_ask(job), market)
+    except PlacementError as error:
+        named = [f"{cloud} {region}" for cloud in job.clouds for region in job.network.regions(cloud)]
+        if not named:
+            raise
+        raise PlacementError(
+            f"{error}; the job's network is in {', '.join(named)}, so no other region counts"
+        ) from None
