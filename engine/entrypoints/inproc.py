@@ -22,7 +22,8 @@ from engine.rewards.load import load_student
 from engine.rewards.reward import Reward
 from engine.storage.checkpoint import CheckpointStore
 from engine.storage.progress import ProgressLog
-from engine.trainer.loop import Loop, Place
+from engine.trainer.context import TrainerContext
+from engine.trainer.loop import Loop
 from engine.trainer.metrics import MetricsLog
 from engine.worker.device import device_of
 from engine.worker.transport import Answer, InprocTransport
@@ -90,7 +91,7 @@ def build_inproc(
             step_seconds=config.runtime.step_seconds,
         )
         spot.append(worker)
-    place = Place(
+    context = TrainerContext(
         run=run,
         node="trainer",
         workers_of_node=1,
@@ -100,5 +101,5 @@ def build_inproc(
         metrics=MetricsLog(folder / "metrics"),
         clock=clock,
     )
-    loop = Loop(config, place, make_adapter(), reward, prompt_source(config, None))
+    loop = Loop(config, context, make_adapter(), reward, prompt_source(config, None))
     return InprocRun(coordinator=coordinator, loop=loop, workers=spot)

@@ -32,7 +32,8 @@ from engine.rewards.load import load_reward, load_student
 from engine.storage.checkpoint import CheckpointStore
 from engine.storage.disk import when_there_is_room
 from engine.storage.progress import ProgressLog
-from engine.trainer.loop import Loop, Place
+from engine.trainer.context import TrainerContext
+from engine.trainer.loop import Loop
 from engine.trainer.metrics import MetricsLog
 from engine.worker.device import device_of
 from engine.worker.node_weights import NodeMemory, NodeWeights
@@ -68,7 +69,7 @@ def run_trainer(spec: NodeSpec, beat: Beat, ready: Event) -> None:
     alone = spec.engine.exploration.mode == "none"
     torch.set_num_threads(spec.engine.runtime.trainer_threads or (os.cpu_count() or 1 if alone else 1))
     folder, clock = Path(spec.folder), spec.clock.clock()
-    place = Place(
+    context = TrainerContext(
         run=spec.run,
         node=spec.node,
         workers_of_node=spec.workers,
@@ -80,7 +81,7 @@ def run_trainer(spec: NodeSpec, beat: Beat, ready: Event) -> None:
     )
     adapter = _load_model(spec, 0)
     reward = load_reward(spec.engine.reward, spec.workdir)
-    loop = Loop(spec.engine, place, adapter, reward, prompt_source(spec.engine, spec.workdir))
+    loop = Loop(spec.engine, context, adapter, reward, prompt_source(spec.engine, spec.workdir))
     ready.set()
     print(loop.run(), flush=True)
 

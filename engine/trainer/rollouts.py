@@ -7,17 +7,17 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
 from engine.algorithm.transaction import FinishedGroup
 from engine.diffusion.trajectory import Trajectory
 from engine.protocol.request import Manifest, Wait
+from engine.trainer.coordinator_client import Collected
 from engine.worker.worker import Worker
 
-Collect = Callable[[int, int, bool], dict[str, Any]]
-"""(batch, number of results received, wait or not) -> {"results": ..., "blobs": ...}."""
+Collect = Callable[[int, int, bool], Collected]
+"""(batch, number of results received, wait or not) -> new results of the batch, and their trajectories."""
 
 
 OwnLogProbs = Callable[[str, Trajectory], Trajectory]
@@ -86,15 +86,16 @@ class Rollouts:
         return float(torch.tensor(finite, dtype=torch.float64).std(correction=0)) if finite else 0.0
 
     def _take(self, *, wait: bool) -> bool:
-        answer = self._collect(self._manifest.batch, len(self._found), wait)
-        for result in answer["results"]:
+        new = self._collect(self._manifest.batch, len(self._found), wait)
+        for result in new.results:
+            assert result.trajectory is not None, "a rollout to train always carries its trajectory"
             self.made_by[result.node] += 1
-            prompt, trajectory = result.request.prompt, Trajectory.from_bytes(answer["blobs"][result.trajectory])
+            prompt, trajectory = result.request.prompt, Trajectory.from_bytes(new.blobs[result.trajectory])
             if trajectory.degree is None:
                 # No optimiser step happens before the whole batch is here: the weights still are the rollout's weights.
                 trajectory = self._own_log_probs(prompt, trajectory)
             self._found[prompt, result.request.seed] = (result.score.reward, trajectory)
-        return bool(answer["results"])
+        return bool(new.results)
 
 
 @contextmanager

@@ -5,7 +5,6 @@ import json
 import math
 import shutil
 import time
-from dataclasses import replace
 from itertools import combinations
 
 import pytest
@@ -90,8 +89,8 @@ class Line:
 def build(config, folder, *, reward=brightness, workers=1, run="run", at=None, answered=False):
     clock = ScaledClock(origin_ms=time.time_ns() // 1_000_000)
     one = build_inproc(config, folder, run=run, clock=clock, reward=reward, workers=workers)
-    line = Line(one.loop.place.transport, at=at, answered=answered)
-    one.loop.place = replace(one.loop.place, transport=line)
+    line = Line(one.loop.coordinator.transport, at=at, answered=answered)
+    one.loop.coordinator.transport = line
     one.loop.worker.transport = line
     return one
 
@@ -156,7 +155,7 @@ def test_killed_at_a_call_and_started_again_it_ends_on_the_same_bits(tmp_path, s
     again = build(TINY, tmp_path)
     assert again.loop.run().reason == "iterations"
     assert outcome(tmp_path) == straight
-    assert again.loop.lineage == 1
+    assert again.loop.state.lineage == 1
     assert again.coordinator.queue.finished == {}
     assert sum(again.coordinator.queue.wanted(kind) for kind in Kind) == 0
 
@@ -194,7 +193,7 @@ def test_a_lost_machine_goes_on_from_its_checkpoint_under_the_next_lineage(tmp_p
     shutil.copytree(old / "store", new / "store")
     again = build(TINY, new)
     assert again.loop.run().reason == "iterations"
-    assert again.loop.lineage == 2
+    assert again.loop.state.lineage == 2
     last = newest(new)
     assert (last.lineage, last.iteration, dict(last.files), last.evaluations) == (2, *straight[:3])
     assert {**manifests(old), **manifests(new)} == straight[4]
@@ -241,7 +240,7 @@ def test_three_groups_in_a_row_that_are_not_finite_end_the_run_and_the_last_good
 
 def test_gradients_that_are_not_finite_end_the_run_too(tmp_path):
     run = build(TINY, tmp_path)
-    next(iter(run.loop.parameters.values())).register_hook(lambda gradient: gradient * math.inf)
+    next(iter(run.loop.model.parameters.values())).register_hook(lambda gradient: gradient * math.inf)
     finished = run.loop.run()
     assert (finished.reason, finished.iteration) == ("unhealthy", 1)
 
@@ -299,7 +298,7 @@ def test_a_reward_that_always_fails_ends_the_run(tmp_path):
 def test_the_seeds_that_are_trained_are_those_of_largest_variance(tmp_path):
     run = build(TINY, tmp_path)
     run.loop.run()
-    line = run.loop.place.transport
+    line = run.loop.coordinator.transport
     explored = [r for head, a in line.answers if head.get("kind") == "explore" for r in a["results"]]
     assert len(explored) == CANDIDATES * (TINY.iterations - 1)
     trained = {}
@@ -318,7 +317,7 @@ def test_the_seeds_that_are_trained_are_those_of_largest_variance(tmp_path):
 
 def test_the_checkpoints_files_are_written_while_spot_nodes_explore(tmp_path):
     run = build(TINY, tmp_path, workers=1)
-    store = run.loop.place.store
+    store = run.loop.context.store
     order = []
 
     class Watched(CheckpointStore):
@@ -326,14 +325,14 @@ def test_the_checkpoints_files_are_written_while_spot_nodes_explore(tmp_path):
             order.append(path.rsplit("/", 1)[1])
             store.put(path, data)
 
-    object.__setattr__(run.loop.place, "store", Watched(f"file://{tmp_path}/store"))
-    collect = run.loop._collect
+    object.__setattr__(run.loop.context, "store", Watched(f"file://{tmp_path}/store"))
+    collect = run.loop.coordinator.collect
 
     def watched(kind, *rest, **more):
         order.append(str(kind))
         return collect(kind, *rest, **more)
 
-    run.loop._collect = watched
+    run.loop.coordinator.collect = watched
     assert run.loop.run().reason == "iterations"
     first = order[: order.index("manifest.json") + 1]
     asked = first.index("explore")
@@ -345,7 +344,7 @@ def test_in_path_the_best_of_all_candidates_are_trained_with_the_weights_that_ma
     exploration = TINY.exploration.model_copy(update={"mode": "in-path"})
     run = build(TINY.model_copy(update={"exploration": exploration}), tmp_path)
     assert run.loop.run().reason == "iterations"
-    line = run.loop.place.transport
+    line = run.loop.coordinator.transport
     rewards = {}
     for head, answer in line.answers:
         if head.get("kind") == "train":
@@ -368,7 +367,7 @@ def test_in_path_the_best_of_all_candidates_are_trained_with_the_weights_that_ma
 def test_a_control_slice_is_rolled_out_and_not_trained_and_the_ranking_is_told(tmp_path):
     run = build(TINY.model_copy(update={"iterations": 4}), tmp_path)
     run.loop.run()
-    line = run.loop.place.transport
+    line = run.loop.coordinator.transport
     wanted = {"train": set(), "control": set(), "explore": set()}
     for _head, answer in line.answers:
         for result in answer.get("results", ()):
@@ -431,9 +430,9 @@ def test_every_way_to_train_moves_the_weights_and_stays_sound(tmp_path, way):
     if "algorithm" in changes:
         changes["algorithm"] = TINY.algorithm.model_copy(update=changes["algorithm"])
     run = build(TINY.model_copy(update=changes), tmp_path)
-    before = {name: value.detach().clone() for name, value in run.loop.parameters.items()}
+    before = {name: value.detach().clone() for name, value in run.loop.model.parameters.items()}
     assert run.loop.run().reason == "iterations"
-    assert any(not torch.equal(value, before[name]) for name, value in run.loop.parameters.items())
+    assert any(not torch.equal(value, before[name]) for name, value in run.loop.model.parameters.items())
     for event in progress(tmp_path, "iteration_done"):
         assert all(math.isfinite(value) for value in event.health.values())
         assert event.health["skipped_groups"] == 0
@@ -478,9 +477,9 @@ def test_start_weights_are_those_before_the_first_step_bit_for_bit(tmp_path, mod
             value += 0.01
     weights = get_weights(trained)
     one = a_started_run(tmp_path, weights, kl_beta=0.1, model=model)
-    assert get_weights(one.loop.parameters) == weights
-    assert all(torch.equal(one.loop.average.tensors[name], value) for name, value in trained.items())
-    one.loop._begin()
+    assert get_weights(one.loop.model.parameters) == weights
+    assert all(torch.equal(one.loop.model.average.tensors[name], value) for name, value in trained.items())
+    one.loop.begin()
     assert progress(tmp_path, "engine_started")[0].started_from == "first, iteration 3"
 
 

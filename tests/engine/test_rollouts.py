@@ -6,6 +6,7 @@ import torch
 
 from engine.diffusion.trajectory import Trajectory
 from engine.protocol.request import Finished, Group, Kind, Manifest, Score
+from engine.trainer.coordinator_client import Collected
 from engine.trainer.rollouts import Rollouts
 
 MANIFEST = Manifest(
@@ -33,7 +34,10 @@ def test_only_a_trajectory_whose_degree_changed_on_the_way_is_computed_again():
         asked.append(prompt)
         return replace(trajectory, log_probs=torch.full((2,), -2.0))
 
-    rollouts = Rollouts(MANIFEST, lambda batch, have, wait: {"results": results[have:], "blobs": blobs}, None, own)
+    def collect(batch, have, wait):
+        return Collected(results=results[have:], blobs=blobs, to_come=False, poisoned=0)
+
+    rollouts = Rollouts(MANIFEST, collect, None, own)
     rollouts.wait_for_all()
     assert asked == ["1234"]
     assert [t.log_probs.tolist() for t in rollouts.group(0).trajectories] == [[-1.0] * 2, [-1.0] * 2, [-2.0] * 2]

@@ -1,0 +1,58 @@
+"""The trainer's checkpoints. While the store is full or away the run waits: continuing would risk finished work."""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from engine.config import CheckpointConfig
+from engine.events import CheckpointSaved
+from engine.storage.checkpoint import Checkpoint, Start, checkpoint_name
+from engine.storage.disk import when_there_is_room
+from engine.trainer.context import TrainerContext
+from engine.trainer.report import Reporter
+from engine.trainer.state import TrainerState
+
+Stored = TypeVar("Stored")
+
+
+class Checkpoints:
+    """Reads and writes the checkpoint store, and warns while the store has no room or does not answer."""
+
+    def __init__(self, context: TrainerContext, state: TrainerState, reporter: Reporter) -> None:
+        self._context = context
+        self._state = state
+        self._reporter = reporter
+
+    def newest(self) -> Checkpoint | None:
+        return self._patiently(lambda: self._context.store.newest())
+
+    def start(self) -> Start:
+        """Return the start weights named by the job."""
+        return self._patiently(lambda: self._context.store.start())
+
+    def claim_lineage(self) -> int:
+        return self._patiently(lambda: self._context.store.claim_lineage())
+
+    def put(self, path: str, data: bytes) -> None:
+        self._patiently(lambda: self._context.store.put(path, data))
+
+    def write_files(self, iteration: int, files: dict[str, bytes]) -> dict[str, str]:
+        """Write the large files of the checkpoint after `iteration` batches. Returns their digests."""
+        name = checkpoint_name(self._state.lineage, iteration)
+        return self._patiently(lambda: self._context.store.write_files(name, files))
+
+    def save(self, checkpoint: Checkpoint, digests: dict[str, str], *, keep: int) -> None:
+        """Write the manifest, with which the checkpoint counts, and delete all but the `keep` newest."""
+        digest = self._patiently(lambda: self._context.store.save(checkpoint, keep=keep, digests=digests))
+        path = f"checkpoints/{checkpoint.name}"
+        self._reporter.write(CheckpointSaved(iteration=checkpoint.iteration, path=path, digest=digest))
+
+    def _patiently(self, access: Callable[[], Stored]) -> Stored:
+        def warn(text: str) -> None:
+            self._reporter.warn(f"the checkpoint store {self._context.store.url}: {text}")
+
+        return when_there_is_room(access, warn)
+
+
+def is_due(config: CheckpointConfig, iteration: int, last: int) -> bool:
+    """Return True if a checkpoint is written after `iteration` of `last` batches."""
+    return iteration % config.every == 0 or iteration == last

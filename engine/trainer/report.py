@@ -1,0 +1,93 @@
+"""Report a run's events and metrics."""
+
+import time
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from engine.algorithm.transaction import Health
+from engine.events import Evaluated, IterationDone, ProgressEvent, Warned
+from engine.protocol.request import Manifest
+from engine.storage.progress import ProgressLog
+from engine.trainer.metrics import MetricsLog
+from engine.trainer.state import TrainerState
+from engine.worker.usage import Usage
+
+
+class Reporter:
+    """Writes events under the run's current lineage, and figures to the metrics log."""
+
+    def __init__(self, progress: ProgressLog, metrics: MetricsLog, state: TrainerState) -> None:
+        self._progress = progress
+        self._metrics = metrics
+        self._state = state
+
+    def write(self, event: ProgressEvent) -> None:
+        self._progress.write(self._state.lineage, event)
+
+    def warn(self, text: str) -> None:
+        self.write(Warned(text=text))
+
+    def evaluated(self, event: Evaluated) -> None:
+        self.write(event)
+        self._metrics.evaluation(event)
+
+    def iteration_done(self, event: IterationDone) -> None:
+        self.write(event)
+        self._metrics.iteration(event)
+
+    def flush(self) -> bool:
+        """Return True once every event is on the disk."""
+        return self._progress.flush()
+
+
+class IterationReports:
+    """Reports trained batches with their wall seconds, and the milliseconds of each phase of the trainer's process.
+
+    Seconds after an iteration's report count towards the next iteration's report.
+    """
+
+    def __init__(self, reporter: Reporter, usage: Usage) -> None:
+        self._reporter = reporter
+        self._usage = usage
+        self._usage_before: dict[str, float] = {}
+        self._begun = self._reported = 0.0
+        self._unreported_seconds = 0.0
+
+    def begin(self) -> None:
+        self._begun = time.perf_counter() - self._unreported_seconds
+
+    def report(
+        self, manifest: Manifest, rewards: Tensor, explored: int, health: Sequence[Health], made_by: Mapping[str, int]
+    ) -> None:
+        """Report a trained batch. rewards [P, K]: rewards of the finite groups. `explored`: number of candidates."""
+        spent = dict(self._usage.total)
+        phase_ms = {phase: round(ms - self._usage_before.get(phase, 0.0)) for phase, ms in spent.items()}
+        self._usage_before = spent
+        self._reported = time.perf_counter()
+        done = IterationDone(
+            iteration=manifest.batch,
+            reward_mean=float(rewards.mean()) if len(rewards) else 0.0,
+            reward_std=float(rewards.std(correction=0)) if len(rewards) else 0.0,
+            group_std_mean=float(rewards.std(dim=1, correction=0).mean()) if len(rewards) else 0.0,
+            explored=explored,
+            manifest_digest=manifest.digest,
+            phase_ms=phase_ms,
+            wall_seconds=self._reported - self._begun,
+            health={**_merge(health), "staleness": 0.0},
+            made_by=dict(made_by),
+        )
+        self._reporter.iteration_done(done)
+
+    def end(self) -> None:
+        self._unreported_seconds = time.perf_counter() - self._reported
+
+
+def _merge(steps: Sequence[Health]) -> dict[str, float]:
+    """Return the health of a batch: means over its optimiser steps, the largest ratio, the number of skipped groups."""
+    each = [step.summary() for step in steps]
+    merged = {name: sum(one[name] for one in each) / len(each) for name in each[0]}
+    merged["ratio_max"] = max(one["ratio_max"] for one in each)
+    merged["skipped_groups"] = sum(one["skipped_groups"] for one in each)
+    merged["dlogp_before_update"] = each[0]["dlogp_abs_mean"]
+    return merged

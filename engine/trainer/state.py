@@ -1,0 +1,74 @@
+"""The trainer's state between two iterations: everything in a checkpoint but tensors and exploration.
+
+A killed trainer continues from the newest checkpoint as if nothing had happened. A field that changes what a run trains
+therefore belongs here, and into `checkpoint` and `restore`.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.algorithm.advantages import RunningStd
+from engine.config import EngineConfig
+from engine.drift import Look
+from engine.protocol.request import Manifest
+from engine.storage.checkpoint import Checkpoint
+
+
+@dataclass(kw_only=True)
+class TrainerState:
+    """State after `iteration` trained batches.
+
+    `config_digest`: of the engine's config. `lineage`: generation of the run's state; a new one begins when the
+    coordinator lost the published weights. `evaluations`: all (iteration, metrics) until now. `std`: running reward std
+    (algorithm.std: ema). `skipped_in_a_row`: groups in a row with a reward or loss that is not finite. `base`: look of
+    the base model's evaluation images; None before the first evaluation.
+    """
+
+    config_digest: str
+    iteration: int = 0
+    lineage: int = 0
+    next_batch: Manifest = field(init=False)
+    evaluations: list[tuple[int, dict[str, float]]] = field(default_factory=list)
+    std: RunningStd = field(default_factory=RunningStd)
+    skipped_in_a_row: int = 0
+    base: Look | None = None
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Take the state of a checkpoint. The lineage is settled with the coordinator afterwards."""
+        self.iteration = checkpoint.iteration
+        self.next_batch = checkpoint.next_batch
+        self.evaluations = [(iteration, dict(metrics)) for iteration, metrics in checkpoint.evaluations]
+        self.std = RunningStd(checkpoint.std)
+        self.skipped_in_a_row = checkpoint.skipped_in_a_row
+        self.base = checkpoint.base
+
+    def checkpoint(self, files: Mapping[str, bytes], exploration: dict[str, Any]) -> Checkpoint:
+        """Return this state with the tensors' files and the explorer's state."""
+        return Checkpoint(
+            iteration=self.iteration,
+            lineage=self.lineage,
+            next_batch=self.next_batch,
+            files=files,
+            evaluations=tuple(self.evaluations),
+            std=self.std.value,
+            skipped_in_a_row=self.skipped_in_a_row,
+            config_digest=self.config_digest,
+            exploration=exploration,
+            base=self.base,
+        )
+
+
+def config_digest(config: EngineConfig) -> str:
+    """Return a digest that is equal for equal jobs.
+
+    The device is excluded: a job is the same on every device. A field newer than some checkpoints is excluded while
+    unused, so old checkpoints keep their digest.
+    """
+    newer = {"model": {"start"}, "evaluation": {"on_the_way"}}
+    unused = {
+        room: {key for key in keys if getattr(getattr(config, room), key) is None} for room, keys in newer.items()
+    }
+    job = config.model_dump_json(exclude={"runtime": {"device"}, **unused})
+    return hashlib.sha256(job.encode()).hexdigest()[:16]

@@ -1,0 +1,80 @@
+"""Take the optimiser steps of a batch.
+
+Groups of the first step are trained while workers still roll out other groups. A step is committed only after the whole
+batch is rolled out: until then the trainer still holds the weight version of the unfinished rollouts. A step that fails
+is aborted, and the weights stay as they were.
+"""
+
+from engine.algorithm.transaction import Health, Trainer, Transaction
+from engine.config import EngineConfig
+from engine.diffusion.sampler import Plan
+from engine.events import Phase
+from engine.protocol.request import Manifest
+from engine.trainer.ending import Unhealthy
+from engine.trainer.report import Reporter
+from engine.trainer.rollouts import Rollouts, torch_threads
+from engine.trainer.state import TrainerState
+from engine.worker.usage import Usage
+
+BAD_GROUPS_IN_A_ROW = 3
+"""Groups in a row with a reward or loss that is not finite, after which the run stops at its last good checkpoint."""
+
+
+class BatchUpdates:
+    """Trains batches. Raises Unhealthy after BAD_GROUPS_IN_A_ROW groups without a finite reward and loss."""
+
+    def __init__(
+        self, config: EngineConfig, trainer: Trainer, state: TrainerState, usage: Usage, reporter: Reporter
+    ) -> None:
+        self._config = config
+        self._trainer = trainer
+        self._state = state
+        self._usage = usage
+        self._reporter = reporter
+
+    def train(self, manifest: Manifest, plan: Plan, rollouts: Rollouts) -> list[Health]:
+        """Take all optimiser steps of a batch. Returns the health of each step."""
+        std = self._std(rollouts)
+        finished = []
+        for minibatch in range(len(manifest.minibatches)):
+            step = self._trainer.begin(manifest, minibatch, plan, std=std)
+            try:
+                while step.missing:
+                    ready = [number for number in step.missing if rollouts.is_complete(number)]
+                    if not ready:
+                        rollouts.wait()
+                        continue
+                    with self._usage.measure(Phase.TRAINING), torch_threads(self._config.runtime.trainer_threads):
+                        step.add(ready[0], rollouts.group(ready[0]))
+                    rollouts.look()
+                rollouts.wait_for_all()
+            except BaseException:
+                step.abort()
+                raise
+            with self._usage.measure(Phase.TRAINING):
+                finished.append(self._commit(manifest, minibatch, step))
+        return finished
+
+    def _std(self, rollouts: Rollouts) -> float | None:
+        """Return the reward std that normalises advantages, or None for the std of each group (algorithm.std)."""
+        if self._config.algorithm.std == "batch":
+            rollouts.wait_for_all()
+            return rollouts.std()
+        return self._state.std.value if self._config.algorithm.std == "ema" else None
+
+    def _commit(self, manifest: Manifest, minibatch: int, step: Transaction) -> Health:
+        health = step.commit()
+        for number in manifest.minibatches[minibatch]:
+            bad = number in health.skipped
+            self._state.skipped_in_a_row = self._state.skipped_in_a_row + 1 if bad else 0
+            if bad:
+                prompt = manifest.groups[number].prompt
+                self._reporter.warn(
+                    f"batch {manifest.batch}: skipped {prompt!r}, its reward or loss is not finite",
+                )
+            if self._state.skipped_in_a_row >= BAD_GROUPS_IN_A_ROW:
+                raise Unhealthy(
+                    f"{BAD_GROUPS_IN_A_ROW} groups in a row had a reward or loss that is not finite; the last good "
+                    f"checkpoint is iteration {self._state.iteration}: look at the reward, or lower the learning_rate"
+                )
+        return health
