@@ -158,7 +158,7 @@ def _end(checks: Sequence[Check], as_json: bool) -> ExitCode:
 
 def _print_policy(cloud: str, job: Path | None) -> None:
     """Print the policy alone on stdout, so the output can go to a file. Print notes on the AWS policy on stderr."""
-    from launcher.clouds.aws import node_policy
+    from launcher.clouds.aws_role import node_policy
     from launcher.clouds.policies import AWS_NAMED_NOTES, AWS_NOTES, BUCKETS, aws_policy, gcp_role
 
     loaded = load_job(job, environ=os.environ, user_config=config_path()).job if job else None

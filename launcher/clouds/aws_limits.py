@@ -14,7 +14,8 @@ from botocore.exceptions import BotoCoreError, ClientError
 from botocore.parsers import ResponseParserError
 
 from engine.events import Market
-from launcher.clouds.aws import HOME_REGION, AwsApi, _code, _said
+from launcher.clouds.aws import HOME_REGION, AwsApi
+from launcher.clouds.aws_calls import code_of, errors_named
 from launcher.clouds.base import RUN_LABEL, CloudRefused, CloudUnreachable
 from launcher.clouds.limits import Permissions, Quota
 from launcher.clouds.policies import aws_policy
@@ -83,11 +84,11 @@ class AwsLimits(AwsApi):
         """Return AWS's time, also from a refusal: a wrong clock makes AWS refuse signatures."""
         client = self._client("sts", HOME_REGION)
         try:
-            with _said("aws sts GetCallerIdentity"):
+            with errors_named("aws sts GetCallerIdentity"):
                 try:
                     answer = client.get_caller_identity()["ResponseMetadata"]
                 except Exception as error:
-                    if not _code(error):
+                    if not code_of(error):
                         raise
                     answer = getattr(error, "response", {}).get("ResponseMetadata", {})
         except CloudRefused as refused:
@@ -133,7 +134,7 @@ class AwsLimits(AwsApi):
 
     def _simulated(self, source: str, wanted: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         """Yield the denied actions of each policy statement, simulated with the statement's resources and our tags."""
-        with _said("aws iam SimulatePrincipalPolicy"):
+        with errors_named("aws iam SimulatePrincipalPolicy"):
             pages = self._client("iam", HOME_REGION).get_paginator("simulate_principal_policy")
             for statement in wanted:
                 resources = statement["Resource"] if isinstance(statement["Resource"], list) else []
@@ -164,30 +165,30 @@ class AwsLimits(AwsApi):
         for action, (method, arguments) in DRY_RUN.items():
             if action not in actions:
                 continue
-            with _said(f"aws {action} (dry run)"):
+            with errors_named(f"aws {action} (dry run)"):
                 try:
                     getattr(client, method)(DryRun=True, **arguments)
                 except Exception as error:
-                    if not _code(error):
+                    if not code_of(error):
                         raise
-                    if _code(error) in ("UnauthorizedOperation", "AccessDenied"):
+                    if code_of(error) in ("UnauthorizedOperation", "AccessDenied"):
                         yield action
 
     def _limit(self, region: str, code: str) -> int | None:
         """Return the account's quota, or AWS's default if never raised; None: AWS has no such quota."""
-        with _said(f"aws servicequotas GetServiceQuota {code}, {region}"):
+        with errors_named(f"aws servicequotas GetServiceQuota {code}, {region}"):
             client = self._client("service-quotas", region)
             for ask in (client.get_service_quota, client.get_aws_default_service_quota):
                 try:
                     return int(ask(ServiceCode="ec2", QuotaCode=code)["Quota"]["Value"])
                 except Exception as error:
-                    if _code(error) != "NoSuchResourceException":
+                    if code_of(error) != "NoSuchResourceException":
                         raise
         return None
 
     def _used(self, region: str) -> dict[str, int]:
         used: dict[str, int] = {}
-        with _said(f"aws ec2 DescribeInstances, {region}"):
+        with errors_named(f"aws ec2 DescribeInstances, {region}"):
             running = [{"Name": "instance-state-name", "Values": ["pending", "running"]}]
             for page in self._client("ec2", region).get_paginator("describe_instances").paginate(Filters=running):
                 for reservation in page["Reservations"]:

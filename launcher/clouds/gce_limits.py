@@ -9,7 +9,8 @@ from email.utils import parsedate_to_datetime
 
 from engine.events import Market
 from launcher.clouds.base import CloudRefused, CloudUnreachable
-from launcher.clouds.gce import GceApi, _said
+from launcher.clouds.gce import GceApi
+from launcher.clouds.gce_calls import errors_named
 from launcher.clouds.gce_services import COMPUTE, PROJECTS
 from launcher.clouds.labels import bucket_of
 from launcher.clouds.limits import Permissions, Quota
@@ -43,8 +44,8 @@ class GceLimits(GceApi):
     def clock_ms(self) -> int:
         import requests
 
-        url = self._environ.get(COMPUTE[0], "") or COMPUTE[1]
-        with _said("gcp compute"):
+        url = self.calls.compute_url
+        with errors_named("gcp compute"):
             told = requests.head(url, timeout=4.0).headers.get("Date", "")
         if not told:
             raise CloudUnreachable("gcp compute: the answer has no date")
@@ -53,10 +54,10 @@ class GceLimits(GceApi):
     def permissions(self, named: Named = NOTHING_NAMED) -> Permissions:
         wanted = gcp_permissions(named)
         granted: set[str] = set()
-        with _said("gcp projects.testIamPermissions"):
+        with errors_named("gcp projects.testIamPermissions"):
             for start in range(0, len(wanted), AT_ONCE):
                 body = {"permissions": wanted[start : start + AT_ONCE]}
-                granted |= set(self._ask("POST", PROJECTS, ":testIamPermissions", body).get("permissions", ()))
+                granted |= set(self.calls.ask("POST", PROJECTS, ":testIamPermissions", body).get("permissions", ()))
         return Permissions(missing=tuple(one for one in wanted if one not in granted))
 
     def draws_on(self, want: Placement) -> Mapping[str, int]:
@@ -67,10 +68,10 @@ class GceLimits(GceApi):
         return {f"{'PREEMPTIBLE_' if is_spot else ''}{model}_GPUS": want.gpus, EVERYWHERE: want.gpus}
 
     def quotas(self, region: str, names: Collection[str]) -> Mapping[str, Quota]:
-        with _said(f"gcp compute regions.get, {region}"):
-            told = [*self._ask("GET", COMPUTE, f"/regions/{region}").get("quotas", ())]
+        with errors_named(f"gcp compute regions.get, {region}"):
+            told = [*self.calls.ask("GET", COMPUTE, f"/regions/{region}").get("quotas", ())]
             if EVERYWHERE in names:
-                told += self._ask("GET", COMPUTE, "").get("quotas", ())
+                told += self.calls.ask("GET", COMPUTE, "").get("quotas", ())
         return {
             one["metric"]: Quota(
                 name=one["metric"], title=one["metric"], limit=int(one["limit"]), used=int(one.get("usage", 0))
@@ -81,8 +82,8 @@ class GceLimits(GceApi):
 
     def bucket_region(self, url: str) -> str:
         bucket, _ = bucket_of(url)
-        with _said(f"gcp storage buckets.get {bucket}"):
-            found = self._call("GET", f"{STORAGE}/{bucket}", query={"fields": "location"})
+        with errors_named(f"gcp storage buckets.get {bucket}"):
+            found = self.calls.call("GET", f"{STORAGE}/{bucket}", query={"fields": "location"})
         location = str(found.get("location", "")).lower()
         if not location:
             raise CloudRefused(f"gcp does not say where the bucket {bucket} is")

@@ -18,7 +18,7 @@ import boto3
 
 from engine.config import ClockConfig, EngineConfig, NodeSpec
 from engine.events import Market
-from launcher.clouds.aws import WHO_MAY_BE_A_NODE
+from launcher.clouds.aws_role import WHO_MAY_BE_A_NODE
 from launcher.clouds.base import Place
 from launcher.clouds.build import build_cloud_api
 from launcher.clouds.gce import GceApi
@@ -285,8 +285,8 @@ def make_on_google(region: str) -> None:
         ("/global/firewalls", {"name": "company-inside", "network": network, **inside}),
         ("/global/firewalls", {"name": "company-ssh", "network": network, **ssh}),
     ):
-        api._done(api._ask("POST", COMPUTE, path, body))
-    api._ask("POST", IAM, "/serviceAccounts", {"accountId": "company-nodes", "serviceAccount": {}})
+        api.calls.finish(api.calls.ask("POST", COMPUTE, path, body))
+    api.calls.ask("POST", IAM, "/serviceAccounts", {"accountId": "company-nodes", "serviceAccount": {}})
 
 
 def named(world: World, folder: Path, cloud: str) -> dict:
@@ -364,9 +364,11 @@ def bastion_on_google(public_key: str) -> tuple[str, Callable[[], object]]:
         "disks": [{"boot": True, "autoDelete": True, "initializeParams": {"sourceImage": "projects/x/y"}}],
         "networkInterfaces": [{"subnetwork": subnet, "accessConfigs": [{"type": "ONE_TO_ONE_NAT"}]}],
     }
-    api._done(api._ask("POST", COMPUTE, f"/zones/{zone}/instances", body))
+    api.calls.finish(api.calls.ask("POST", COMPUTE, f"/zones/{zone}/instances", body))
     path = f"/zones/{zone}/instances/bastion"
-    return str(api._ask("GET", COMPUTE, path)["id"]), lambda: api._done(api._ask("DELETE", COMPUTE, path))
+    return str(api.calls.ask("GET", COMPUTE, path)["id"]), lambda: api.calls.finish(
+        api.calls.ask("DELETE", COMPUTE, path)
+    )
 
 
 BASTIONS = {"aws": bastion_on_aws, "gcp": bastion_on_google}

@@ -16,11 +16,13 @@ import pytest
 from moto import mock_aws
 
 from engine.events import Market
-from launcher.clouds.aws import AwsApi, node_policy, owner_of
+from launcher.clouds.aws import AwsApi, owner_of
 from launcher.clouds.aws_named import look_at_profile
+from launcher.clouds.aws_role import node_policy
 from launcher.clouds.base import CloudRefused, CloudUnreachable, Look, MachineState
 from launcher.clouds.build import build_cloud_api
-from launcher.clouds.gce import GceApi, node_conditions
+from launcher.clouds.gce import GceApi
+from launcher.clouds.gce_identity import NodeIdentity, node_conditions
 from launcher.clouds.gce_named import GoogleNames
 from launcher.clouds.gce_services import COMPUTE, Answer
 from launcher.clouds.labels import run_name, slug
@@ -488,7 +490,7 @@ def insert(gcp, node="run-rollout-0-g0", run="run", zone=ZONE, spot=True, owner=
         "networkInterfaces": [{"network": "default", "accessConfigs": [{}]}],
         "serviceAccounts": [{"email": "spotrl-run@p.iam.gserviceaccount.com", "scopes": []}],
     }
-    gcp._done(gcp._ask("POST", COMPUTE, f"/zones/{zone}/instances", body))
+    gcp.calls.finish(gcp.calls.ask("POST", COMPUTE, f"/zones/{zone}/instances", body))
 
 
 def test_gcp_machines_are_found_by_label_in_their_region(gcp):
@@ -562,7 +564,7 @@ def test_gcp_keeps_the_bindings_of_others(gcp, google):
     google.gce.policy["bindings"] = [theirs]
     place = gcp.prepare("us-central1", run="run", owner="me", ssh_from=FROM, buckets=[])
     assert theirs in google.gce.policy["bindings"]
-    gcp._bind(place.identity, None)
+    NodeIdentity(gcp.calls).bind(place.identity, None)
     assert google.gce.policy["bindings"] == [theirs]
 
 
@@ -594,6 +596,19 @@ def test_gcp_that_cannot_answer_is_not_gcp_that_says_no(gcp, google, kind, error
     google.gce.faults.add(kind)
     with pytest.raises(error):
         gcp.machines("us-central1", run="run")
+
+
+def test_a_refused_list_of_service_accounts_is_a_refusal_and_no_raw_answer(gcp, monkeypatch):
+    ask = gcp.calls.ask
+
+    def refuse(method, service, path, body=None, query=None):
+        if path == "/serviceAccounts":
+            raise Answer(403, "forbidden", "iam.serviceAccounts.list denied")
+        return ask(method, service, path, body, query)
+
+    monkeypatch.setattr(gcp.calls, "ask", refuse)
+    with pytest.raises(CloudRefused, match=r"serviceAccounts.list: Google Cloud refused .*check --print-policy gcp"):
+        gcp.things("us-central1", run="run")
 
 
 def test_gcp_needs_a_project(google):
@@ -758,46 +773,47 @@ def test_a_run_may_not_be_called_like_a_node(name):
 def test_the_role_of_nodes_is_made_once_and_never_changed(gcp, google):
     """Who may change it could give its permissions to a node, and take them."""
     roles = google.gce.roles
-    gcp._prepare_role()
+    NodeIdentity(gcp.calls).prepare_role()
     made = dict(roles["spotrlNode"])
-    gcp._prepare_role()
+    NodeIdentity(gcp.calls).prepare_role()
     roles["spotrlNode"]["includedPermissions"] = [*made["includedPermissions"], "compute.instances.setMetadata"]
     with pytest.raises(CloudRefused, match=r"differs in compute.instances.setMetadata\).*gcloud iam roles update"):
-        gcp._prepare_role()
+        NodeIdentity(gcp.calls).prepare_role()
     assert "compute.instances.setMetadata" in roles["spotrlNode"]["includedPermissions"]
     roles["spotrlNode"] = {**made, "deleted": True}
     with pytest.raises(CloudRefused, match="gcloud iam roles undelete spotrlNode --project"):
-        gcp._prepare_role()
+        NodeIdentity(gcp.calls).prepare_role()
 
 
 def test_a_role_that_may_not_be_made_here_is_an_administrators_to_make(gcp, monkeypatch):
     def refuse(method, api, path, body=None, query=None):
         raise Answer(404 if method == "GET" else 403, "x", "no")
 
-    monkeypatch.setattr(gcp, "_ask", refuse)
+    monkeypatch.setattr(gcp.calls, "ask", refuse)
     with pytest.raises(CloudRefused, match=r"gcloud iam roles create spotrlNode --project .* --permissions compute"):
-        gcp._prepare_role()
+        NodeIdentity(gcp.calls).prepare_role()
 
 
 def test_a_service_account_that_google_does_not_know_yet_is_bound_later(gcp, monkeypatch):
     """Right after it was made, setIamPolicy answers 400."""
     now = [1000.0]
-    monkeypatch.setattr("launcher.clouds.gce.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("launcher.clouds.gce_identity.time.monotonic", lambda: now[0])
 
     def answer(method, api, path, body=None, query=None):
         if path == ":setIamPolicy":
             raise Answer(400, "badRequest", "Service account new@p.iam.gserviceaccount.com does not exist.")
         return {"bindings": []}
 
-    monkeypatch.setattr(gcp, "_ask", answer)
+    monkeypatch.setattr(gcp.calls, "ask", answer)
+    identity = NodeIdentity(gcp.calls)
     wanted = {"end-our-own": ("projects/p/roles/spotrlNode", "true")}
     for _ in range(3):
         with pytest.raises(CloudUnreachable, match=r"does not know new@p.iam.gserviceaccount.com yet"):
-            gcp._bind("new@p.iam.gserviceaccount.com", wanted)
+            identity.bind("new@p.iam.gserviceaccount.com", wanted)
         now[0] += 39.0
     now[0] += 39.0
     with pytest.raises(Answer):
-        gcp._bind("new@p.iam.gserviceaccount.com", wanted)
+        identity.bind("new@p.iam.gserviceaccount.com", wanted)
 
 
 def test_a_gcp_node_reaches_its_own_instances_and_prefix_alone():

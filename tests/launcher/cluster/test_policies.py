@@ -21,7 +21,9 @@ from ruamel.yaml import YAML
 
 from engine.events import Market
 from launcher.clouds.base import Machine, MachineState, Thing
-from launcher.clouds.gce import ROLE_PERMISSIONS, GceApi
+from launcher.clouds.gce import GceApi
+from launcher.clouds.gce_calls import GoogleCalls
+from launcher.clouds.gce_identity import ROLE_PERMISSIONS
 from launcher.clouds.gce_limits import GceLimits
 from launcher.clouds.gce_services import Answer
 from launcher.clouds.policies import aws_policy, gcp_permissions, gcp_role
@@ -34,6 +36,8 @@ SERVICES = {"ec2": "ec2", "iam": "iam", "sts": "sts", "service-quotas": "service
 
 OURS = [
     "launcher/clouds/aws.py",
+    "launcher/clouds/aws_group.py",
+    "launcher/clouds/aws_role.py",
     "launcher/clouds/aws_limits.py",
     "launcher/clouds/aws_named.py",
     "launcher/market/sources/aws.py",
@@ -255,23 +259,23 @@ ENVIRON = {
 }
 
 
-class Recording(GceLimits):
+class RecordedCalls(GoogleCalls):
     """Every call, answered as a project would that has nothing but what was just made."""
 
     def __init__(self) -> None:
         super().__init__(ENVIRON)
-        self.calls: list[tuple[str, str]] = []
-        self.made: set[str] = set()
+        self.all: list[tuple[str, str]] = []
+        self.new: set[str] = set()
 
-    def _call(
+    def call(
         self, method: str, url: str, body: Mapping[str, Any] | None = None, query: Mapping[str, str] | None = None
     ) -> dict[str, Any]:
         path = url.replace("/projects/-/", "/projects/mine/").partition("/projects/mine")[2]
-        self.calls.append((method, path))
+        self.all.append((method, path))
         if method == "POST" and body and "name" in body:
-            self.made.add(f"{path}/{body['name']}")
+            self.new.add(f"{path}/{body['name']}")
         if method == "GET" and re.fullmatch(r"/(global|regions/[^/]+)/(networks|subnetworks|firewalls)/[^/]+", path):
-            if path not in self.made:
+            if path not in self.new:
                 raise Answer(404, "notFound", "nothing of that name")
             return {"name": path.rpartition("/")[2], "selfLink": path, "sourceRanges": ["0.0.0.0/0"]}
         if path == "/roles/spotrlNode":
@@ -291,8 +295,9 @@ def permission_of(method: str, path: str) -> str | None:
 
 
 def test_every_call_to_google_is_allowed(monkeypatch):
-    monkeypatch.setattr("launcher.clouds.gce.time.sleep", lambda seconds: None)
-    cloud = Recording()
+    monkeypatch.setattr("launcher.clouds.gce_calls.time.sleep", lambda seconds: None)
+    calls = RecordedCalls()
+    cloud = GceLimits(calls=calls)
     cloud.caller()
     cloud.regions()
     cloud.machines("us-central1", owner="ada", run="digits")
@@ -319,7 +324,7 @@ def test_every_call_to_google_is_allowed(monkeypatch):
     cloud.open_rules(place)
     cloud.permissions()
     cloud.quotas("us-central1", ["NVIDIA_L4_GPUS", "GPUS_ALL_REGIONS"])
-    needed = {permission_of(*call) for call in cloud.calls} - {None}
+    needed = {permission_of(*call) for call in calls.all} - {None}
     assert len(needed) > 20
     assert needed <= set(gcp_permissions())
     assert isinstance(cloud, GceApi)
@@ -342,12 +347,13 @@ def test_what_is_named_on_google_needs_no_permission_to_make_it():
 
 
 def test_every_call_about_named_things_to_google_is_allowed():
-    cloud = Recording()
+    calls = RecordedCalls()
+    cloud = GceLimits(calls=calls)
     named = Named(identity="node@mine.iam.gserviceaccount.com", network="nodes")
-    cloud.made.add("/global/networks/nodes")
+    calls.new.add("/global/networks/nodes")
     cloud.check_identity(named)
     cloud.check_network("us-central1", named, "203.0.113.7/32")
-    needed = {permission_of(*call) for call in cloud.calls} - {None}
+    needed = {permission_of(*call) for call in calls.all} - {None}
     assert len(needed) == 4
     assert needed <= set(gcp_permissions(named))
 

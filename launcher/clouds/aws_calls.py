@@ -1,0 +1,88 @@
+"""Clients of AWS's services, their time limits, and their errors."""
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import Lock
+from typing import Any
+
+from launcher.clouds.base import CloudRefused, CloudUnreachable
+from launcher.market.refusals import advice_on
+
+Clients = Callable[[str, str], Any]
+"""(service, region) -> the client."""
+
+TRANSIENT = re.compile(r"Throttl|RequestLimitExceeded|SlowDown|Unavailable|Internal|RequestTimeout|^NoSuchEntity$")
+"""Error codes to retry. NoSuchEntity: IAM takes seconds until a new resource is known."""
+
+MISSING = re.compile(r"\.NotFound$|^NoSuchEntity$|\.Malformed$")
+
+ALREADY = frozenset({"InvalidPermission.Duplicate", "InvalidGroup.Duplicate", "EntityAlreadyExists", "LimitExceeded"})
+
+
+def clients() -> Clients:
+    lock = Lock()
+    made: dict[tuple[str, str], Any] = {}
+    sessions: list[Any] = []
+
+    def client(service: str, region: str) -> Any:
+        import boto3
+        from botocore.config import Config
+
+        with lock:
+            if not sessions:
+                sessions.append(boto3.session.Session())
+            if (service, region) not in made:
+                # Twice 4.5 s and a pause: no call takes longer than 10 s, and callers retry.
+                patience = Config(
+                    retries={"mode": "standard", "total_max_attempts": 2}, connect_timeout=1.5, read_timeout=3
+                )
+                made[service, region] = sessions[0].client(service, region_name=region, config=patience)
+            return made[service, region]
+
+    return client
+
+
+def code_of(error: Exception) -> str:
+    return str(getattr(error, "response", {}).get("Error", {}).get("Code", ""))
+
+
+@contextmanager
+def missing_is_fine() -> Iterator[None]:
+    """Ignore errors about missing resources, which need no removal."""
+    try:
+        yield
+    except Exception as error:
+        if not MISSING.search(code_of(error)) and code_of(error) != "InvalidPermission.NotFound":
+            raise
+
+
+@contextmanager
+def existing_is_fine() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        if code_of(error) not in ALREADY:
+            raise
+
+
+@contextmanager
+def errors_named(what: str) -> Iterator[None]:
+    """Convert the client's errors to CloudUnreachable (unknown state) or CloudRefused."""
+    from botocore import exceptions as aws
+
+    try:
+        yield
+    except aws.ClientError as error:
+        code, message = code_of(error), error.response.get("Error", {}).get("Message", "")
+        status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+        if TRANSIENT.search(code) or status >= 500 or status == 429:
+            raise CloudUnreachable(f"{what}: AWS answers {code or status} ({message}); it is asked again") from None
+        advice = advice_on(message) or "`spotrl check --print-policy aws` prints what is needed"
+        raise CloudRefused(f"{what}: AWS refused ({code}: {message}); {advice}") from None
+    except (aws.NoCredentialsError, aws.PartialCredentialsError, aws.ProfileNotFound, aws.SSOError) as error:
+        raise CloudRefused(
+            f"{what}: AWS found no credentials ({error}); `aws configure` or `aws sso login` makes some"
+        ) from None
+    except aws.BotoCoreError as error:
+        raise CloudUnreachable(f"{what}: AWS did not answer ({error}); it is asked again") from None

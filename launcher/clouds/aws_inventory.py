@@ -1,0 +1,103 @@
+"""Convert EC2's descriptions of instances and other tagged resources; tags and filters."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any
+
+from engine.events import Market
+from launcher.clouds.base import NODE_LABEL, OWNER_LABEL, RUN_LABEL, Machine, MachineState, Thing
+
+STATES: Mapping[str, MachineState] = {
+    "pending": MachineState.PENDING,
+    "running": MachineState.RUNNING,
+    "shutting-down": MachineState.STOPPING,
+    "stopping": MachineState.STOPPING,
+    "stopped": MachineState.STOPPING,
+    "terminated": MachineState.GONE,
+}
+
+RECLAIMED = frozenset({"Server.SpotInstanceTermination", "Server.SpotInstanceShutdown"})
+"""State reasons for which EC2 itself ended the instance."""
+
+
+def instance_of(region: str, found: Mapping[str, Any]) -> Machine:
+    tags = tags_of(found.get("Tags", ()))
+    reason = found.get("StateReason") or {}
+    transition = found.get("StateTransitionReason") or ""
+    state = STATES[found["State"]["Name"]]
+    said = " ".join(dict.fromkeys(filter(None, [reason.get("Code"), reason.get("Message"), transition])))
+    return Machine(
+        cloud="aws",
+        region=region,
+        zone=found["Placement"]["AvailabilityZone"],
+        id=found["InstanceId"],
+        name=tags.get(NODE_LABEL, tags.get("Name", "")),
+        run=tags.get(RUN_LABEL, ""),
+        owner=tags.get(OWNER_LABEL, ""),
+        state=state,
+        market=Market.SPOT if found.get("InstanceLifecycle") == "spot" else Market.ON_DEMAND,
+        instance_type=found["InstanceType"],
+        address=found.get("PrivateIpAddress") or "",
+        public_address=found.get("PublicIpAddress") or "",
+        identity=(found.get("IamInstanceProfile") or {}).get("Arn", "").rpartition("/")[2],
+        launched_ms=_ms(found.get("LaunchTime")),
+        ended_ms=_transition_ms(transition) if state in (MachineState.GONE, MachineState.STOPPING) else None,
+        reason=said if state in (MachineState.GONE, MachineState.STOPPING) else "",
+        reclaimed=reason.get("Code") in RECLAIMED,
+    )
+
+
+def gone(machine: Machine, reason: str) -> Machine:
+    return replace(machine, state=MachineState.GONE, reason=machine.reason or reason)
+
+
+def resource_of(
+    region: str, kind: str, id: str, tags: Sequence[Mapping[str, str]], size_gib: int | None = None
+) -> Thing:
+    named = tags_of(tags)
+    return Thing(
+        cloud="aws",
+        region=region,
+        kind=kind,
+        id=id,
+        run=named.get(RUN_LABEL, ""),
+        owner=named.get(OWNER_LABEL, ""),
+        node=named.get(NODE_LABEL, ""),
+        size_gib=size_gib,
+    )
+
+
+def tag_filters(owner: str | None, run: str | None) -> list[dict[str, Any]]:
+    filters: list[dict[str, Any]] = [{"Name": "tag-key", "Values": [RUN_LABEL]}]
+    if owner is not None:
+        filters.append({"Name": f"tag:{OWNER_LABEL}", "Values": [owner]})
+    if run is not None:
+        filters.append({"Name": f"tag:{RUN_LABEL}", "Values": [run]})
+    return filters
+
+
+def labels_of(run: str, owner: str) -> dict[str, str]:
+    return {RUN_LABEL: run, OWNER_LABEL: owner}
+
+
+def tag_list(tags: Mapping[str, str]) -> list[dict[str, str]]:
+    return [{"Key": key, "Value": value} for key, value in tags.items()]
+
+
+def tags_of(tags: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    return {tag["Key"]: tag["Value"] for tag in tags}
+
+
+def _ms(when: datetime | None) -> int | None:
+    return None if when is None else round(when.timestamp() * 1000)
+
+
+def _transition_ms(text: str) -> int | None:
+    """Return the end time in a text like `User initiated (2026-03-04 05:06:07 GMT)`.
+
+    EC2 reports the time nowhere else.
+    """
+    found = re.search(r"\((\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) (?:GMT|UTC)\)", text)
+    return _ms(datetime.fromisoformat(found[1]).replace(tzinfo=UTC)) if found else None

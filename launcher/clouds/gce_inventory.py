@@ -1,0 +1,106 @@
+"""Convert Google Cloud's descriptions of instances, disks and other resources.
+
+Networks, firewalls and service accounts carry no labels; the owner is in their description.
+"""
+
+import json
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any
+
+from engine.events import Market
+from launcher.clouds.base import NODE_LABEL, OWNER_LABEL, RUN_LABEL, Machine, MachineState, Thing
+from launcher.clouds.labels import run_name
+
+STATES: Mapping[str, MachineState] = {
+    "PROVISIONING": MachineState.PENDING,
+    "STAGING": MachineState.PENDING,
+    "RUNNING": MachineState.RUNNING,
+    "REPAIRING": MachineState.RUNNING,
+}
+"""States by Google status. Every other status means stopping; a deleted instance is not listed."""
+
+PREEMPTED, NOTICE_MS = "compute.instances.preempted", 30_000
+"""The operation of a preemption, and the longest time that a VM continues after the operation's start."""
+
+
+def instance_of(found: Mapping[str, Any]) -> Machine:
+    labels = found.get("labels", {})
+    zone = found["zone"].rpartition("/")[2]
+    interface = (found.get("networkInterfaces") or [{}])[0]
+    access = (interface.get("accessConfigs") or [{}])[0]
+    state = STATES.get(found["status"], MachineState.STOPPING)
+    spot = found.get("scheduling", {}).get("provisioningModel") == "SPOT" or found.get("scheduling", {}).get(
+        "preemptible"
+    )
+    return Machine(
+        cloud="gcp",
+        region=zone.rpartition("-")[0],
+        zone=zone,
+        id=found["name"],
+        name=labels.get(NODE_LABEL, found["name"]),
+        run=labels.get(RUN_LABEL, ""),
+        owner=labels.get(OWNER_LABEL, ""),
+        state=state,
+        market=Market.SPOT if spot else Market.ON_DEMAND,
+        instance_type=found["machineType"].rpartition("/")[2],
+        address=interface.get("networkIP", ""),
+        public_address=access.get("natIP", ""),
+        identity=next((one["email"] for one in found.get("serviceAccounts", ())), ""),
+        launched_ms=_utc_ms(found.get("lastStartTimestamp") or found.get("creationTimestamp")),
+        ended_ms=_utc_ms(found.get("lastStopTimestamp")) if state is MachineState.STOPPING else None,
+        reason=found["status"] if state is MachineState.STOPPING else "",
+    )
+
+
+def disk_of(found: Mapping[str, Any]) -> Thing:
+    labels, zone = found.get("labels", {}), found["zone"].rpartition("/")[2]
+    return Thing(
+        cloud="gcp",
+        region=zone.rpartition("-")[0],
+        kind="disk",
+        id=f"{zone}/{found['name']}",
+        run=labels.get(RUN_LABEL, ""),
+        owner=labels.get(OWNER_LABEL, ""),
+        node=labels.get(NODE_LABEL, ""),
+        size_gib=int(found.get("sizeGb", 0)) or None,
+    )
+
+
+def described(kind: str, region: str, found: Mapping[str, Any], run: str | None) -> Thing:
+    """Return the resource with the owner from its description, or from its name if the description is empty."""
+    try:
+        whose = json.loads(found.get("description") or "{}")
+    except ValueError:
+        whose = {}
+    if run is not None and found["name"].partition("@")[0] in _names_of(run):
+        whose = {"run": run, **whose}
+    return Thing(
+        cloud="gcp",
+        region=region,
+        kind=kind,
+        id=found["name"],
+        run=str(whose.get("run", "")),
+        owner=str(whose.get("owner", "")),
+    )
+
+
+def _names_of(run: str) -> set[str]:
+    name = run_name(run)
+    return {name, f"{name}-inside", f"{name}-ssh", run_name(run, limit=30)}
+
+
+def belongs_to(one: Machine | Thing, owner: str | None, run: str | None) -> bool:
+    return owner in (None, one.owner) and run in (None, one.run)
+
+
+def end_ms(operation: Mapping[str, Any]) -> int | None:
+    """Return the time at which billing of a VM stopped. A preemption's operation records the start of the notice."""
+    begun_ms = _utc_ms(operation.get("insertTime"))
+    if begun_ms is not None and operation["operationType"] == PREEMPTED:
+        return begun_ms + NOTICE_MS
+    return _utc_ms(operation.get("endTime")) or begun_ms
+
+
+def _utc_ms(text: str | None) -> int | None:
+    return round(datetime.fromisoformat(text).timestamp() * 1000) if text else None
