@@ -10,18 +10,8 @@ from pathlib import Path
 import click
 from rich.table import Table
 
-from launcher.checks.checks import (
-    Ask,
-    Check,
-    Verdict,
-    ending,
-    failed,
-    of_clouds,
-    of_job,
-    one_will_do,
-    run_checks,
-    without_a_job,
-)
+from launcher.checks.check import Ask, Check, Verdict, ending, failed, run_checks
+from launcher.checks.spotrl_check import of_clouds, of_job, one_will_do, without_a_job
 from launcher.cli.launch import overrides
 from launcher.cli.status import print_table
 from launcher.clouds.limits import CloudLimits, build_limits

@@ -15,29 +15,15 @@ import pytest
 from botocore.exceptions import ClientError
 
 from engine.events import Market
-from launcher.checks.checks import (
-    Check,
-    Verdict,
-    bucket,
-    clock,
-    cloud_lines,
-    ending,
-    failed,
-    identity,
-    job_lines,
-    need_of,
-    networks,
-    of_job,
-    one_will_do,
-    permissions,
-    prices,
-    programs,
-    quotas,
-    run_checks,
-    skypilot,
-    skypilot_config,
-)
+from launcher.checks.buckets import bucket
+from launcher.checks.check import Check, Verdict, ending, failed, run_checks
+from launcher.checks.cloud_account import clock, cloud_lines, permissions
+from launcher.checks.job_and_prices import job_lines, prices
+from launcher.checks.named import identity, networks
+from launcher.checks.quotas import need_of, quotas
 from launcher.checks.ready import check_named
+from launcher.checks.spotrl_check import of_job, one_will_do
+from launcher.checks.this_machine import programs, skypilot, skypilot_config
 from launcher.clouds.aws_limits import AwsLimits, quota_code
 from launcher.clouds.base import CloudRefused, CloudUnreachable, Finding, Look
 from launcher.clouds.gce_limits import GceLimits

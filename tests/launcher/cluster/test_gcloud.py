@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from launcher.checks.checks import Check, Verdict, gcloud, of_clouds, one_will_do, run_checks
+from launcher.checks.check import Check, Verdict, run_checks
+from launcher.checks.cloud_account import gcloud
 from launcher.checks.gcloud import GcloudMissing, check_gcloud
+from launcher.checks.spotrl_check import of_clouds, one_will_do
 from launcher.exit_codes import ExitCode
 
 KEY_ACCOUNT = "launcher@mine.iam.gserviceaccount.com"

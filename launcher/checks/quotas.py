@@ -1,0 +1,90 @@
+"""Check quotas against the plan in every candidate region."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from launcher.checks.check import AT_ONCE, Check, Verdict, some
+from launcher.clouds.limits import CloudLimits, Quota
+from launcher.decide.failover import SiteOptions
+from launcher.exit_codes import Failure
+from launcher.placement.placement import Placement
+from launcher.placement.plan import Plan
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Need:
+    """The quotas that a plan's cluster uses in one region. `unknown`: instance types with an unknown quota."""
+
+    trainer: Mapping[str, int]
+    whole: Mapping[str, int]
+    unknown: tuple[str, ...] = ()
+
+
+def need_of(site: SiteOptions, rollouts: int, draws_on: Callable[[Placement], Mapping[str, int]]) -> Need:
+    """Return the quota use of the cluster at a site, with the first choice of each role."""
+    trainer = site.trainer[0].placement
+    bought = [trainer, *(site.rollout[0].placement for _ in range(rollouts if site.rollout else 0))]
+    whole: Counter[str] = Counter()
+    for want in bought:
+        whole.update(draws_on(want))
+    unknown = dict.fromkeys(f"{want.market.value} {want.instance_type}" for want in bought if not draws_on(want))
+    return Need(trainer=dict(draws_on(trainer)), whole=dict(whole), unknown=tuple(unknown))
+
+
+def quotas(plan: Plan, limits: Mapping[str, CloudLimits]) -> list[Check]:
+    """Compare quota and need in each candidate region.
+
+    A run fails over when a quota refuses a node, so the check fails only if the trainer fits in no region.
+    """
+    sites = [site for site in plan.sites if site.trainer and site.cloud in limits]
+    rollouts = sum(1 for slot in plan.slots if slot.role == "rollout")
+    with ThreadPoolExecutor(max_workers=AT_ONCE) as pool:
+        lines = list(pool.map(lambda site: _of_site(site, rollouts, limits[site.cloud]), sites))
+    fits = any(trainer_fits for _, trainer_fits in lines)
+    checks = [check for check, _ in lines]
+    if lines and not fits:
+        remedy = "ask for more where you want to be: the lines of the regions say of what"
+        found = f"the trainer fits into no quota of {len(lines)} regions"
+        checks.append(Check(what="quotas", verdict=Verdict.FAIL, found=found, remedy=remedy))
+    return checks
+
+
+def _of_site(site: SiteOptions, rollouts: int, limits: CloudLimits) -> tuple[Check, bool]:
+    """Return the line of a region, and whether the trainer may fit."""
+    what = f"quota {site.cloud}/{site.region}"
+    need = need_of(site, rollouts, limits.draws_on)
+    try:
+        found = limits.quotas(site.region, need.whole.keys()) if need.whole else {}
+    except Failure as failure:
+        return Check(what=what, verdict=Verdict.WARN, found=str(failure)), True
+    short = [text for name, count in need.whole.items() if (text := _short_of(found.get(name), count))]
+    unsaid = [name for name in need.whole if name not in found]
+    trainer_fits = not any(_short_of(found.get(name), count) for name, count in need.trainer.items())
+    if short:
+        what_then = "spot nodes would be missing" if trainer_fits else "no trainer can start"
+        return Check(
+            what=what, verdict=Verdict.WARN, found=f"{', '.join(short)}: {what_then}", remedy=_where_to_ask(site)
+        ), trainer_fits
+    if unsaid or need.unknown:
+        names = some([*unsaid, *need.unknown])
+        return Check(what=what, verdict=Verdict.WARN, found=f"not told for {names}", remedy=_where_to_ask(site)), True
+    enough = ", ".join(
+        f"{found[name].title or name}: {count} of {found[name].free}" for name, count in need.whole.items()
+    )
+    return Check(what=what, verdict=Verdict.OK, found=enough), True
+
+
+def _short_of(quota: Quota | None, count: int) -> str:
+    """Return the shortage as text; empty if the quota is sufficient or unknown."""
+    if quota is None or count <= quota.free:
+        return ""
+    title = quota.title if quota.title == quota.name else f"{quota.title} ({quota.name})"
+    return f"{title} needs {count}, has {quota.free} free of {quota.limit}"
+
+
+def _where_to_ask(site: SiteOptions) -> str:
+    if site.cloud == "aws":
+        return f"https://console.aws.amazon.com/servicequotas/home/services/ec2/quotas?region={site.region}"
+    return "https://console.cloud.google.com/iam-admin/quotas (filter by the quota's name and region)"
