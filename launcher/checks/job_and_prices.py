@@ -8,7 +8,7 @@ from launcher.checks.check import Check, Verdict, failed
 from launcher.checks.preflight import check_disk, check_secrets
 from launcher.checks.ready import check_job
 from launcher.exit_codes import ExitCode, Failure
-from launcher.job.schema import CheckedJob
+from launcher.job.checked import CheckedJob
 from launcher.market.offers import Age, age_of, age_text
 from launcher.placement.plan import Plan
 

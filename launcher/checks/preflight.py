@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.exit_codes import Failure
-from launcher.job.schema import CheckedJob
+from launcher.job.checked import CheckedJob
 
 FREE_BYTES = 1 << 30
 """Free bytes required for a local run. A few checkpoints of a small model and the nodes' logs need far less."""

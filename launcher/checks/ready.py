@@ -19,7 +19,8 @@ from launcher.checks.preflight import check_disk, check_secrets
 from launcher.clouds.base import Caller, CloudApi, MachineState, refuse_wrong, wrong_of
 from launcher.controller.store_lease import StoreLease
 from launcher.exit_codes import Failure
-from launcher.job.schema import CheckedJob, Job
+from launcher.job.checked import CheckedJob
+from launcher.job.schema import Job
 from launcher.ledger.billing import DISK_GIB
 from launcher.market.offers import TOO_OLD, CatalogError, age_of, age_text
 from launcher.money import hourly

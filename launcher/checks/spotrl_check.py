@@ -23,8 +23,8 @@ from launcher.checks.this_machine import address, programs, skypilot, skypilot_c
 from launcher.clouds.base import CloudApi
 from launcher.clouds.limits import CloudLimits
 from launcher.exit_codes import ExitCode
+from launcher.job.checked import CheckedJob
 from launcher.job.company import NOTHING_NAMED, Named
-from launcher.job.schema import CheckedJob
 from launcher.placement.plan import Plan
 from launcher.storage.stores import check_writable
 

@@ -17,8 +17,9 @@ from launcher.cli.status import print_table
 from launcher.clouds.limits import CloudLimits, build_limits
 from launcher.controller.lease import is_held
 from launcher.exit_codes import ExitCode, Failure
+from launcher.job.checked import CheckedJob, JobError
 from launcher.job.company import NOTHING_NAMED, Named
-from launcher.job.schema import CheckedJob, JobError, load_job
+from launcher.job.load import load_job
 from launcher.ledger.store import open_ledger
 from launcher.market.offers import CLOUDS
 from launcher.placement.plan import Plan

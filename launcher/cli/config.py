@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from launcher.job.schema import load_job
+from launcher.job.load import load_job
 from launcher.settings import config_path, home
 
 

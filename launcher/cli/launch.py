@@ -31,7 +31,9 @@ from launcher.cli.live import ENDED, money_text, panel, plain_line, score_text
 from launcher.cli.plan_text import clock_text, header, plan_dict, plan_lines
 from launcher.decide.reconcile import bound_of_plan
 from launcher.exit_codes import BudgetError, ExitCode, Failure
-from launcher.job.schema import CheckedJob, Job, JobError, auto_clock_factor, load_job
+from launcher.job.checked import CheckedJob, JobError
+from launcher.job.load import load_job
+from launcher.job.schema import Job, auto_clock_factor
 from launcher.ledger.billing import LOCAL
 from launcher.ledger.models import Run
 from launcher.ledger.store import find_run

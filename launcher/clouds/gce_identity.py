@@ -12,7 +12,7 @@ from launcher.clouds.base import CloudRefused, CloudUnreachable
 from launcher.clouds.gce_calls import GoogleCalls, existing_is_fine
 from launcher.clouds.gce_services import IAM, PROJECTS, Answer
 from launcher.clouds.labels import bucket_of, run_name
-from launcher.job.schema import SLOTS_IN_NAMES
+from launcher.job.values import SLOTS_IN_NAMES
 
 ROLE_ID = "spotrlNode"
 ROLE_PERMISSIONS = (

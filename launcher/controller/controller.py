@@ -64,7 +64,9 @@ from launcher.decide.reconcile import (
     reserved_micro_usd,
 )
 from launcher.exit_codes import Failure
-from launcher.job.schema import Job, JobError, all_runs_of
+from launcher.job.checked import JobError
+from launcher.job.load import all_runs_of
+from launcher.job.schema import Job
 from launcher.ledger.accounting import charges_of_run, prices_of_run, spent_micro_usd
 from launcher.ledger.billing import (
     LOCAL,

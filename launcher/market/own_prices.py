@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 
-from launcher.job.schema import Discount, PriceOverride
+from launcher.job.sections import Discount, PriceOverride
 from launcher.market.offers import Offer
 from launcher.money import hourly
 

@@ -3,7 +3,8 @@
 from dataclasses import replace
 
 from engine.config import CandidateBudget
-from launcher.job.schema import Job, NodeResources
+from launcher.job.schema import Job
+from launcher.job.sections import NodeResources
 from launcher.placement.ask import CloudAsk, NodeAsk, Spot
 from launcher.placement.iteration_time import TRAINED_ON_GPUS, Recipe
 from launcher.placement.recipes import qwen_image_512, untimed

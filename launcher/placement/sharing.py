@@ -1,7 +1,8 @@
 """Check the job's sequence-parallel degree against the workers of a rollout node, which share images. Pure."""
 
 from engine.parallel.groups import Degrees, allowed_degrees
-from launcher.job.schema import CheckedJob, Job
+from launcher.job.checked import CheckedJob
+from launcher.job.schema import Job
 
 HEADS = {"digits-ocr": 4, "shapes": 4}
 """Attention heads of the models that ship with spotrl. The heads of a user's own model are known after the engine

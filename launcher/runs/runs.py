@@ -28,7 +28,7 @@ from launcher.controller.lease import is_given_up, is_held
 from launcher.decide.reconcile import OVER, NodeRecord, Stage
 from launcher.exit_codes import Failure
 from launcher.harmless import harmless
-from launcher.job.schema import CheckedJob
+from launcher.job.checked import CheckedJob
 from launcher.ledger.billing import LOCAL
 from launcher.ledger.models import ControllerLease, Node, NodeEvent, ProgressRow, Removal, Run, RunStatus
 from launcher.ledger.store import (

@@ -28,7 +28,7 @@ from engine.protocol.request import Score, Stream, seed_of
 from engine.rewards.load import load_reward
 from engine.versions import installed_versions
 from engine.worker.worker import get_weights
-from launcher.job.schema import load_job
+from launcher.job.load import load_job
 from tests.benchmarks.page import ROOT
 
 REWARDS = ROOT / "tests/data/rewards"

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from launcher.job.schema import load_job
+from launcher.job.load import load_job
 from tests.clouds import demo_reward
 from tests.clouds.story import JOB, Story, Told
 

@@ -34,7 +34,7 @@ from engine.protocol.request import Stream, seed_of
 from engine.rewards.shapes import Seen, ShapesReward, detect, relations, similarity
 from engine.shapes import COLOURS, KINDS, RELATIONS, VOCABULARY, Request, Task, Thing, coverage, parse, requests
 from engine.tasks.pretrain_shapes import MIX, evaluate, noisy_caption, pretrain, save, training_requests
-from launcher.job.schema import load_job
+from launcher.job.load import load_job
 
 
 def sample(per_task, seed=0):

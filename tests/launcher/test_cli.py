@@ -20,7 +20,8 @@ from launcher.cli.live import panel, plain_line, sparkline
 from launcher.cli.main import GROUPS, HIDDEN, CommandFolder, cli, run, summaries
 from launcher.cli.status import node_table
 from launcher.exit_codes import ExitCode
-from launcher.job.schema import Job, load_job
+from launcher.job.load import load_job
+from launcher.job.schema import Job
 from launcher.ledger.store import open_ledger
 from launcher.runs.runs import NodeView, RunView
 from launcher.runs.start import StartWeights

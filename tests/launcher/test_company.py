@@ -2,8 +2,10 @@
 
 import pytest
 
+from launcher.job.checked import JobError
 from launcher.job.company import NOTHING_NAMED, Named
-from launcher.job.schema import Job, JobError, load_job
+from launcher.job.load import load_job
+from launcher.job.schema import Job
 from launcher.ledger.store import open_ledger
 from launcher.placement.plan import PlacementError
 from launcher.services.planning import cloud_plan

@@ -4,7 +4,9 @@ from pathlib import Path
 import pytest
 
 from engine.config import CandidateBudget, EngineConfig, SecondsBudget
-from launcher.job.schema import Job, JobError, load_job
+from launcher.job.checked import JobError
+from launcher.job.load import load_job
+from launcher.job.schema import Job
 
 
 @pytest.fixture

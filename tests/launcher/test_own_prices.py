@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from engine.events import Market
-from launcher.job.schema import Discount, PriceOverride
+from launcher.job.sections import Discount, PriceOverride
 from launcher.market.offers import Age, Offer, age_of
 from launcher.market.own_prices import as_you_pay, discounted
 

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from engine.events import Market
-from launcher.job.schema import Job, load_job
+from launcher.job.load import load_job
+from launcher.job.schema import Job
 from launcher.market.offers import Offer, read_catalog
 from launcher.market.quality import Quality
 from launcher.placement.plan import PlacementError, plan_json, plan_local, slots_from

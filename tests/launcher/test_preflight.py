@@ -6,7 +6,8 @@ from launcher.checks import preflight as preflight_module
 from launcher.checks.preflight import check_disk, check_platform, check_secrets, preflight
 from launcher.cli.main import run
 from launcher.exit_codes import ExitCode, Failure
-from launcher.job.schema import JobError, load_job
+from launcher.job.checked import JobError
+from launcher.job.load import load_job
 from launcher.settings import config_path, home, ledger_path
 
 ANSWER = '{"field": "reward", "found": "it raised", "remedy": "mend it"}'

@@ -2,7 +2,8 @@
 
 import pytest
 
-from launcher.job.schema import JobError, load_job
+from launcher.job.checked import JobError
+from launcher.job.load import load_job
 from launcher.placement.sharing import HEADS, check_sp_degree, degrees_of
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 
-from launcher.job.schema import ReclaimConfig
+from launcher.job.sections import ReclaimConfig
 from launcher.money import duration
 
 APART_MS = 300_000

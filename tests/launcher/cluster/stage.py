@@ -15,7 +15,8 @@ from engine.events import Market
 from launcher.controller.controller import metered_micro_usd
 from launcher.decide.failover import Option, SiteOptions
 from launcher.decide.reconcile import ENDS
-from launcher.job.schema import CheckedJob, Job
+from launcher.job.checked import CheckedJob
+from launcher.job.schema import Job
 from launcher.ledger.accounting import run_costs
 from launcher.ledger.billing import interval_micro_usd
 from launcher.ledger.models import BillingInterval, NodeEvent, Run

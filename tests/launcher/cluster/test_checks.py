@@ -31,7 +31,8 @@ from launcher.clouds.limits import Permissions, Quota
 from launcher.decide.failover import Option, SiteOptions
 from launcher.exit_codes import ExitCode, Failure
 from launcher.job.company import NOTHING_NAMED, AwsNetwork, Identity, Named, Network
-from launcher.job.schema import Job, load_job
+from launcher.job.load import load_job
+from launcher.job.schema import Job
 from launcher.market.machines import MACHINES, machine_of
 from launcher.placement.placement import Placement
 from launcher.placement.plan import Plan, Slot

@@ -16,7 +16,8 @@ from launcher.clouds.base import Caller, CloudRefused, MachineState
 from launcher.controller.lease import LeaseHeld
 from launcher.controller.store_lease import LEASE_OBJECT
 from launcher.exit_codes import ExitCode, Failure
-from launcher.job.schema import JobError, load_job
+from launcher.job.checked import JobError
+from launcher.job.load import load_job
 from launcher.market.offers import CatalogError
 from launcher.market.prices import iso
 from launcher.money import HOUR_MS

@@ -2,7 +2,7 @@
 
 from itertools import pairwise
 
-from launcher.job.schema import ReclaimConfig
+from launcher.job.sections import ReclaimConfig
 from launcher.provision.local.preemptions import APART_MS, MANNERS, distinct_first, lifetimes, reclaim_rule
 
 MINUTE_MS = 60_000

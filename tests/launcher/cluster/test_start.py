@@ -15,7 +15,8 @@ from engine.storage.checkpoint import CheckpointDamaged, CheckpointStore
 from engine.worker.worker import get_weights
 from launcher.cli.pull import pull
 from launcher.exit_codes import ExitCode
-from launcher.job.schema import JobError, load_job
+from launcher.job.checked import JobError
+from launcher.job.load import load_job
 from launcher.runs.start import copy_start, find_start, send_start
 from launcher.storage.stores import run_stores
 from tests.engine.test_checkpoint import at

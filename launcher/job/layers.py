@@ -1,0 +1,147 @@
+"""The sources of a job's values, and their order.
+
+flag > `SPOTRL_*` > job file > user's config > default    (`spotrl config show --origin` prints the sources)
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launcher.job.checked import JobError
+from launcher.job.yaml_file import Field as Place
+from launcher.job.yaml_file import YamlFile, YamlFileError, parse_value, read_yaml
+
+SHORT_FORMS = {
+    "model": "name",
+    "sampler": "name",
+    "algorithm": "name",
+    "reward": "name",
+    "runtime": "name",
+    "exploration": "mode",
+}
+"""Fields with a short form: `reward: ocr` means `reward: {name: ocr}`."""
+
+FLAGS = {
+    "name": "--name",
+    "infra": "--infra",
+    "iterations": "--iterations",
+    "seed": "--seed",
+    "runtime": "--runtime",
+    "budget.max_total": "--max-total",
+    "budget.max_hourly": "--max-hourly",
+    "budget.deadline": "--deadline",
+    "spot": "--spot",
+}
+"""Fields with their own flag on `spotrl launch`; `--set FIELD=VALUE` reaches every field."""
+
+ENVIRONMENT_PREFIX = "SPOTRL_"
+
+NOT_A_FIELD = (
+    "SPOTRL_HOME",
+    "SPOTRL_CONFIG",
+    "SPOTRL_GCP_BILLING_ENDPOINT",
+    "SPOTRL_GCP_COMPUTE_ENDPOINT",
+    "SPOTRL_GCP_IAM_ENDPOINT",
+    "SPOTRL_GCP_RESOURCE_MANAGER_ENDPOINT",
+    "SPOTRL_CHECK_IP_URL",
+    "SPOTRL_IMDS_URL",
+    "SPOTRL_SHUTDOWN",
+    "SPOTRL_ALONE_SECONDS",
+)
+"""`SPOTRL_*` variables that are no job fields: settings (`launcher/settings.py`) and the endpoints for Google's
+prices (launcher/market/sources/gcp.py). Every variable not listed here names a field: SPOTRL_BUDGET__MAX_TOTAL."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layer:
+    """A source of values. `labels` names the origin of each field; a file has line numbers instead."""
+
+    values: dict[str, Any]
+    labels: Mapping[Place, str]
+    file: Path | None = None
+    yaml: YamlFile | None = None
+
+    def has(self, place: Place) -> bool:
+        here: Any = self.values
+        for key in place:
+            if isinstance(here, dict) and key in here:
+                here = here[key]
+            elif not (isinstance(here, list) and isinstance(key, int) and key < len(here)):
+                return False
+        return True
+
+    def line(self, place: Place) -> int | None:
+        return self.yaml.line(place) if self.yaml else None
+
+    def origin(self, place: Place) -> str:
+        if self.file:
+            return f"{self.file.name}, line {self.line(place)}"
+        inside = (label for at, label in self.labels.items() if at == place[: len(at)] or place == at[: len(place)])
+        return next(inside, "")
+
+
+def read(path: Path) -> Layer:
+    try:
+        return _file_layer(read_yaml(path), path)
+    except YamlFileError as error:
+        raise JobError(error.found, error.remedy, file=path, line=error.line) from None
+
+
+def _file_layer(yaml: YamlFile, path: Path) -> Layer:
+    return Layer(values=_long_forms(yaml.values), labels={}, file=path, yaml=yaml)
+
+
+def flag_layer(overrides: Mapping[str, Any]) -> Layer:
+    named = {tuple(field.split(".")): value for field, value in overrides.items() if value is not None}
+    labels: dict[Place, str] = {place: FLAGS.get(".".join(place), f"--set {'.'.join(place)}") for place in named}
+    for place, value in named.items():
+        if isinstance(value, str) and not value.strip():
+            raise JobError("it has no value", "give one, or leave it out", file=labels[place], field=".".join(place))
+    return Layer(values=_nested(named, labels), labels=labels)
+
+
+def environment_layer(environ: Mapping[str, str]) -> Layer:
+    """Return the fields set by environment variables: SPOTRL_BUDGET__MAX_TOTAL=40 is budget.max_total: 40."""
+    named, labels = {}, dict[Place, str]()
+    for variable, value in environ.items():
+        if variable.startswith(ENVIRONMENT_PREFIX) and variable not in NOT_A_FIELD:
+            place = tuple(variable.removeprefix(ENVIRONMENT_PREFIX).lower().split("__"))
+            named[place], labels[place] = value, variable
+    return Layer(values=_nested(named, labels), labels=labels)
+
+
+def _nested(named: Mapping[tuple[str, ...], Any], labels: Mapping[Place, str]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for place, value in sorted(named.items(), key=lambda item: len(item[0])):
+        try:
+            value = parse_value(value) if isinstance(value, str) else value
+        except YamlFileError as error:
+            raise JobError(error.found, error.remedy, file=labels[place], field=".".join(place)) from None
+        for key in reversed(place):
+            value = {key: value}
+        values = merged(values, _long_forms(value))
+    return values
+
+
+def _long_forms(values: dict[str, Any]) -> dict[str, Any]:
+    return {
+        section: {SHORT_FORMS[section]: value} if section in SHORT_FORMS and isinstance(value, str) else value
+        for section, value in values.items()
+    }
+
+
+def merged(low: dict[str, Any], high: dict[str, Any]) -> dict[str, Any]:
+    """Merge two layers field by field; `high` wins.
+
+    An exploration budget of one kind replaces a budget of the other kind entirely.
+    """
+    result = dict(low)
+    for key, value in high.items():
+        old = result.get(key)
+        if isinstance(value, dict) and isinstance(old, dict):
+            replaces = {"candidates", "seconds"} & (value.keys() ^ old.keys()) & value.keys()
+            result[key] = value if replaces else merged(old, value)
+        else:
+            result[key] = value
+    return result

@@ -1,0 +1,179 @@
+"""Load and check a job file.
+
+All checks run before any purchase. A job that does not load raises a single `JobError`. The error names the place, the
+value found and the allowed values. Nothing has been started by then, and the error repeats no secret.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import (
+    ValidationError,
+)
+
+from launcher.job.checked import CheckedJob, JobError
+from launcher.job.layers import Layer, environment_layer, flag_layer, merged, read
+from launcher.job.problem import explain
+from launcher.job.schema import PROMPTS, Job
+from launcher.job.sections import AllRuns
+from launcher.job.yaml_file import Field as Place
+from launcher.job.yaml_file import YamlFile
+from launcher.market.machines import LEAST_CAPABILITY, is_too_old, machines
+
+
+def load_job(
+    path: Path | None,
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    environ: Mapping[str, str] | None = None,
+    user_config: Path | None = None,
+) -> CheckedJob:
+    """Read and check a job. Raises JobError. Without a path: the defaults of every job.
+
+    `overrides` are flags, by dotted field (`budget.max_total`); text values are parsed as YAML. Commands pass `environ`
+    and `user_config`. Without both, only the file and the flags count.
+    """
+    layers = [read(path) if path else Layer(values={}, labels={})]
+    job_file = layers[0].yaml or YamlFile(text="", values={}, lines={})
+    if user_config and user_config.exists():
+        layers.append(read(user_config))
+    if environ is not None:
+        layers.insert(0, environment_layer(environ))
+    layers.insert(0, flag_layer(overrides or {}))
+
+    values: dict[str, Any] = {}
+    for layer in reversed(layers):
+        values = merged(values, layer.values)
+    if "name" not in values and path:
+        values["name"] = _name_from(path)
+    try:
+        # Validate as JSON: strict JSON mode rejects `true` for a 1 and "12" for a 12, but accepts a list for a tuple.
+        job = Job.model_validate_json(json.dumps(values), strict=True)
+    except ValidationError as error:
+        raise _job_error(error, values, layers) from None
+    checked = CheckedJob(
+        job=job,
+        origins=_origins(job, layers),
+        digest=_digest(job),
+        text=job_file.text,
+        path=path or Path("job.yaml"),
+        workdir=path.absolute().parent if path else Path.cwd(),
+        lines=job_file.lines,
+    )
+    _check_files(checked)
+    _check_gpus(checked)
+    return checked
+
+
+def all_runs_of(user_config: Path, at_launch: AllRuns) -> AllRuns:
+    """Return the limits over all runs from the user's current configuration, else the limits at launch.
+
+    Raises JobError if the file cannot be read, or holds anything but amounts.
+    """
+    values = read(user_config).values.get("all_runs") if user_config.exists() else None
+    if values is None:
+        return at_launch
+    try:
+        today = AllRuns.model_validate_json(json.dumps(values), strict=True)
+    except (ValidationError, TypeError):
+        raise JobError(
+            f"all_runs is {values!r}", "use amounts, such as all_runs: {max_total: 100}", file=user_config
+        ) from None
+    return at_launch.model_copy(update={name: getattr(today, name) for name in today.model_fields_set})
+
+
+def _name_from(path: Path) -> str:
+    """Turn a file name into a run name: `My job.yaml` -> my-job."""
+    return re.sub(r"[^a-z0-9]+", "-", path.stem.lower()).strip("-")[:40].strip("-") or "run"
+
+
+def _job_error(error: ValidationError, values: dict[str, Any], layers: Sequence[Layer]) -> JobError:
+    problems = explain(error, values, Job)
+    first = problems[0]
+    layer = next((layer for layer in layers if layer.has(first.place)), None)
+    if layer is None:  # a missing field: report the line of its section
+        parents = [first.place[:n] for n in range(len(first.place) - 1, 0, -1)]
+        found_in = (layer for parent in parents for layer in layers if layer.has(parent))
+        layer = next(found_in, layers[-1])
+    more = f" ({len(problems) - 1} more after this one)" if len(problems) > 1 else ""
+    return JobError(
+        first.found,
+        first.remedy + more,
+        file=layer.file or layer.origin(first.place),
+        line=layer.line(first.place),
+        field=".".join(map(str, first.place)),
+    )
+
+
+def _origins(job: Job, layers: Sequence[Layer]) -> dict[str, str]:
+    def leaves(value: Any, place: Place) -> list[Place]:
+        if isinstance(value, dict) and value:
+            return [leaf for key, item in value.items() for leaf in leaves(item, (*place, key))]
+        return [place]
+
+    return {
+        ".".join(map(str, place)): next((layer.origin(place) for layer in layers if layer.has(place)), "default")
+        for place in leaves(job.model_dump(mode="json"), ())
+    }
+
+
+def _digest(job: Job) -> str:
+    canonical = json.dumps(job.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+    return hashlib.blake2b(canonical.encode(), digest_size=16).hexdigest()
+
+
+def _check_gpus(checked: CheckedJob) -> None:
+    """Raise JobError for GPUs too old for the torch build of cloud nodes.
+
+    On the local infra a GPU is only a row of the price tables.
+    """
+    job = checked.job
+    for role, resources in (("trainer", job.resources.trainer), ("rollout", job.resources.rollout)):
+        if job.clouds and is_too_old(resources.accelerator):
+            usable = sorted({one.accelerator for one in machines(job.clouds) if not is_too_old(one.accelerator)})
+            major, minor = LEAST_CAPABILITY
+            field = f"resources.{role}.accelerators"
+            raise checked.error(
+                field,
+                f"{field} is {resources.accelerators}, a GPU older than compute capability {major}.{minor}: the torch "
+                "of nodes is built for CUDA 13 and has no code for it, nor does SkyPilot's image for it have the "
+                "driver (535, and CUDA 13 needs 580)",
+                f"use one of {', '.join(usable)}",
+            )
+
+
+def _check_prompt_file(checked: CheckedJob, field: str, name: str, instead: str) -> None:
+    """Raise JobError if the file that a field names is missing, is no text, or is empty."""
+    file = checked.workdir / name
+    if not file.is_file():
+        raise checked.error(
+            field,
+            f"{field} is {name!r}, and there is no such file beside the job file",
+            f"write it with one prompt a line, or {instead}",
+        )
+    try:
+        has_prompts = any(line.strip() for line in file.read_text("utf-8").splitlines())
+    except (UnicodeDecodeError, OSError) as error:
+        raise checked.error(field, f"{name} cannot be read as text ({error})", "save it as UTF-8") from None
+    if not has_prompts:
+        raise checked.error(field, f"{name} has no prompts", "write one prompt a line")
+
+
+def _check_files(checked: CheckedJob) -> None:
+    """Raise JobError if a file that the job names is missing here, before the first node misses the file."""
+    job, folder = checked.job, checked.workdir
+    if job.prompts not in PROMPTS:
+        _check_prompt_file(checked, "prompts", job.prompts, f"use {' or '.join(PROMPTS)}")
+    if job.test_prompts is not None:
+        _check_prompt_file(checked, "test_prompts", job.test_prompts, "leave test_prompts out")
+    # On clouds the plan reports a missing model folder, and only `launch` needs the folder.
+    if job.model.path is not None and not job.clouds and not (folder / job.model.path).is_dir():
+        raise checked.error(
+            "model.path",
+            f"model.path is {job.model.path!r}, and there is no such folder",
+            "give the folder of a diffusers model, relative to the job file",
+        )

@@ -1,0 +1,152 @@
+"""Sections of the job file that only the launcher reads: resources, budget, recovery, prices."""
+
+import re
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import (
+    Field,
+    field_validator,
+)
+from pydantic import model_validator as model_check
+
+from engine.config import Strict
+from engine.events import Market
+from launcher.job.values import DurationMs, MicroUsd, MicroUsdPerHour
+
+
+class NodeResources(Strict):
+    """Requirements for the nodes of one role. The fields follow SkyPilot's `resources`."""
+
+    accelerators: str = "L4:1"
+    """`NAME:COUNT` of one node; `L4` and `{L4: 1}` are accepted too."""
+    infra: str | None = None
+    """Cloud, region and zone: `aws`, `aws/us-east-2` or `aws/us-east-2/use2-az3`. None: the cheapest place."""
+    instance_type: str | None = None
+    use_spot: bool = False
+    num_nodes: Annotated[int, Field(ge=0, le=64)] = 1
+    min_nodes: Annotated[int, Field(ge=0, le=64)] | None = None
+    """Minimum number of rollout nodes, bought even if the plan expects no saving. None: the plan decides; a model
+    without timings gets all of `num_nodes`."""
+
+    @field_validator("accelerators", mode="before")
+    @classmethod
+    def _one_way_to_write_it(cls, value: Any) -> Any:
+        if isinstance(value, dict) and len(value) == 1:
+            name, count = next(iter(value.items()))
+            value = f"{name}:{count}"
+        if not isinstance(value, str) or not re.fullmatch(r"[A-Za-z][A-Za-z0-9-]*(:[1-9]\d?)?", value):
+            raise ValueError(f"accelerators is {value!r}; write the GPU and how many a node has, like L4:1 or H100:8")
+        return value if ":" in value else f"{value}:1"
+
+    @field_validator("infra")
+    @classmethod
+    def _cloud_region_zone(cls, value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(r"(aws|gcp)(/[a-z0-9*-]+){0,2}", value):
+            raise ValueError(f"infra is {value!r}; write cloud/region/zone, like aws, aws/us-east-2 or gcp/*")
+        return value
+
+    @model_check(mode="after")
+    def _no_more_than_there_are(self) -> Self:
+        if self.min_nodes is not None and self.min_nodes > self.num_nodes:
+            raise ValueError(f"min_nodes is {self.min_nodes}, and num_nodes {self.num_nodes}; use at most as many")
+        return self
+
+    @property
+    def accelerator(self) -> str:
+        return self.accelerators.partition(":")[0]
+
+    @property
+    def gpus(self) -> int:
+        """Return the number of GPUs of one node."""
+        return int(self.accelerators.partition(":")[2])
+
+
+class Resources(Strict):
+    """Nodes of a job.
+
+    The trainer is bought on demand. Rollout nodes may be spot, and the number of rollout nodes may change during the
+    run.
+    """
+
+    trainer: NodeResources = NodeResources()
+    rollout: NodeResources = NodeResources(use_spot=True, num_nodes=2)
+
+    @field_validator("rollout", mode="before")
+    @classmethod
+    def _rollout_is_spot_unless_said(cls, value: Any) -> Any:
+        return {"use_spot": True, "num_nodes": 2} | value if isinstance(value, dict) else value
+
+    @field_validator("trainer")
+    @classmethod
+    def _one_trainer_that_stays(cls, value: NodeResources) -> NodeResources:
+        if value.use_spot:
+            raise ValueError(
+                "trainer.use_spot is true; use false, because the trainer holds the weights and the work committed "
+                "by spot nodes"
+            )
+        if value.num_nodes != 1:
+            raise ValueError(f"trainer.num_nodes is {value.num_nodes}; use 1, more trainer nodes are not built yet")
+        return value
+
+
+class Recovery(Strict):
+    """Failover settings of a run on real clouds."""
+
+    trainer_wait: DurationMs = Field(default=600_000, validate_default=False)
+    """Time to look for a trainer in the zones of its region, before the run moves to another region or cloud."""
+    launches_per_minute: Annotated[int, Field(ge=1, le=600)] = 10
+    """Launches per minute, over the whole run. Without the limit, a fault that loses every node at once would buy
+    nodes just as fast."""
+
+
+class AllRuns(Strict):
+    """Limits on the sum of all runs of this ledger. Belongs in the user's own config file."""
+
+    max_total: MicroUsd | None = None
+    """Money spent so far plus money reserved, over all runs together."""
+    max_hourly: MicroUsdPerHour | None = None
+
+
+class Budget(Strict):
+    """Spending limits of the run.
+
+    The budget guard buys nothing that could break a limit; draining starts when a limit is reached.
+    """
+
+    max_total: MicroUsd | None = None
+    max_hourly: MicroUsd | None = None
+    deadline: DurationMs | None = None
+    """Maximum duration of the run, on the run's own clock."""
+
+
+class ReclaimConfig(Strict):
+    """Preemptions of spot nodes on the local infra (launcher/provision/local/preemptions.py)."""
+
+    trace: Literal["bamboo-p3", "none"] = "bamboo-p3"
+    """A recorded trace. The n-th spot node bought lives as long as the n-th node removed in the trace."""
+    notice: DurationMs = Field(default=120_000, validate_default=False)
+    """Time between the notice and the preemption, on the run's clock, for preemptions with a notice."""
+    rule: Literal["alternate"] = "alternate"
+    """Kinds of preemption take turns: notice + SIGKILL, silent SIGSTOP, silent SIGKILL, notice + SIGSTOP."""
+
+
+class PriceOverride(Strict):
+    """The user's real price for an instance type: for the whole instance, per hour. Replaces the list price."""
+
+    cloud: Literal["aws", "gcp"]
+    instance_type: str
+    price: MicroUsdPerHour
+    market: Market = Market.ON_DEMAND
+    region: str | None = None
+    """None: in every region."""
+
+
+class Discount(Strict):
+    """A discount on list prices, from a contract that no price list shows."""
+
+    cloud: Literal["aws", "gcp"]
+    percent: Annotated[float, Field(gt=0.0, lt=100.0)]
+    """Discount in percent, to a hundredth of a percent."""
+    market: Market = Market.ON_DEMAND
+    instance_type: str | None = None
+    """None: every instance type."""
