@@ -537,7 +537,7 @@ def _write_files(sessions: sessionmaker[Session], name: str, *, result: Path | N
     if not (result or html):
         return
     from launcher.cli.report import pictures_of
-    from launcher.report.build import build_report  # charts take a second to import
+    from launcher.report.build import build_report
     from launcher.report.html import render_html
     from launcher.report.result import result_dict
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from engine.config import ModelConfig
 from launcher.money import dollars
-from launcher.report.build import Moment, Report
+from launcher.report.values import Moment, Report
 from launcher.report.weights import Pulled
 from launcher.report.words import headline, hours, score
 

@@ -15,7 +15,7 @@ import altair as alt
 import vl_convert
 
 from launcher.money import HOUR_MS, MICRO, dollars
-from launcher.report.build import Moment, NodeLine, Report
+from launcher.report.values import Moment, NodeLine, Report
 
 WIDTH = 760
 REWARD_HEIGHT = 300

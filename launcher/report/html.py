@@ -12,10 +12,10 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from launcher.money import dollars, duration, hourly
-from launcher.report.build import Pictures, Report
 from launcher.report.charts import Drawing, reward_chart, spend_chart, timeline_chart
 from launcher.report.exploration import exploration_words
 from launcher.report.sharing import sharing_words
+from launcher.report.values import Pictures, Report
 from launcher.report.words import age, drift_words, headline, moment, phase_name, score, short_node
 
 PNG = b"\x89PNG\r\n\x1a\n"

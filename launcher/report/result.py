@@ -9,7 +9,8 @@ from sqlalchemy.orm import Session
 
 from engine.events import Evaluated
 from launcher.ledger.store import find_run, progress_of
-from launcher.report.build import PreemptionLine, build_report, clock_of
+from launcher.report.build import build_report, clock_of
+from launcher.report.values import PreemptionLine
 
 METRIC = "exact_match"
 

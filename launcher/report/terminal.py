@@ -7,9 +7,9 @@ from rich.console import Console
 from rich.table import Table
 
 from launcher.money import dollars, hourly
-from launcher.report.build import Factors, Report, Saving
 from launcher.report.exploration import exploration_words
 from launcher.report.sharing import sharing_words
+from launcher.report.values import Factors, Report, Saving
 from launcher.report.words import age, drift_words, headline, moment, phase_name, score, seconds, short_node
 
 PIPED_WIDTH = 80

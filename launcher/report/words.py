@@ -1,7 +1,7 @@
 """Sentences and number formats of the report, shared by the terminal and the HTML page."""
 
 from launcher.money import dollars, duration
-from launcher.report.build import Report
+from launcher.report.values import Report
 
 
 def headline(report: Report) -> str:

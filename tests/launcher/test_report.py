@@ -7,11 +7,12 @@ import pytest
 from rich.console import Console
 
 from launcher.ledger.models import NodeEvent
-from launcher.report.build import SCHEMA, build_report
+from launcher.report.build import build_report
 from launcher.report.exploration import exploration_words
 from launcher.report.result import result_dict
 from launcher.report.sharing import Sharing, sharing_words
 from launcher.report.terminal import print_report
+from launcher.report.values import SCHEMA
 from launcher.report.words import drift_words, headline
 from tests.launcher.made_ledger import HOUR_MS, JOB, MINUTE_MS, START_MS, a_long_run, a_run, a_session
 

@@ -1,0 +1,92 @@
+"""Preemptions of a run, and what each cost."""
+
+from collections.abc import Sequence
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from engine.events import IterationDone, NodeMissed, Phase
+from launcher.ledger.accounting import NodeCost, RunCosts
+from launcher.ledger.billing import interval_micro_usd
+from launcher.ledger.models import Node, Preemption, ProgressRow, Run
+from launcher.ledger.store import progress_of
+from launcher.money import HOUR_MS
+from launcher.report.values import PreemptionLine
+
+
+def preemption_lines(session: Session, run: Run, costs: RunCosts) -> tuple[PreemptionLine, ...]:
+    rows = session.execute(
+        select(Preemption, Node)
+        .join(Node, Node.id == Preemption.node_id)
+        .where(Node.run_id == run.id)
+        .order_by(Preemption.at_ms, Preemption.id)
+    ).all()
+    lost_steps: dict[str, int] = {}
+    for missed in progress_of(session, run, NodeMissed.KIND):
+        node = missed.event["node"]
+        lost_steps[node] = lost_steps.get(node, 0) + int(missed.event["lost_steps"])
+    taken = {node.name for _, node in rows}
+    step_ms, steps = _time_of_steps(session, run, costs)
+    lines = []
+    for preemption, node in rows:
+        own = next(cost for cost in costs.nodes if cost.node == node.name)
+        later = sorted(
+            (cost for cost in costs.nodes if cost.slot == own.slot and cost.generation > own.generation),
+            key=lambda cost: cost.generation,
+        )
+        replaced = next((cost for cost in later if cost.seen_ms is not None), None)
+        seen_ms = replaced.seen_ms if replaced is not None else None
+        after_ms = None if seen_ms is None else max(0, seen_ms - preemption.at_ms)
+        cold_start = sum(cost.phase_micro_usd.get(Phase.COLD_START.value, 0) for cost in paid_by(later, taken))
+        lost = lost_steps.get(node.name, 0)
+        work = min(own.micro_usd, _value(lost, step_ms, steps, node.micro_usd_per_hour))
+        lines.append(
+            PreemptionLine(
+                node=node.name,
+                slot=node.slot,
+                zone=node.zone,
+                at_ms=preemption.at_ms,
+                hours=(preemption.at_ms - run.created_ms) / HOUR_MS,
+                signal=preemption.signal,
+                notice=preemption.noticed_ms is not None,
+                lost_steps=lost,
+                replaced_by=replaced.node if replaced else None,
+                replaced_after_s=None if after_ms is None else after_ms / 1000,
+                replaced_after_wall_s=None if after_ms is None else round(after_ms / 1000 / run.clock_factor, 3),
+                cold_start_micro_usd=cold_start,
+                lost_work_micro_usd=work,
+                micro_usd=cold_start + work,
+            )
+        )
+    return tuple(lines)
+
+
+def paid_by(later: Sequence[NodeCost], taken: set[str]) -> list[NodeCost]:
+    """Return the successors with cold starts caused by the preemption: up to the first one seen or preempted."""
+    paid = []
+    for cost in later:
+        paid.append(cost)
+        if cost.seen_ms is not None or cost.node in taken:
+            break
+    return paid
+
+
+def _time_of_steps(session: Session, run: Run, costs: RunCosts) -> tuple[int, int]:
+    """Return the node-milliseconds of rollouts and exploration in the whole run, and the number of denoising steps.
+
+    Both figures include every lineage: repeated work took its time twice.
+    """
+    ms = sum(costs.phase_ms.get(phase.value, 0) for phase in (Phase.ROLLOUT, Phase.EXPLORATION))
+    algorithm, sampler = run.job.get("algorithm", {}), run.job.get("sampler", {})
+    trained = int(algorithm.get("prompts_per_batch", 0)) * int(algorithm.get("images_per_prompt", 0))
+    done = session.scalars(
+        select(ProgressRow).where(ProgressRow.run_id == run.id, ProgressRow.kind == IterationDone.KIND)
+    )
+    pictures = sum(trained + int(row.event["explored"]) for row in done)
+    return ms, pictures * int(sampler.get("steps", 0))
+
+
+def _value(lost_steps: int, ms: int, steps: int, micro_usd_per_hour: int) -> int:
+    if steps == 0:
+        return 0
+    return interval_micro_usd(0, round(lost_steps * ms / steps), micro_usd_per_hour)

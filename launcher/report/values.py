@@ -1,0 +1,268 @@
+"""The values of a report: what a run reached, cost and lost.
+
+Money is in integer micro-dollars, time in integer milliseconds.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from launcher.ledger.accounting import Charge
+from launcher.report.exploration import Exploration
+from launcher.report.sharing import Sharing
+from launcher.report.target import Gain
+
+SCHEMA = 1
+"""Version of the report's JSON. A new field keeps the version; a changed or removed field increments the version."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunFacts:
+    """Identity of the run, and the inputs needed to reproduce the run. Hours are on the run's clock."""
+
+    name: str
+    status: str
+    reason: str
+    infra: str
+    created_at: str
+    until: str
+    """End of the run, or the time of the report if the run has not ended; ISO, UTC."""
+    hours: float
+    wall_seconds: float
+    clock_factor: float
+    iterations: int
+    lineages: int
+    job_digest: str
+    code_version: str
+    lock_digest: str
+    seeds: tuple[int, ...]
+    devices: str
+    started_from: str = ""
+    """Source of the start weights (run and checkpoint); empty if the run started from the base model."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Moment:
+    """An evaluation, with the hours and micro-dollars since the run was created."""
+
+    iteration: int
+    at_ms: int
+    hours: float
+    micro_usd: int
+    score: float
+    smoothed: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DriftPoint:
+    """Distance of an evaluation's images to the base model's images (engine/drift.py), and whether every guard held."""
+
+    iteration: int
+    drift: float
+    guards_hold: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Guard:
+    """A limit on a metric, required by the target. `value` is from the newest evaluation; None if not reported."""
+
+    metric: str
+    max: float
+    value: float | None
+    holds: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Factors:
+    """Factors of a cost and of a saving: iterations x seconds per iteration x dollars per hour (run's clock)."""
+
+    iterations: int
+    seconds_per_iteration: float
+    micro_usd_per_hour: int
+    micro_usd: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Target:
+    """The target score, and whether the run reached the target.
+
+    A target is reached when the smoothed score is at or above `value` for `hold` evaluations in a row.
+    `confirmed` is the last evaluation of the row; dollars and hours are counted up to `confirmed`. `first` is the
+    first single evaluation at or above `value`. `value` is None if the run had no target.
+    """
+
+    metric: str
+    value: float | None
+    hold: int
+    reached: bool
+    confirmed: Moment | None
+    first: Moment | None
+    best: Moment | None
+    """Evaluation with the highest smoothed score."""
+    factors: Factors | None
+    """Factors of the cost up to `confirmed`."""
+    guards: tuple[Guard, ...] = ()
+    """Guards in the newest evaluation. An evaluation counts towards the target only if all guards hold."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Costs:
+    """Total cost in micro-dollars, and five splits of the same total."""
+
+    total: int
+    by_role: Mapping[str, int]
+    by_market: Mapping[str, int]
+    by_place: Mapping[str, int]
+    """Split by cloud and region."""
+    by_node: Mapping[str, int]
+    by_phase: Mapping[str, int]
+    sums_equal: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExtraLine:
+    """A separate line of the bill. `micro_usd` is None if the cloud charges an amount that is not known."""
+
+    kind: str
+    """failed_launches, setup, idle (inside the total); disk, address, egress (not in the total)."""
+    amount: str
+    micro_usd: int | None
+    in_total: bool
+    source: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeLine:
+    """One node: its offer, the intervals in which the node was billed, and the cost."""
+
+    node: str
+    slot: str
+    generation: int
+    role: str
+    market: str
+    zone: str
+    instance_type: str
+    micro_usd_per_hour: int
+    charges: tuple[Charge, ...]
+    seen_ms: int | None
+    running: bool
+    hours: float
+    micro_usd: int
+    phase_micro_usd: Mapping[str, int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PreemptionLine:
+    """A preempted node, and the cost of the preemption.
+
+    `micro_usd` = `cold_start_micro_usd` + `lost_work_micro_usd`:
+
+    - cold start: cost of the successors in the same slot, from the start of billing until a worker of the successor
+      called in. Successors count up to the first successor with a call or with a preemption. A preempted
+      successor's own preemption carries the next cold start, to count no cold start twice.
+    - lost work: `lost_steps` x the run's own mean node-time per denoising step (node-time of rollouts and
+      exploration / denoising steps of trained iterations and of their exploration) x the lost node's price.
+      Lost work is at most the cost of the node. Lost work is 0 before the first trained iteration, because the
+      time of a step is not known yet.
+
+    `replaced_after_*`: time from the preemption to the first call of a later node of the slot; None if no later node
+    has called.
+    """
+
+    node: str
+    slot: str
+    zone: str
+    at_ms: int
+    hours: float
+    signal: str | None
+    notice: bool
+    lost_steps: int
+    replaced_by: str | None
+    replaced_after_s: float | None
+    """Seconds on the run's clock."""
+    replaced_after_wall_s: float | None
+    cold_start_micro_usd: int
+    lost_work_micro_usd: int
+    micro_usd: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PriceEffect:
+    """The run's node-time at the on-demand price of the same offers. The figure does not predict a run without spot."""
+
+    paid_micro_usd: int
+    on_demand_micro_usd: int
+    difference_micro_usd: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Saving:
+    """A saving against a named baseline: another run, or a counterfactual labelled as a counterfactual.
+
+    `saved_micro_usd` is None if the two cannot be compared; `why` gives the reason.
+    """
+
+    kind: str
+    """`run` or `counterfactual`."""
+    against: str
+    micro_usd: int | None
+    saved_micro_usd: int | None
+    why: str
+    ours: Factors | None = None
+    theirs: Factors | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PriceSource:
+    """A source of prices. `age_days` is the price's age at the newest request for a node at the price."""
+
+    source: str
+    observed_at: str
+    age_days: float | None
+    nodes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pictures:
+    """A contact sheet of held-out prompts; `path` is relative to the checkpoint store."""
+
+    iteration: int
+    path: str
+    score: float | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """Every value `spotrl report` prints about a run."""
+
+    schema: int
+    run: RunFacts
+    money_basis: str
+    money_note: str
+    target: Target
+    costs: Costs
+    curve: tuple[Moment, ...]
+    drift: tuple[DriftPoint, ...]
+    """Drift of each evaluation with a drift metric."""
+    gains: tuple[Gain, ...]
+    """Cost of each part of the climb, in at most `GAINS` parts."""
+    micro_usd_per_hundredth: int | None
+    """Micro-dollars per +0.01, from the first evaluation to the best smoothed score; None if the score did not rise."""
+    extras: tuple[ExtraLine, ...]
+    """Separate bill lines of a run on real clouds; empty on the local infra."""
+    nodes: tuple[NodeLine, ...]
+    preemptions: tuple[PreemptionLine, ...]
+    exploration: Exploration | None
+    sharing: Sharing | None
+    price_effect: PriceEffect
+    saved: tuple[Saving, ...]
+    prices: tuple[PriceSource, ...]
+    pictures_before: Pictures | None
+    pictures_after: Pictures | None
+    start_ms: int
+    end_ms: int
+    notes: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as a dictionary for JSON."""
+        return asdict(self)
