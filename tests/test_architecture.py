@@ -75,8 +75,6 @@ UPWARD = {
     ("launcher/decide", "controller"),
     ("launcher/decide", "ledger"),
     ("launcher/decide", "provision"),
-    ("launcher/market", "job"),
-    ("launcher/market", "services"),
     ("launcher/placement", "decide"),
     ("launcher/runs", "cleanup"),
     ("engine/models", "worker"),

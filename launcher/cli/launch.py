@@ -6,12 +6,8 @@ Ctrl-C, a lost terminal or an error. In each case the command prints which nodes
 
 import json
 import os
-import signal
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,57 +16,35 @@ from typing import Any
 
 import click
 from rich.console import Console
-from rich.live import Live
 from sqlalchemy import select
 from sqlalchemy.orm import Session, sessionmaker
 
 from launcher.checks.preflight import ask_engine, preflight
 from launcher.checks.ready import check_clouds, check_here, check_job, check_named, check_prices
 from launcher.cli.cloud_plan_text import cloud_plan_lines
-from launcher.cli.live import ENDED, money_text, panel, plain_line, score_text
-from launcher.cli.plan_text import clock_text, header, plan_dict, plan_lines
+from launcher.cli.follow import Follow, can_ask, start_and_follow
+from launcher.cli.plan_text import clock_text, plan_dict, plan_lines
 from launcher.decide.reconcile import bound_of_plan
-from launcher.exit_codes import BudgetError, ExitCode, Failure
+from launcher.exit_codes import BudgetError, ExitCode
 from launcher.job.checked import CheckedJob, JobError
 from launcher.job.load import load_job
 from launcher.job.schema import Job, auto_clock_factor
 from launcher.ledger.billing import LOCAL
 from launcher.ledger.models import Run
-from launcher.ledger.store import find_run
 from launcher.market.offers import Offer, read_catalog
-from launcher.market.own_prices import as_you_pay
-from launcher.money import dollars, hourly
+from launcher.money import hourly
 from launcher.placement.cloud_plan import CloudPlan, cloud_plan_json
 from launcher.placement.plan import Plan, plan_local
 from launcher.placement.sharing import check_sp_degree
 from launcher.runs.runs import (
-    RunView,
-    bring_down,
-    create_run,
     release_seconds,
-    request_stop,
-    run_clock,
-    run_view,
-    running_processes,
     start_controller,
-    still_running,
-    wait_released,
 )
 from launcher.runs.service import check_service, start_service
 from launcher.runs.start import StartWeights, find_start, send_start
+from launcher.services.own_prices import as_you_pay
 from launcher.services.planning import cloud_plan
 from launcher.settings import config_path, home, runs_folder
-
-LOOK_SECONDS = 0.5
-"""Seconds between reads of the ledger. A read is one short query on this machine."""
-
-QUIET_SECONDS = 30.0
-"""Longest time without a line in a log. A log also gets a line after every change."""
-
-ALONE_SECONDS = 10.0
-"""Seconds without a controller until `launch` starts a new controller: the lease has expired without a successor."""
-
-SETTLE_SECONDS = 5.0
 
 
 @click.command()
@@ -213,7 +187,7 @@ def launch(
     start: Callable[[sessionmaker[Session], str], object] = start_service if service else start_controller
     if weights is not None:
         start = partial(_send_and_start, weights, checked.job, start)
-    answer = _start_and_follow(sessions, checked, plan, follow, detach, {"result": result, "html": html}, start)
+    answer = start_and_follow(sessions, checked, plan, follow, detach, {"result": result, "html": html}, start)
     _print_json(as_json, answer)
     return int(answer["exit_code"])
 
@@ -282,81 +256,6 @@ def check_budget(plan: Plan) -> None:
         )
 
 
-def exit_code(view: RunView) -> ExitCode:
-    """Return the exit code for the final status and reason of a run."""
-    match view.status, view.reason.partition(":")[0].strip():
-        case "finished", _:
-            return ExitCode.OK
-        case "stopped", "budget":
-            return ExitCode.STOPPED_BY_BUDGET
-        case "stopped", "deadline":
-            return ExitCode.DEADLINE_MISSED
-        case _:
-            return ExitCode.FAILURE
-
-
-# --- following ---------------------------------------------------------------------------------------
-
-
-class Hangup(Exception):
-    """The terminal was closed (SIGHUP)."""
-
-
-class Terminated(Exception):
-    """This command received SIGTERM."""
-
-
-@dataclass(kw_only=True)
-class Follow:
-    """State of following a run: the output, the answer to an interruption, and the rewards so far."""
-
-    name: str
-    out: Console
-    on_exit: str
-    release_seconds: float
-    rewards: list[float] = field(default_factory=list)
-
-    def until_it_ends(self, sessions: sessionmaker[Session], header: str) -> RunView:
-        if self.out.is_terminal:
-            with Live(console=self.out, auto_refresh=False) as live:
-                for view in self._views(sessions):
-                    live.update(panel(view, self.rewards, header), refresh=True)
-            return view
-        last: tuple[str, int, str] | None = None
-        said = 0.0
-        for view in self._views(sessions):
-            news = (view.status, view.iteration, view.last_event)
-            if news != last or time.monotonic() - said > QUIET_SECONDS:
-                self.say(plain_line(view))
-                last, said = news, time.monotonic()
-        return view
-
-    def _views(self, sessions: sessionmaker[Session]) -> Iterator[RunView]:
-        """Yield views of the run until the run has ended; the last view shows the end. Restart a dead controller."""
-        iteration, alone_since = -1, None
-        while True:
-            view = run_view(sessions, self.name)
-            if view.reward is not None and view.iteration != iteration:
-                self.rewards.append(view.reward)
-                iteration = view.iteration
-            yield view
-            if view.status in ENDED:
-                return
-            alone_since = None if view.controlled else alone_since or time.monotonic()
-            if alone_since is not None and time.monotonic() - alone_since > ALONE_SECONDS:
-                self.say(f"{self.name} has lost its controller; starting another")
-                start_controller(sessions, self.name)
-                alone_since = None
-            time.sleep(LOOK_SECONDS)
-
-    def say(self, text: str) -> None:
-        """Print a line. After the first failed write to a lost terminal, discard all output."""
-        try:
-            self.out.print(text, highlight=False, markup=False, soft_wrap=True)
-        except OSError:
-            self.out = Console(file=open(os.devnull, "w"))  # noqa: SIM115
-
-
 def _send_and_start(
     weights: StartWeights,
     job: Job,
@@ -368,135 +267,6 @@ def _send_and_start(
     send_start(weights, job, runs_folder() / name)
     weights.file.unlink()  # following takes hours, and weights may be large
     return start(sessions, name)
-
-
-def _start_and_follow(
-    sessions: sessionmaker[Session],
-    checked: CheckedJob,
-    plan: Plan,
-    follow: Follow,
-    detach: bool,
-    files: Mapping[str, Path | None],
-    start: Callable[[sessionmaker[Session], str], object],
-) -> dict[str, Any]:
-    """Create the run, start its controller and follow the run. Return the object printed by `--json`."""
-    name = create_run(sessions, checked, plan, follow.name)
-    code = ExitCode.FAILURE
-    try:
-        with _signals():
-            started = start(sessions, name)
-            if isinstance(started, Path):
-                follow.say(f"{started} restarts its controller; past your logout only with `loginctl enable-linger`.")
-            if detach:
-                follow.say(f"{name} has started. See it: spotrl status {name}, spotrl events {name} --follow")
-                code = ExitCode.OK
-            else:
-                code = exit_code(follow.until_it_ends(sessions, header(checked.job, plan)))
-    except KeyboardInterrupt:
-        code = _interrupted(sessions, follow)
-    except Terminated:
-        code = _interrupted(sessions, follow, may_ask=False)
-    except Hangup:
-        code = ExitCode.OK  # the run continues; only following ended
-    except BaseException:
-        if follow.on_exit == "down":
-            _stop(sessions, follow, "launch failed")
-        raise
-    finally:
-        view = run_view(sessions, name)
-        if view.status in ENDED:
-            _settle(sessions, follow, checked.job)
-        left = still_running(sessions, name)
-        for line in last_words(view, left):
-            follow.say(line)
-        _write_files(sessions, name, **files)
-    if view.status in ENDED and left:
-        code = ExitCode.TEARDOWN_INCOMPLETE
-    return {"started": True, "exit_code": int(code), "still_running": left, "plan": plan_dict(plan), **asdict(view)}
-
-
-def _settle(sessions: sessionmaker[Session], follow: Follow, job: Job) -> None:
-    """Wait for the cleanup after the run's end: the last local process, or the resources made for cloud nodes.
-
-    The cleanup takes minutes at worst. Ctrl-C ends the waiting; the cleanup continues.
-    """
-    if not job.clouds:
-        wait_released(sessions, follow.name, SETTLE_SECONDS)
-    elif left := still_running(sessions, follow.name):
-        follow.say(f"{follow.name} is over; waiting until these are gone: {', '.join(left)}")
-        with suppress(KeyboardInterrupt):
-            bring_down(sessions, follow.name, release_seconds(job.infra))
-
-
-def _interrupted(sessions: sessionmaker[Session], follow: Follow, may_ask: bool = True) -> ExitCode:
-    """Keep or stop the run after an interruption. If nobody can be asked, stop the run: stopping costs least."""
-    choice = follow.on_exit
-    if choice == "ask":
-        choice = "down"
-        if may_ask and can_ask():
-            try:
-                answer = click.prompt(
-                    f"\n{follow.name} is running. Keep it running, or stop it?",
-                    type=click.Choice(["keep", "stop"]),
-                    default="stop",
-                    err=True,
-                )
-                choice = "keep" if answer == "keep" else "down"
-            except (click.Abort, KeyboardInterrupt):
-                choice = "down"
-    if choice == "keep":
-        return ExitCode.OK
-    reason = "stopped by Ctrl-C" if may_ask else "launch was terminated"
-    return ExitCode.INTERRUPTED if _stop(sessions, follow, reason) else ExitCode.TEARDOWN_INCOMPLETE
-
-
-def _stop(sessions: sessionmaker[Session], follow: Follow, reason: str) -> bool:
-    """Stop the run. Return True if every node was released in time."""
-    request_stop(sessions, follow.name, reason)
-    follow.say(f"Stopping {follow.name} (Ctrl-C again: do not wait) ...")
-    try:
-        return not bring_down(sessions, follow.name, follow.release_seconds)
-    except KeyboardInterrupt:
-        return False
-
-
-def last_words(view: RunView, left: Sequence[str]) -> Iterator[str]:
-    """Yield the last lines of every `launch`: the run's status, the running nodes, and the command to stop the run."""
-    if view.status in ENDED:
-        why = f" ({view.reason})" if view.reason else ""
-        yield f"{view.name} {view.status}{why}: {score_text(view)}; {dollars(view.spent_micro_usd)} spent."
-    if left:
-        yield f"Still running: {', '.join(left)}; {money_text(view)}."
-        yield f"Stop it: spotrl down {view.name}"
-    else:
-        yield f"Nothing of it runs any more. See it: spotrl report {view.name}"
-
-
-@contextmanager
-def _signals() -> Iterator[None]:
-    """Turn SIGHUP and SIGTERM into exceptions while following the run."""
-
-    def hang_up(number: int, frame: Any) -> None:
-        silence = os.open(os.devnull, os.O_WRONLY)
-        for stream in (1, 2):  # a write to the lost terminal would raise an error
-            os.dup2(silence, stream)
-        raise Hangup
-
-    def terminate(number: int, frame: Any) -> None:
-        raise Terminated
-
-    before = {
-        signal.SIGHUP: signal.signal(signal.SIGHUP, hang_up),
-        signal.SIGTERM: signal.signal(signal.SIGTERM, terminate),
-    }
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-# --- before and after --------------------------------------------------------------------------------
 
 
 def _check_name_is_free(sessions: sessionmaker[Session], checked: CheckedJob) -> None:
@@ -521,41 +291,10 @@ def _check_name_is_free(sessions: sessionmaker[Session], checked: CheckedJob) ->
         )
 
 
-def can_ask() -> bool:
-    """Return True if a user at a terminal can answer questions."""
-    return sys.stdin.isatty()
-
-
 def _confirm(out: Console) -> None:
     if not can_ask():
         raise click.UsageError("nobody can be asked here; look at the plan, then add -y")
     click.confirm("Start it?", default=True, abort=True, err=out.stderr)
-
-
-def _write_files(sessions: sessionmaker[Session], name: str, *, result: Path | None, html: Path | None) -> None:
-    """Write result.json and the HTML report, also for a failed run: users need both files most after a failure."""
-    if not (result or html):
-        return
-    from launcher.cli.report import pictures_of
-    from launcher.report.build import build_report
-    from launcher.report.html import render_html
-    from launcher.report.result import result_dict
-
-    with sessions() as session:
-        run = find_run(session, name)
-        if result:
-            _write(result, json.dumps(result_dict(session, name, running_processes(run)), indent=2) + "\n")
-        if html:
-            report = build_report(session, run, run_clock(run).now_ms())
-            _write(html, render_html(report, pictures_of(run)))
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, "utf-8")
-    except OSError as error:
-        raise Failure(f"{path} cannot be written ({error.strerror}); the run's facts are in the ledger") from None
 
 
 def _print_json(wanted: bool, value: dict[str, Any]) -> None:

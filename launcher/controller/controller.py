@@ -87,8 +87,6 @@ from launcher.ledger.store import (
     nodes_of,
     writing,
 )
-from launcher.market.on_offer import on_offer
-from launcher.market.own_prices import as_you_pay
 from launcher.market.prices import PriceSource
 from launcher.market.quality import USABLE
 from launcher.money import HOUR_MS, duration
@@ -97,6 +95,8 @@ from launcher.placement.plan import Plan
 from launcher.provision.local.provisioner import node_folder
 from launcher.provision.provide import provisioner_of
 from launcher.provision.provisioner import NodeFact, NodeStatus, Provisioner
+from launcher.services.on_offer import on_offer
+from launcher.services.own_prices import as_you_pay
 from launcher.settings import config_path
 from launcher.storage.stores import carry_over, open_store, run_store
 

@@ -12,12 +12,13 @@ from launcher.ledger.exposure import pool_histories
 from launcher.ledger.prices import capacity_advice, latest_prices
 from launcher.market.advice import STALE_MS, what_clouds_say
 from launcher.market.offers import current_catalog
-from launcher.market.on_offer import on_offer
-from launcher.market.own_prices import as_you_pay
 from launcher.placement.ask import market_view
-from launcher.placement.cloud_plan import CloudPlan, plan_cloud
+from launcher.placement.cloud_plan import CloudPlan
 from launcher.placement.from_job import cloud_ask
 from launcher.placement.plan import PlacementError
+from launcher.placement.plan_cloud import plan_cloud
+from launcher.services.on_offer import on_offer
+from launcher.services.own_prices import as_you_pay
 
 
 def cloud_plan(sessions: sessionmaker[Session], job: Job, catalogs: Path, now_ms: int) -> CloudPlan:

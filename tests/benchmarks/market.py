@@ -32,7 +32,7 @@ from launcher.market.machines import MACHINES
 from launcher.market.offers import Offer
 from launcher.market.prices import FeedRefused
 from launcher.placement.ask import CloudAsk, MarketView, NodeAsk
-from launcher.placement.cloud_plan import plan_cloud
+from launcher.placement.plan_cloud import plan_cloud
 from launcher.placement.recipes import qwen_image_512
 from launcher.services.refresh import ask, build_sources, refresh
 from tests.benchmarks.page import load_now, publish, spread

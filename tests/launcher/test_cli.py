@@ -14,6 +14,7 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
+from launcher.cli import follow as follow_module
 from launcher.cli import launch as launch_module
 from launcher.cli.init import EXAMPLES
 from launcher.cli.live import panel, plain_line, sparkline
@@ -280,15 +281,16 @@ def launch(tmp_path, monkeypatch, capsys):
     """Calls `spotrl launch` on a job that checks out, with made-up runs behind it."""
     monkeypatch.setenv("SPOTRL_CONFIG", str(tmp_path / "none.yaml"))
     monkeypatch.setattr(launch_module, "preflight", lambda checked, folder, start=None: {"slowness": 1.0})
-    monkeypatch.setattr(launch_module, "LOOK_SECONDS", 0)
+    monkeypatch.setattr(follow_module, "LOOK_SECONDS", 0)
     job = tmp_path / "job.yaml"
     job.write_text("name: quickstart\nbudget: {max_total: $10}\n")
     sessions = open_ledger(tmp_path / "ledger.sqlite")
 
     def launch(runs: FakeRuns, *arguments: str):
         for name in ("create_run", "start_controller", "run_view", "request_stop", "bring_down", "wait_released"):
-            monkeypatch.setattr(launch_module, name, getattr(runs, name))
-        monkeypatch.setattr(launch_module, "still_running", runs.still_running)
+            monkeypatch.setattr(follow_module, name, getattr(runs, name))
+        monkeypatch.setattr(launch_module, "start_controller", runs.start_controller)
+        monkeypatch.setattr(follow_module, "still_running", runs.still_running)
         value = error = None
         try:
             value = cli.main(["launch", str(job), *arguments], obj=sessions, standalone_mode=False)
@@ -304,10 +306,10 @@ def test_ctrl_c_ends_the_wait_for_a_clouds_groups_and_the_last_words_still_come(
     def waits(sessions, name, seconds):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(launch_module, "still_running", lambda sessions, name: ["groups and identities of demo"])
-    monkeypatch.setattr(launch_module, "bring_down", waits)
-    follow = launch_module.Follow(name="demo", out=Console(), on_exit="keep", release_seconds=1.0)
-    launch_module._settle(open_ledger(tmp_path / "ledger.sqlite"), follow, Job(name="demo", infra="aws"))
+    monkeypatch.setattr(follow_module, "still_running", lambda sessions, name: ["groups and identities of demo"])
+    monkeypatch.setattr(follow_module, "bring_down", waits)
+    follow = follow_module.Follow(name="demo", out=Console(), on_exit="keep", release_seconds=1.0)
+    follow_module._settle(open_ledger(tmp_path / "ledger.sqlite"), follow, Job(name="demo", infra="aws"))
     assert "waiting until these are gone: groups and identities of demo" in capsys.readouterr().out
 
 
@@ -437,7 +439,7 @@ def test_ctrl_c_stops_the_run_unless_told_to_keep_it(launch, on_exit, stops, cod
 
 @pytest.mark.parametrize(("answer", "stops"), [("keep", []), ("stop", ["stopped by Ctrl-C"])])
 def test_at_a_terminal_ctrl_c_asks(launch, monkeypatch, answer, stops):
-    monkeypatch.setattr(launch_module, "can_ask", lambda: True)
+    monkeypatch.setattr(follow_module, "can_ask", lambda: True)
     monkeypatch.setattr(click, "prompt", lambda *args, **options: answer)
     runs = FakeRuns([VIEW, KeyboardInterrupt(), VIEW])
     launch(runs, "-y")
@@ -452,7 +454,7 @@ def test_a_stop_that_leaves_something_behind_says_so(launch):
 
 
 def test_a_lost_terminal_only_stops_the_following(launch, monkeypatch):
-    monkeypatch.setattr(launch_module.os, "dup2", lambda *streams: None)
+    monkeypatch.setattr(follow_module.os, "dup2", lambda *streams: None)
     runs = FakeRuns([VIEW, lambda: signal.raise_signal(signal.SIGHUP), VIEW])
     assert launch(runs, "-y", "--on-exit", "down").return_value == ExitCode.OK
     assert runs.stops == []
@@ -473,7 +475,7 @@ def test_an_error_while_following_names_what_still_runs(launch):
 
 
 def test_a_controller_that_died_is_started_again(launch, monkeypatch):
-    monkeypatch.setattr(launch_module, "ALONE_SECONDS", -1)
+    monkeypatch.setattr(follow_module, "ALONE_SECONDS", -1)
     alone = replace(VIEW, controlled=False)
     runs = FakeRuns([alone, alone, DONE])
     assert launch(runs, "-y").return_value == ExitCode.OK
@@ -559,7 +561,7 @@ def test_the_panel_shows_groups_only_of_a_run_that_shares():
 
 def test_result_and_report_are_written_whatever_happened(launch, tmp_path, monkeypatch):
     written: list[tuple[str, dict[str, Path | None]]] = []
-    monkeypatch.setattr(launch_module, "_write_files", lambda sessions, name, **files: written.append((name, files)))
+    monkeypatch.setattr(follow_module, "_write_files", lambda sessions, name, **files: written.append((name, files)))
     result_file = tmp_path / "out" / "result.json"
     launch(FakeRuns([replace(DONE, status="failed", reason="x")], stops=["x"]), "-y", "--result", str(result_file))
     assert written == [("quickstart", {"result": result_file, "html": None})]

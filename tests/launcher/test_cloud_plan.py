@@ -25,10 +25,11 @@ from launcher.market.offers import Offer
 from launcher.market.quality import Quality
 from launcher.money import HOUR_MS
 from launcher.placement.ask import CloudAsk, MarketView, NodeAsk, Spot, market_view, pool_of_offer, sites_of
-from launcher.placement.cloud_plan import CloudPlan, cloud_plan_json, plan_cloud
+from launcher.placement.cloud_plan import CloudPlan, cloud_plan_json
 from launcher.placement.forecast import Caps, Choice, cost, outlook, sums
 from launcher.placement.iteration_time import Recipe
 from launcher.placement.plan import PlacementError, Plan, plan_json, sites_from, slots_from
+from launcher.placement.plan_cloud import plan_cloud
 from launcher.placement.policy import POLICIES, Situation, build_policy
 from launcher.placement.recipes import qwen_image_512 as shipped_recipe
 from launcher.placement.search import cheapest_choice, is_above_floor, is_spread

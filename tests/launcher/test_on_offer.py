@@ -4,9 +4,9 @@ from dataclasses import replace
 
 from engine.events import Market
 from launcher.market.offers import Offer
-from launcher.market.on_offer import on_offer
 from launcher.market.prices import PricePoint, time_ms
 from launcher.money import HOUR_MS
+from launcher.services.on_offer import on_offer
 
 NOW_MS = time_ms("2026-11-22T12:00:00+00:00") or 0
 

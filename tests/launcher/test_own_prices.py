@@ -7,7 +7,7 @@ import pytest
 from engine.events import Market
 from launcher.job.sections import Discount, PriceOverride
 from launcher.market.offers import Age, Offer, age_of
-from launcher.market.own_prices import as_you_pay, discounted
+from launcher.services.own_prices import as_you_pay, discounted
 
 NOW_MS = 1_795_348_800_000
 

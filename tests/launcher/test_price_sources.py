@@ -21,7 +21,8 @@ from launcher.market.machines import machine_of
 from launcher.market.prices import AdviceKind, FeedRefused, believe
 from launcher.market.sources.asking import MissingCredentials, Patience, SourceFailed, ask_all
 from launcher.market.sources.aws import AwsOnDemand, AwsSpot
-from launcher.market.sources.gcp import GcpAdvice, GcpCatalog, Sku, assemble, hours_of, market_of
+from launcher.market.sources.gcp import GcpAdvice, GcpCatalog, hours_of
+from launcher.market.sources.gcp_catalog import Sku, assemble, market_of
 from launcher.services.refresh import ask, build_sources, refresh
 from tests.fakes.market import FakeMarket, Fault, Product, Tick, iso, read_trace, sku
 

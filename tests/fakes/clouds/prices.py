@@ -15,7 +15,7 @@ from typing import Any
 
 from launcher.market.machines import MACHINES as SOLD
 from launcher.market.machines import Machine
-from launcher.market.sources.gcp import Part, parts_of
+from launcher.market.sources.gcp_catalog import Part, parts_of
 from tests.fakes.clouds import addresses
 from tests.fakes.clouds.image import CHECKOUT
 from tests.fakes.market import FakeMarket, Product, Tick, sku

@@ -1,0 +1,135 @@
+"""Plans that were not chosen: one node fewer or more, other sites, other policies."""
+
+from collections.abc import Sequence
+
+from launcher.money import HOUR_MS, dollars, duration
+from launcher.placement.ask import CloudAsk, Site, Spot
+from launcher.placement.cloud_plan import Alternative
+from launcher.placement.forecast import Caps, Choice, Outlook, outlook
+from launcher.placement.no_plan import broken_limits
+from launcher.placement.policy import POLICIES, Situation, build_policy
+from launcher.placement.search import Found, cheapest_choice, is_above_floor, is_spread
+from launcher.placement.value import marginal_node
+
+
+def fewer_or_more(ask: CloudAsk, choice: Choice, expected: Outlook) -> tuple[Alternative, ...]:
+    """Return the best choices at the same site with one rollout node fewer and one more.
+
+    The difference is the value of the marginal node, in both directions.
+    """
+    alternatives = []
+    for nodes, word in ((choice.nodes - 1, "one node fewer"), (choice.nodes + 1, "one node more")):
+        other = with_nodes(ask, choice.site, nodes)
+        if other is None:
+            continue
+        there = outlook(ask, other)
+        few, more = (there, expected) if nodes < choice.nodes else (expected, there)
+        marginal = marginal_node(
+            few.ms / HOUR_MS, more.ms / HOUR_MS, few.micro_usd * HOUR_MS / few.ms, more.micro_usd * HOUR_MS / more.ms
+        )
+        last = f"the last one saves {dollars(marginal.saved)} by ending earlier and costs {dollars(marginal.paid)}"
+        broken = broken_limits(ask, other.listed_micro_usd_per_hour, there.micro_usd, there.ms)
+        alternatives.append(
+            Alternative(
+                what=f"{word}, {nodes}",
+                why_not=broken or f"{difference(there.micro_usd, there.ms, expected)}: {last}",
+                micro_usd=there.micro_usd,
+                ms=there.ms,
+            )
+        )
+    return tuple(alternatives)
+
+
+def with_nodes(ask: CloudAsk, site: Site, nodes: int) -> Choice | None:
+    """Return the cheapest choice with exactly `nodes` rollout nodes, ignoring the caps; None if there is none."""
+    if not 0 <= nodes <= ask.max_rollout_nodes:
+        return None
+    found = cheapest_choice(ask, (site,), Caps(), just_nodes=nodes)
+    return None if found is None else found.choice
+
+
+NEAREST = 3
+"""Number of alternative sites that are planned completely. For the remaining sites the plan gives a lower bound of
+the cost."""
+
+
+def elsewhere(
+    ask: CloudAsk, sites: Sequence[Site], choice: Choice, expected: Outlook, found: Found | None
+) -> tuple[Alternative, ...]:
+    """Return the best plan of every site not chosen, cheapest bound first."""
+    bounds: Sequence[int | None] = (None,) * len(sites) if found is None else found.at_least_micro_usd
+    others = [(site, bound) for site, bound in zip(sites, bounds, strict=True) if site.trainer != choice.site.trainer]
+    nearest = sorted((bound, number) for number, (_, bound) in enumerate(others) if bound is not None)
+    alternatives = []
+    for place, (bound, number) in enumerate(nearest):
+        site = others[number][0]
+        if place < NEAREST:
+            alternatives.append(_at_its_best(ask, site, expected))
+        else:
+            why_not = f"at least {dollars(max(0, bound - expected.micro_usd))} more"
+            alternatives.append(Alternative(what=_name(site), why_not=why_not, micro_usd=bound, is_at_least=True))
+    never = [Alternative(what=_name(site), why_not=NOTHING_THERE) for site, bound in others if bound is None]
+    return (*alternatives, *never)
+
+
+NOTHING_THERE = "nothing there keeps the limits"
+
+
+def _at_its_best(ask: CloudAsk, site: Site, expected: Outlook) -> Alternative:
+    found = cheapest_choice(ask, (site,), Caps.of(ask))
+    if found is None:
+        return Alternative(what=_name(site), why_not=NOTHING_THERE)
+    there = outlook(ask, found.choice)
+    return Alternative(
+        what=f"{_name(site)}: {rollout_nodes(found.choice.nodes)}",
+        why_not=difference(there.micro_usd, there.ms, expected),
+        micro_usd=there.micro_usd,
+        ms=there.ms,
+    )
+
+
+def _name(site: Site) -> str:
+    return f"{site.name}, {site.trainer.instance_type}"
+
+
+def other_policies(ask: CloudAsk, situation: Situation, expected: Outlook) -> tuple[Alternative, ...]:
+    alternatives = []
+    for policy in POLICIES:
+        if policy == ask.policy:
+            continue
+        choice = build_policy(policy).choose(situation)
+        if choice is None:
+            alternatives.append(Alternative(what=f"policy {policy}", why_not="nothing it chooses keeps the limits"))
+            continue
+        there = outlook(ask, choice)
+        alternatives.append(
+            Alternative(
+                what=f"policy {policy}: {rollout_nodes(choice.nodes)} in {choice.site.name}",
+                why_not=", ".join([difference(there.micro_usd, there.ms, expected), *_not_asked(ask, choice)]),
+                micro_usd=there.micro_usd,
+                ms=there.ms,
+            )
+        )
+    return tuple(alternatives)
+
+
+def _not_asked(ask: CloudAsk, choice: Choice) -> list[str]:
+    """Return the properties of another policy's choice that a plan of our own policy must not have."""
+    reasons = {
+        "but more than half of its nodes in one zone": not is_spread(choice),
+        "but on spot": ask.spot is Spot.NEVER and sum(choice.spot) > 0,
+        "but on demand": ask.spot is Spot.ONLY and choice.on_demand > 0,
+        "but below the floor": not is_above_floor(ask, choice),
+    }
+    return [reason for reason, holds in reasons.items() if holds]
+
+
+def difference(micro_usd: int, ms: int, expected: Outlook) -> str:
+    more, longer = micro_usd - expected.micro_usd, ms - expected.ms
+    money = f"{dollars(abs(more))} {'more' if more > 0 else 'less'}" if more else "as much"
+    time = f"{duration(abs(longer))} {'longer' if longer > 0 else 'shorter'}" if longer else "as long"
+    return f"{money}, {time}"
+
+
+def rollout_nodes(nodes: int) -> str:
+    return f"{nodes} rollout node{'' if nodes == 1 else 's'}"

@@ -1,0 +1,232 @@
+"""Plan a run on real clouds: the nodes to keep running, the expected cost, its interval, and the alternatives.
+
+ask + market -> sites -> a policy's choice -> outlook, interval, comparisons, alternatives
+
+Pure: the same ask and market give the same plan, for any order of the offers. No plan exceeds a cap: the listed rate,
+the expected cost and the expected time are within the limits of the ask. If no plan fits, the error names the limits
+that would fit. Money is integer micro-dollars, time integer milliseconds; expectations are rounded up.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from engine.events import Market
+from engine.exploration.value import IterationCost
+from launcher.decide.failover import Option, SiteOptions
+from launcher.exit_codes import BudgetError
+from launcher.placement.alternatives import elsewhere, fewer_or_more, other_policies, with_nodes
+from launcher.placement.ask import CloudAsk, MarketView, PricedPool, Site, sites_of
+from launcher.placement.cloud_plan import CloudPlan, ExplorationShare, Factors, PoolShare, Span
+from launcher.placement.forecast import Choice, Outlook, at_the_end, on_demand_outlook, outlook, share_at_work
+from launcher.placement.iteration_time import WhenSpotPays, iterations_share
+from launcher.placement.no_plan import nowhere, too_tight
+from launcher.placement.plan import PlacementError, Slot, placement_of, slot_of, zone_text
+from launcher.placement.plan_notes import basis_of, dearer_zones, notes_of
+from launcher.placement.policy import Ours, Situation, build_policy
+from launcher.placement.value import square_root_rule
+
+
+def plan_cloud(ask: CloudAsk, market: MarketView) -> CloudPlan:
+    """Make the plan. Raises PlacementError if no offer fits the job, and BudgetError if no plan fits the limits."""
+    sites, no_sites = sites_of(ask, market)
+    if not sites:
+        raise PlacementError(nowhere(ask, no_sites))
+    situation = Situation(ask=ask, sites=sites)
+    policy, found = build_policy(ask.policy), Ours().search(situation)
+    ours = None if found is None else found.choice
+    choice = ours if isinstance(policy, Ours) else policy.choose(situation)
+    if choice is None:
+        raise BudgetError(too_tight(ask, sites))
+    expected = outlook(ask, choice)
+    good, bad = at_the_end(ask, choice, "good"), at_the_end(ask, choice, "bad")
+    pays = _when_spot_pays(ask, choice, expected)
+    return CloudPlan(
+        cloud=choice.site.trainer.cloud,
+        region=choice.site.trainer.region,
+        policy=ask.policy,
+        slots=_slots(choice),
+        pools=tuple(_pool_share(pool, count) for pool, count in choice.pools),
+        listed_micro_usd_per_hour=choice.listed_micro_usd_per_hour,
+        expected_micro_usd_per_hour=expected.micro_usd_per_hour,
+        maximum_micro_usd_per_hour=choice.maximum_micro_usd_per_hour,
+        cost=_span(expected.micro_usd, good[0], bad[0]),
+        time=_span(expected.ms, good[1], bad[1]),
+        iterations=_iterations(ask, expected),
+        seconds_per_iteration=expected.seconds_per_iteration,
+        seconds_per_iteration_alone=outlook(ask, _alone(choice)).seconds_per_iteration,
+        basis=basis_of(ask, choice),
+        exploration=_exploration(ask, choice, expected),
+        spot_pays=pays,
+        factors=_factors(ask, choice, expected),
+        alternatives=(
+            *fewer_or_more(ask, choice, expected),
+            *elsewhere(ask, sites, choice, expected, found),
+            *other_policies(ask, situation, expected),
+        ),
+        left_out=(*dearer_zones(choice), *choice.site.left_out, *no_sites),
+        notes=notes_of(ask, choice),
+        max_total_micro_usd=ask.max_total_micro_usd,
+        max_hourly_micro_usd=ask.max_hourly_micro_usd,
+        deadline_ms=ask.deadline_ms,
+        sites=_site_options(ask, sites, choice),
+    )
+
+
+def _span(expected: int, *ends: int) -> Span:
+    return Span(expected=expected, low=min(expected, *ends), high=max(expected, *ends))
+
+
+def _iterations(ask: CloudAsk, expected: Outlook) -> Span:
+    recipe, gain = ask.recipe, expected.variance_gain
+    low = recipe.iterations.low * gain**-recipe.gain_exponent.high
+    high = recipe.iterations.high * gain**-recipe.gain_exponent.low
+    return _span(round(expected.iterations), round(low), round(high))
+
+
+def _exploration(ask: CloudAsk, choice: Choice, expected: Outlook) -> ExplorationShare:
+    recipe, exponent = ask.recipe.on(choice.site.trainer.gpus), ask.recipe.gain_exponent
+    mean, low, high = (
+        iterations_share(recipe, expected.candidates_per_prompt, e)
+        for e in (exponent.mean, exponent.high, exponent.low)
+    )
+    return ExplorationShare(
+        candidates_per_prompt=expected.candidates_per_prompt,
+        kept=recipe.cost.images_per_prompt,
+        variance_gain=expected.variance_gain,
+        rho=recipe.rho,
+        iterations_share=replace(exponent, mean=mean, low=low, high=high),
+        nodes_without=_nodes_without_exploring(recipe.cost, choice.site),
+    )
+
+
+def _nodes_without_exploring(cost: IterationCost, site: Site) -> float:
+    pools = site.zones or ((site.on_demand,) if site.on_demand is not None else ())
+    rates = [pool.value.micro_usd_per_hour / pool.value.useful_share for pool in pools if pool.value.useful_share]
+    if not rates:
+        return 0.0
+    gpus = pools[0].offer.gpus
+    pictures = cost.prompts * cost.images_per_prompt
+    return square_root_rule(
+        pictures * cost.rollout_gpu_seconds / gpus / 3600,
+        cost.train_seconds / 3600,
+        site.trainer.micro_usd_per_hour,
+        min(rates),
+        assist_nodes=cost.reserved_gpus / gpus,
+    )
+
+
+def _when_spot_pays(ask: CloudAsk, choice: Choice, expected: Outlook) -> WhenSpotPays | None:
+    """Return the cost per iteration relative to the trainer alone, including hazards, cold starts and traffic.
+
+    Without hazards, cold starts and traffic the ratio equals c of papers 6.2. For a plan without rollout nodes, the
+    ratio is for the best plan with a single rollout node.
+    """
+    if not choice.nodes:
+        one = with_nodes(ask, choice.site, 1)
+        return None if one is None else _when_spot_pays(ask, one, outlook(ask, one))
+    alone = outlook(ask, _alone(choice))
+    markets = {pool.offer.market for pool, _ in choice.pools}
+    return WhenSpotPays(
+        gpus=expected.useful_gpus,
+        market="spot and on-demand" if len(markets) > 1 else "spot" if Market.SPOT in markets else "on-demand",
+        cost_ratio=(expected.micro_usd / expected.iterations) / (alone.micro_usd / alone.iterations),
+        iterations_share=expected.iterations_share,
+    )
+
+
+def _alone(choice: Choice) -> Choice:
+    return replace(choice, spot=(0,) * len(choice.spot), on_demand=0)
+
+
+def _factors(ask: CloudAsk, choice: Choice, expected: Outlook) -> tuple[Factors, ...]:
+    """Compare the plan with the same nodes on demand, and with the trainer alone."""
+    if not choice.nodes:
+        return ()
+    others = {
+        "the same nodes, all on demand": on_demand_outlook(ask, choice),
+        "the trainer alone": outlook(ask, _alone(choice)),
+    }
+    return tuple(
+        Factors(
+            against=name,
+            iterations=expected.iterations / other.iterations,
+            hours_per_iteration=(expected.ms / expected.iterations) / (other.ms / other.iterations),
+            micro_usd_per_hour=(expected.micro_usd / expected.ms) / (other.micro_usd / other.ms),
+            their_micro_usd=other.micro_usd,
+            their_ms=other.ms,
+        )
+        for name, other in others.items()
+    )
+
+
+def _pool_share(pool: PricedPool, nodes: int) -> PoolShare:
+    return PoolShare(
+        zone=zone_text(pool.offer),
+        instance_type=pool.offer.instance_type,
+        market=pool.offer.market,
+        nodes=nodes,
+        micro_usd_per_hour=pool.offer.micro_usd_per_hour,
+        micro_usd_per_useful_hour=round(pool.value.micro_usd_per_useful_hour),
+        useful_share=share_at_work(pool),
+        reclaimed_in_first_hour=None if pool.survival is None else pool.survival.taken_within(1.0),
+        launch_odds=pool.odds,
+        cold_start_ms=pool.cold_start,
+        price_source=pool.offer.source,
+        price_observed_at=pool.offer.observed_at,
+    )
+
+
+def _slots(choice: Choice) -> tuple[Slot, ...]:
+    trainer = choice.site.trainer
+    slots = [slot_of("trainer", "trainer", trainer, trainer.micro_usd_per_hour)]
+    numbers = {Market.SPOT: 0, Market.ON_DEMAND: 0}
+    for pool, count in choice.pools:
+        for _ in range(count):
+            market = pool.offer.market
+            name = f"{'spot' if market is Market.SPOT else 'on-demand'}-{numbers[market]}"
+            numbers[market] += 1
+            slots.append(slot_of(name, "rollout", pool.offer, pool.on_demand_micro_usd_per_hour))
+    return tuple(slots)
+
+
+def _site_options(ask: CloudAsk, sites: Sequence[Site], choice: Choice) -> tuple[SiteOptions, ...]:
+    """Return every region with a trainer within `max_hourly`.
+
+    Other clouds come last, because a failover copies the checkpoint to the other cloud.
+    """
+    limit = ask.max_hourly_micro_usd
+    by_region: dict[tuple[str, str], list[Site]] = {}
+    for site in sites:
+        if limit is None or site.trainer.micro_usd_per_hour <= limit:
+            by_region.setdefault((site.trainer.cloud, site.trainer.region), []).append(site)
+    home = choice.site.trainer
+
+    def preference(options: SiteOptions) -> tuple[bool, bool, int, tuple[str, str]]:
+        cheapest = [min(o.placement.micro_usd_per_hour for o in options.trainer)]
+        cheapest += sorted(o.placement.micro_usd_per_hour for o in options.rollout)[:1] * choice.nodes
+        is_home = options.place == (home.cloud, home.region)
+        return not is_home, options.cloud != home.cloud, sum(cheapest), options.place
+
+    every = (_options_in(place, there, choice) for place, there in by_region.items())
+    return tuple(sorted(every, key=preference))
+
+
+def _options_in(place: tuple[str, str], there: Sequence[Site], choice: Choice) -> SiteOptions:
+    """Return the options of a region in buying order: the planned trainer in the home region, else the cheapest."""
+    trainers = sorted(
+        (site.trainer for site in there),
+        key=lambda offer: (offer != choice.site.trainer, offer.micro_usd_per_hour, offer.instance_type),
+    )
+    pools = [*there[0].zones, *([there[0].on_demand] if there[0].on_demand is not None else [])]
+    return SiteOptions(
+        cloud=place[0],
+        region=place[1],
+        trainer=tuple(
+            Option(placement=placement_of(offer), on_demand_micro_usd_per_hour=offer.micro_usd_per_hour)
+            for offer in trainers
+        ),
+        rollout=tuple(
+            Option(placement=placement_of(pool.offer), on_demand_micro_usd_per_hour=pool.on_demand_micro_usd_per_hour)
+            for pool in pools
+        ),
+    )
