@@ -70,13 +70,6 @@ FLOORS = {
 `engine/` or `launcher/` are below all folders."""
 
 UPWARD = {
-    ("launcher/checks", "controller"),
-    ("launcher/checks", "provision"),
-    ("launcher/decide", "controller"),
-    ("launcher/decide", "ledger"),
-    ("launcher/decide", "provision"),
-    ("launcher/placement", "decide"),
-    ("launcher/runs", "cleanup"),
     ("engine/models", "worker"),
     ("engine/parallel", "coordinator"),
     ("engine/protocol", "queue"),

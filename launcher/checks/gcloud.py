@@ -10,8 +10,8 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
+from launcher.checks.sky_settings import remote_api_server
 from launcher.exit_codes import ExitCode, Failure
-from launcher.provision.sky.sky_settings import remote_api_server
 
 LOGIN = "`gcloud auth login`, or with a key file `gcloud auth activate-service-account --key-file FILE`"
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from launcher.checks.check import AT_ONCE, Check, Verdict, some
 from launcher.clouds.limits import CloudLimits, Quota
-from launcher.decide.failover import SiteOptions
 from launcher.exit_codes import Failure
+from launcher.placement.options import SiteOptions
 from launcher.placement.placement import Placement
 from launcher.placement.plan import Plan
 

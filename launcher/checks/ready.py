@@ -17,15 +17,15 @@ from engine.config import SHIPPED
 from launcher.checks.gcloud import GcloudMissing, check_gcloud
 from launcher.checks.preflight import check_disk, check_secrets
 from launcher.clouds.base import Caller, CloudApi, MachineState, refuse_wrong, wrong_of
-from launcher.controller.store_lease import StoreLease
 from launcher.exit_codes import Failure
 from launcher.job.checked import CheckedJob
 from launcher.job.schema import Job
-from launcher.ledger.billing import DISK_GIB
 from launcher.market.offers import TOO_OLD, CatalogError, age_of, age_text
+from launcher.market.side_prices import DISK_GIB
 from launcher.money import hourly
 from launcher.placement.plan import Slot
 from launcher.settings import runs_folder
+from launcher.storage.store_lease import StoreLease
 from launcher.storage.stores import check_no_checkpoint, check_writable, open_store, run_store
 from launcher.storage.weights import bytes_of
 

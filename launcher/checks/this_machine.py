@@ -7,7 +7,7 @@ from pathlib import Path
 
 from launcher.checks.check import Check, Verdict
 from launcher.checks.ready import PROGRAMS
-from launcher.provision.sky.sky_settings import configuration_files, read_configuration, value_at
+from launcher.checks.sky_settings import configuration_files, read_configuration, value_at
 
 SKYPILOT = "0.14.1"
 """The SkyPilot version used by the tests."""

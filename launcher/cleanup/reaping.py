@@ -25,7 +25,7 @@ from sqlalchemy.orm import Session, sessionmaker
 
 from launcher.clouds.base import Caller, CloudApi, CloudUnreachable, Machine, MachineState, Thing
 from launcher.controller.lease import is_held
-from launcher.decide.reconcile import OVER, Stage
+from launcher.decide.facts import OVER, Stage
 from launcher.exit_codes import Failure
 from launcher.ledger.billing import LOCAL
 from launcher.ledger.models import ControllerLease, Run

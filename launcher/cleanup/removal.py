@@ -14,12 +14,12 @@ from pathlib import Path
 from sqlalchemy.orm import Session, sessionmaker
 
 from launcher.controller.lease import is_held
-from launcher.decide.reconcile import OVER, Stage
+from launcher.decide.facts import OVER, Stage
 from launcher.exit_codes import Failure
 from launcher.ledger.models import ControllerLease, Removal, Run
 from launcher.ledger.store import current_status, find_run, writing
+from launcher.runs.run_buckets import buckets_of
 from launcher.runs.runs import still_running
-from launcher.storage.stores import run_store
 
 
 class NotRemovable(Failure):
@@ -80,9 +80,3 @@ def check_removable(sessions: sessionmaker[Session], session: Session, run: Run)
             f"{run.name} is {status.status}, but its controller (process {lease.pid}) still writes to its folder; "
             "try again in a few seconds"
         )
-
-
-def buckets_of(run: Run) -> tuple[str, ...]:
-    """Return the run's folder in each cloud's bucket."""
-    store = run.job.get("store") or {}
-    return tuple(run_store(store, cloud, run.name) for cloud in run.infra.split(",") if cloud in store)

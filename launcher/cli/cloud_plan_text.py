@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from launcher.cli.layout import columns, fitted
 from launcher.cli.plan_text import place_table
-from launcher.decide.reconcile import bound_of_plan
+from launcher.decide.run_budget import bound_of_plan
 from launcher.job.schema import Job
 from launcher.market.estimate import Estimate
 from launcher.market.offers import TOO_OLD, Age, age_of, age_text

@@ -8,7 +8,7 @@ import click
 from sqlalchemy.orm import Session, sessionmaker
 
 from launcher.controller.controller import run_controller
-from launcher.decide.reconcile import OVER
+from launcher.decide.facts import OVER
 from launcher.exit_codes import ExitCode
 from launcher.runs.runs import run_view
 from launcher.runs.service import remove_service

@@ -24,7 +24,7 @@ from launcher.checks.ready import check_clouds, check_here, check_job, check_nam
 from launcher.cli.cloud_plan_text import cloud_plan_lines
 from launcher.cli.follow import Follow, can_ask, start_and_follow
 from launcher.cli.plan_text import clock_text, plan_dict, plan_lines
-from launcher.decide.reconcile import bound_of_plan
+from launcher.decide.run_budget import bound_of_plan
 from launcher.exit_codes import BudgetError, ExitCode
 from launcher.job.checked import CheckedJob, JobError
 from launcher.job.load import load_job

@@ -7,7 +7,6 @@ import click
 from sqlalchemy.orm import Session, sessionmaker
 
 from engine.config import ModelConfig
-from launcher.cleanup.removal import buckets_of
 from launcher.cli.run_argument import run_argument
 from launcher.exit_codes import Failure
 from launcher.ledger.store import check_kept, find_run
@@ -16,6 +15,7 @@ from launcher.report.card import CARD, CURVE, model_card
 from launcher.report.diffusers_files import write_for_diffusers
 from launcher.report.values import Report
 from launcher.report.weights import pull_metrics, pull_weights, write_pulled_manifest
+from launcher.runs.run_buckets import buckets_of
 from launcher.storage.stores import run_stores
 
 

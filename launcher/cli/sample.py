@@ -12,11 +12,11 @@ import click
 from sqlalchemy.orm import Session, sessionmaker
 
 from engine.config import EvaluationConfig
-from launcher.cleanup.removal import buckets_of
 from launcher.cli.run_argument import run_argument
 from launcher.engine_process import engine_command, engine_failure
 from launcher.ledger.store import check_kept, find_run
 from launcher.report.weights import pull_weights
+from launcher.runs.run_buckets import buckets_of
 from launcher.runs.start import copy_start
 from launcher.storage.stores import run_stores
 

@@ -8,17 +8,14 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Protocol
 
 from engine.clock import Clock
+from launcher.decide.clock_doubt import MOST_OFF_MS, Doubt
 from launcher.exit_codes import Failure
 from launcher.money import duration
 
 log = logging.getLogger(__name__)
-
-MOST_OFF_MS = 60_000
-"""Largest accepted difference of clocks in ms. A cloud reports whole seconds, and the answer takes seconds."""
 
 ASK_SECONDS = 300.0
 AGAIN_SECONDS = 20.0
@@ -29,17 +26,6 @@ class TellsTime(Protocol):
     """The part of CloudLimits used here."""
 
     def clock_ms(self) -> int: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Doubt:
-    """The reason to doubt the time.
-
-    `is_ahead`: the run's clock is fast, so money and deadline seem used up too early.
-    """
-
-    text: str
-    is_ahead: bool = False
 
 
 def wall_ms() -> int:

@@ -33,32 +33,21 @@ from engine.config import ClockConfig, NodeSpec, role_token
 from engine.events import Capacity, EngineFinished, IterationDone, Market, NodeCapacity, NodeState
 from launcher.clouds.limits import build_limits
 from launcher.controller.cloud_time import CloudTime
-from launcher.controller.lease import Lease, LeaseLost, give_up, renew, take_lease, this_process
+from launcher.controller.lease import Lease, give_up, renew, take_lease, this_process
 from launcher.controller.progress import ProgressFiles
-from launcher.controller.store_lease import StoreLease
 from launcher.decide import budget_guard
-from launcher.decide.failover import LaunchRate, MoveRules, Option, Price, PriceNow, SiteOptions, repriced
-from launcher.decide.reconcile import (
-    ENDS,
-    OVER,
-    Action,
-    Ask,
-    Buy,
-    Enter,
-    Facts,
-    NodeRecord,
-    Note,
-    Others,
-    Paid,
-    Release,
-    Stage,
-    TellStop,
-    Wanted,
-    decide,
+from launcher.decide.actions import Action, Ask, Buy, Enter, Release, TellStop
+from launcher.decide.current_prices import Price, PriceNow, repriced
+from launcher.decide.facts import ENDS, OVER, Facts, NodeRecord, Others, Stage, Wanted
+from launcher.decide.failover import LaunchRate
+from launcher.decide.launch_history import MoveRules
+from launcher.decide.node_events import Note, news
+from launcher.decide.node_facts import NodeFact, NodeStatus
+from launcher.decide.price_events import Paid, paid
+from launcher.decide.reconcile import decide
+from launcher.decide.run_budget import (
     describe_brakes,
     hourly_micro_usd,
-    news,
-    paid,
     planned_hourly,
     refused_now,
     reserved_micro_usd,
@@ -68,14 +57,7 @@ from launcher.job.checked import JobError
 from launcher.job.load import all_runs_of
 from launcher.job.schema import Job
 from launcher.ledger.accounting import charges_of_run, prices_of_run, spent_micro_usd
-from launcher.ledger.billing import (
-    LOCAL,
-    NOT_PRICED,
-    bill,
-    minimum_billed_ms,
-    side_costs,
-    side_micro_usd_per_hour,
-)
+from launcher.ledger.billing import LOCAL, NOT_PRICED, bill, minimum_billed_ms, side_costs
 from launcher.ledger.models import Node, NodeEvent, NodePrice, Preemption, ProgressRow, Run, RunStatus, SideCost
 from launcher.ledger.prices import latest_prices
 from launcher.ledger.store import (
@@ -89,15 +71,18 @@ from launcher.ledger.store import (
 )
 from launcher.market.prices import PriceSource
 from launcher.market.quality import USABLE
+from launcher.market.side_prices import side_micro_usd_per_hour
 from launcher.money import HOUR_MS, duration
+from launcher.placement.options import Option, SiteOptions
 from launcher.placement.placement import Placement
 from launcher.placement.plan import Plan
 from launcher.provision.local.provisioner import node_folder
 from launcher.provision.provide import provisioner_of
-from launcher.provision.provisioner import NodeFact, NodeStatus, Provisioner
+from launcher.provision.provisioner import Provisioner
 from launcher.services.on_offer import on_offer
 from launcher.services.own_prices import as_you_pay
 from launcher.settings import config_path
+from launcher.storage.store_lease import LeaseLost, StoreLease
 from launcher.storage.stores import carry_over, open_store, run_store
 
 log = logging.getLogger(__name__)

@@ -12,22 +12,14 @@ from dataclasses import dataclass
 import psutil
 from sqlalchemy.orm import Session, sessionmaker
 
-from launcher.exit_codes import Failure
 from launcher.ledger.models import ControllerLease, Run
 from launcher.ledger.store import writing
 from launcher.provision.local.processes import is_alive
+from launcher.storage.store_lease import LeaseHeld, LeaseLost
 
 LEASE_MS = 15_000
 """Longest silence of a controller (ms, wall time). A pass takes milliseconds; a busy machine delays a pass by
 seconds."""
-
-
-class LeaseHeld(Failure):
-    """Another controller holds the lease of this run."""
-
-
-class LeaseLost(Failure):
-    """Another controller has taken over. This controller must not act any more."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,16 +9,13 @@ Costs beside the instance (disk, address) have assumed list prices. A cost witho
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
 
 from engine.events import Market
 from launcher.ledger.models import BillingInterval, Node, NodePrice, Run, SideCost
+from launcher.market.side_prices import MINIMUM_BILLED_MS, side_rates
 from launcher.money import HOUR_MS
 
 LOCAL = "local"
-
-MINIMUM_BILLED_MS = 60_000
-"""Minimum bill of an instance that came up, in milliseconds: a minute on both clouds (research notes cost 5.1)."""
 
 FIRST_HOUR_MS = HOUR_MS
 
@@ -78,54 +75,6 @@ def first_hour_is_free(node: Node, start_ms: int, end_ms: int, evidence: str) ->
         and end_ms - start_ms < FIRST_HOUR_MS
         and EC2_TOOK_IT in evidence
     )
-
-
-# --- side costs -----------------------------------------------------------------------------------------
-
-MONTH_HOURS = 730
-
-DISK_GIB = 100
-"""Disk size of every node in GiB, as requested from SkyPilot."""
-
-DISK_MICRO_USD_PER_GIB_MONTH = {"aws": 80_000, "gcp": 100_000}
-ADDRESS_MICRO_USD_PER_HOUR = {
-    ("aws", Market.SPOT): 5_000,
-    ("aws", Market.ON_DEMAND): 5_000,
-    ("gcp", Market.SPOT): 2_500,
-    ("gcp", Market.ON_DEMAND): 5_000,
-}
-LISTED = "assumed: list price of 2025 in US regions (gp3, pd-balanced; public IPv4 in use), not re-read"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SideRate:
-    """A cost beside a node's instance, per hour of the node's life."""
-
-    kind: str
-    """disk or address."""
-    amount: str
-    micro_usd_per_hour: int
-    source: str
-
-
-@cache
-def side_rates(cloud: str, market: Market) -> tuple[SideRate, ...]:
-    disk = -(-DISK_GIB * DISK_MICRO_USD_PER_GIB_MONTH[cloud] // MONTH_HOURS)
-    return (
-        SideRate(kind="disk", amount=f"{DISK_GIB} GiB", micro_usd_per_hour=disk, source=LISTED),
-        SideRate(
-            kind="address",
-            amount="1 public IPv4",
-            micro_usd_per_hour=ADDRESS_MICRO_USD_PER_HOUR[cloud, market],
-            source=LISTED,
-        ),
-    )
-
-
-@cache
-def side_micro_usd_per_hour(cloud: str, market: Market) -> int:
-    """Return the sum of all side rates. The budget guard adds the sum to the price of every node on a real cloud."""
-    return sum(rate.micro_usd_per_hour for rate in side_rates(cloud, market))
 
 
 NOT_PRICED: Sequence[tuple[str, str]] = (("egress", "weights, checkpoints and logs that left a zone or a region"),)

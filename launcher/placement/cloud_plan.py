@@ -4,10 +4,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from engine.events import Market
-from launcher.decide.failover import SiteOptions
 from launcher.market.estimate import Estimate
 from launcher.placement.ask import LeftOut
 from launcher.placement.iteration_time import WhenSpotPays
+from launcher.placement.options import SiteOptions
 from launcher.placement.plan import Plan, Slot
 
 

@@ -13,13 +13,13 @@ from difflib import get_close_matches
 from typing import Any, Literal
 
 from engine.events import Market
-from launcher.decide.failover import Option, SiteOptions
 from launcher.exit_codes import ExitCode, Failure
 from launcher.job.schema import Job
 from launcher.job.sections import NodeResources
 from launcher.market.offers import Offer
 from launcher.market.quality import USABLE
 from launcher.money import HOUR_MS
+from launcher.placement.options import Option, SiteOptions
 from launcher.placement.placement import Placement
 
 

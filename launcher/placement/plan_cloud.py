@@ -12,7 +12,6 @@ from dataclasses import replace
 
 from engine.events import Market
 from engine.exploration.value import IterationCost
-from launcher.decide.failover import Option, SiteOptions
 from launcher.exit_codes import BudgetError
 from launcher.placement.alternatives import elsewhere, fewer_or_more, other_policies, with_nodes
 from launcher.placement.ask import CloudAsk, MarketView, PricedPool, Site, sites_of
@@ -20,6 +19,7 @@ from launcher.placement.cloud_plan import CloudPlan, ExplorationShare, Factors, 
 from launcher.placement.forecast import Choice, Outlook, at_the_end, on_demand_outlook, outlook, share_at_work
 from launcher.placement.iteration_time import WhenSpotPays, iterations_share
 from launcher.placement.no_plan import nowhere, too_tight
+from launcher.placement.options import Option, SiteOptions
 from launcher.placement.plan import PlacementError, Slot, placement_of, slot_of, zone_text
 from launcher.placement.plan_notes import basis_of, dearer_zones, notes_of
 from launcher.placement.policy import Ours, Situation, build_policy

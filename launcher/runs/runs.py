@@ -25,7 +25,7 @@ from engine.clock import ScaledClock
 from engine.events import Evaluated, IterationDone, Regrouped
 from launcher.controller.controller import metered_micro_usd, node_records
 from launcher.controller.lease import is_given_up, is_held
-from launcher.decide.reconcile import OVER, NodeRecord, Stage
+from launcher.decide.facts import OVER, NodeRecord, Stage
 from launcher.exit_codes import Failure
 from launcher.harmless import harmless
 from launcher.job.checked import CheckedJob

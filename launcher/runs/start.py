@@ -23,12 +23,12 @@ from pydantic import ValidationError
 from sqlalchemy.orm import Session, sessionmaker
 
 from engine.config import ModelConfig
-from launcher.cleanup.removal import buckets_of
 from launcher.exit_codes import Failure
 from launcher.job.checked import CheckedJob, JobError
 from launcher.job.schema import Job
 from launcher.ledger.store import check_kept, find_run
 from launcher.report.weights import PULLED_MANIFEST, pull_weights
+from launcher.runs.run_buckets import buckets_of
 from launcher.storage.stores import StoreError, open_store, run_store, run_stores
 
 WEIGHTS = "weights.safetensors"

@@ -23,9 +23,9 @@ from launcher.clouds.base import Place
 from launcher.clouds.build import build_cloud_api
 from launcher.clouds.gce import GceApi
 from launcher.clouds.gce_services import COMPUTE, IAM
+from launcher.decide.node_facts import NodeFact, NodeStatus
 from launcher.job.company import NOTHING_NAMED, Named
 from launcher.placement.placement import Placement
-from launcher.provision.provisioner import NodeFact, NodeStatus
 from launcher.provision.sky import sky_provisioner
 from launcher.provision.sky.bundle import Bundle, make_bundle
 from launcher.provision.sky.node_link import NodeLink

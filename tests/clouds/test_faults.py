@@ -23,7 +23,7 @@ import pytest
 from engine.config import role_token
 from engine.models.digits import BASE
 from launcher.decide.budget_guard import RELEASE_ALLOWANCE_MS
-from launcher.decide.reconcile import NodeRecord
+from launcher.decide.facts import NodeRecord
 from launcher.ledger.store import find_run
 from launcher.provision.local.processes import is_alive
 from launcher.storage.stores import newest_checkpoint, open_store

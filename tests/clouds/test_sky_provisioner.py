@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.provision.provisioner import is_quota_used_up
+from launcher.decide.node_facts import is_quota_used_up
 from tests.clouds.provisioning import COMPANY, COMPANY_RANGE
 from tests.fakes.clouds.world import World
 

@@ -10,10 +10,10 @@ import time
 
 import pytest
 
-from launcher.controller.store_lease import LEASE_SECONDS
 from launcher.ledger.store import writing
 from launcher.provision.local.processes import is_alive
 from launcher.runs.runs import request_stop
+from launcher.storage.store_lease import LEASE_SECONDS
 from tests.clouds.launched import Launched, wait_for
 from tests.fakes.clouds.world import World
 

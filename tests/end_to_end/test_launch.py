@@ -15,7 +15,7 @@ import pytest
 from sqlalchemy.orm import Session, sessionmaker
 
 from launcher.cli.main import run
-from launcher.decide.reconcile import OVER
+from launcher.decide.facts import OVER
 from launcher.exit_codes import ExitCode
 from launcher.ledger.store import open_ledger
 from launcher.runs.runs import RunView, run_view

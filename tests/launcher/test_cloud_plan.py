@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from engine.events import Market
-from launcher.decide.reconcile import bound_of_plan
+from launcher.decide.run_budget import bound_of_plan
 from launcher.exit_codes import BudgetError
-from launcher.ledger.billing import side_micro_usd_per_hour
 from launcher.ledger.exposure import pool_histories
 from launcher.ledger.models import NodeEvent
 from launcher.market.estimate import Basis, Estimate
 from launcher.market.hazard import POOLED, Exposure, LaunchOdds, Life, Pool, PoolHistory, learn
 from launcher.market.offers import Offer
 from launcher.market.quality import Quality
+from launcher.market.side_prices import side_micro_usd_per_hour
 from launcher.money import HOUR_MS
 from launcher.placement.ask import CloudAsk, MarketView, NodeAsk, Spot, market_view, pool_of_offer, sites_of
 from launcher.placement.cloud_plan import CloudPlan, cloud_plan_json

@@ -7,28 +7,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.events import Market
+from launcher.decide.current_prices import Price, PriceNow, repriced
 from launcher.decide.failover import (
-    AGAIN_MS,
-    Attempt,
     LaunchRate,
-    MoveRules,
     NothingLeft,
-    Option,
-    Outcome,
-    Price,
-    PriceNow,
-    SiteOptions,
-    Tried,
     Wait,
     back_to_spot,
-    gap_ms,
     home_of,
     is_home_given_up,
     next_rollout,
     next_trainer,
-    repriced,
     site_of_run,
 )
+from launcher.decide.launch_history import AGAIN_MS, Attempt, MoveRules, Outcome, Tried, gap_ms
+from launcher.placement.options import Option, SiteOptions
 from launcher.placement.placement import Placement
 
 NOW = 10_000_000

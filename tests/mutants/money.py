@@ -12,11 +12,11 @@ from launcher.controller import controller
 from launcher.controller.cloud_time import CloudTime
 from launcher.controller.controller import Controller
 from launcher.controller.lease import renew
-from launcher.controller.store_lease import StoreLease
-from launcher.decide import budget_guard, reconcile
-from launcher.decide.reconcile import Facts
+from launcher.decide import budget_guard, node_events, run_budget
+from launcher.decide.facts import Facts, Wanted
 from launcher.ledger.store import writing
 from launcher.runs import runs
+from launcher.storage.store_lease import StoreLease
 from tests.mutants.faults import Fault
 
 MOVING = "tests/launcher/cluster/test_moving.py::test_"
@@ -33,11 +33,11 @@ def _own_limit_only(self: Controller, facts: Facts, now_ms: int) -> int | None:
         now_ms=now_ms,
         metered=facts.metered,
         max_total=self.wanted.limits.max_total,
-        planned_hourly=reconcile.planned_hourly(facts, self.wanted),
+        planned_hourly=run_budget.planned_hourly(facts, self.wanted),
     )
 
 
-def _plan_only(facts: Facts, wanted: reconcile.Wanted) -> int:
+def _plan_only(facts: Facts, wanted: Wanted) -> int:
     return sum(slot.placement.micro_usd_per_hour for slot in wanted.slots)
 
 
@@ -99,7 +99,7 @@ _ALL = (
     Fault(
         name="every_time_is_believed",
         forgets="that clocks of clouds and nodes may be wrong",
-        patches=((reconcile, "_believed_ms", lambda node, said_ms, now_ms: said_ms),),
+        patches=((node_events, "_believed_ms", lambda node, said_ms, now_ms: said_ms),),
         found_by=f"{TIME}a_fact_from_the_far_future_or_the_far_past_ends_no_run",
     ),
     Fault(

@@ -16,8 +16,10 @@ from engine.protocol.request import Reply
 from engine.protocol.wire import pack
 from engine.queue.queue import Queue
 from engine.storage import bucket
-from launcher.decide import reconcile
+from launcher.decide import stopping
+from launcher.decide.facts import Facts, Wanted
 from tests.mutants.faults import Fault
+from tests.mutants.planted_bug import everywhere
 
 FAULTS: dict[str, Fault] = {}
 
@@ -86,7 +88,7 @@ _fault(
 )
 
 
-def _always_worth_another(facts: reconcile.Facts, slot: Any) -> None:
+def _always_worth_another(facts: Facts, slot: Any) -> None:
     return None
 
 
@@ -95,11 +97,11 @@ _fault(
     "how the last nodes of a slot ended",
     "tests/launcher/cluster/test_reconcile.py::"
     "test_a_slot_whose_nodes_end_in_the_same_way_three_times_is_left_empty_and_says_so",
-    (reconcile, "_given_up", _always_worth_another),
+    everywhere(stopping.is_given_up, _always_worth_another),
 )
 
 
-def _no_limit(facts: reconcile.Facts, wanted: reconcile.Wanted) -> None:
+def _no_limit(facts: Facts, wanted: Wanted) -> None:
     return None
 
 
@@ -107,7 +109,7 @@ _fault(
     "standstill_is_paid_for",
     "how long an iteration was predicted to take",
     "tests/launcher/cluster/test_moving.py::test_a_run_whose_trainer_answers_and_gets_nowhere_ends",
-    (reconcile, "_standstill", _no_limit),
+    (stopping, "_standstill", _no_limit),
 )
 
 # --- the way to the bucket, and who may say what

@@ -4,17 +4,17 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from engine.queue.queue import Queue
-from launcher.decide import budget_guard, failover, reconcile
+from launcher.decide import budget_guard, failover, giving_back, launch_history, reconcile, replacing, run_budget
 from launcher.market import hazard
 from tests.mutants.faults import Fault
-from tests.mutants.planted_bug import changed
+from tests.mutants.planted_bug import changed, everywhere
 
 DECISIONS = "tests/launcher/cluster/test_reconcile.py"
 PLACES = "tests/launcher/test_moves.py"
 QUEUE = "tests/engine/test_queue.py"
 
-_cools_until_ms = failover._cools_until_ms
-_needs_successor, _refusal, _next_trainer = reconcile._needs_successor, reconcile._refusal, failover.next_trainer
+_cooled_until_ms, _next_trainer = launch_history.cooled_until_ms, failover.next_trainer
+_needs_successor, _refusal = replacing.needs_successor, run_budget.budget_refusal
 
 
 def never_given_back(*_: Any) -> list[Any]:
@@ -26,7 +26,7 @@ def every_refusal(answers: Iterable[tuple[int, int]], within_ms: int = 0) -> int
 
 
 def two_hours_at_most(refused: Sequence[Any], first_ms: int, longest_ms: int = 0) -> int:
-    return _cools_until_ms(refused, first_ms, 7_200_000)
+    return _cooled_until_ms(refused, first_ms, 7_200_000)
 
 
 def never_full(*_: Any) -> bool:
@@ -39,7 +39,7 @@ def whatever_trainer_leaves(slot: Any, latest: Any, held: Sequence[Any], facts: 
     return _needs_successor(slot, latest, held, facts)
 
 
-def trainer_forgotten(tried: failover.Tried, *rest: Any) -> failover.Move:
+def trainer_forgotten(tried: launch_history.Tried, *rest: Any) -> failover.Move:
     tried.trainer = None
     return _next_trainer(tried, *rest)
 
@@ -67,13 +67,13 @@ FAULTS = {
         Fault(
             name="stand-in-never-given-back",
             forgets="that a stand-in ends when its spot node works",
-            patches=((reconcile, "_given_back", never_given_back),),
+            patches=((giving_back, "_given_back", never_given_back),),
             found_by=f"{DECISIONS}::test_a_stand_in_works_until_its_spot_node_has_settled",
         ),
         Fault(
             name="slot-goes-back-and-forth",
             forgets="that a slot gives a stand-in back once in half an hour at most",
-            patches=((reconcile, "GIVE_BACK_GAP_MS", 0),),
+            patches=((replacing, "GIVE_BACK_GAP_MS", 0),),
             found_by=f"{DECISIONS}::test_a_slot_that_gave_a_stand_in_back_keeps_the_next_for_half_an_hour",
         ),
         Fault(
@@ -82,8 +82,12 @@ FAULTS = {
             patches=(
                 (
                     reconcile,
-                    "_let_go",
-                    changed(reconcile._let_go, "(node.market is Market.ON_DEMAND,", "(node.market is Market.SPOT,"),
+                    "nodes_to_release",
+                    changed(
+                        giving_back.nodes_to_release,
+                        "(node.market is Market.ON_DEMAND,",
+                        "(node.market is Market.SPOT,",
+                    ),
                 ),
             ),
             found_by=f"{DECISIONS}::test_past_the_hourly_limit_the_stand_in_goes_before_a_spot_node",
@@ -91,7 +95,7 @@ FAULTS = {
         Fault(
             name="zone-is-closed-for-two-hours",
             forgets="that capacity is back within minutes most times",
-            patches=((failover, "_cools_until_ms", two_hours_at_most),),
+            patches=(everywhere(launch_history.cooled_until_ms, two_hours_at_most),),
             found_by=f"{PLACES}::test_no_zone_is_left_alone_for_longer_than_half_an_hour",
         ),
         Fault(
@@ -103,20 +107,20 @@ FAULTS = {
         Fault(
             name="burst-counts-each-refusal",
             forgets="that refusals of one moment say one thing",
-            patches=((failover, "bursts", every_refusal),),
+            patches=((launch_history, "bursts", every_refusal),),
             found_by=f"{PLACES}::test_a_burst_of_refusals_cools_a_zone_down_as_one_refusal_does",
         ),
         Fault(
             name="full-quota-is-a-denial",
             forgets="that nodes of ours use up the quota and will end",
-            patches=((failover, "_is_full", never_full),),
+            patches=((launch_history, "_is_full", never_full),),
             found_by=f"{DECISIONS}::test_a_spot_node_taken_back_at_a_tight_quota_is_asked_for_again",
         ),
         Fault(
             name="second-trainer-while-the-first-leaves",
             forgets="that a trainer that is leaving still writes checkpoints",
             patches=(
-                (reconcile, "_needs_successor", whatever_trainer_leaves),
+                everywhere(replacing.needs_successor, whatever_trainer_leaves),
                 (reconcile, "next_trainer", trainer_forgotten),
             ),
             found_by=f"{DECISIONS}::test_a_trainer_on_a_cloud_is_not_bought_while_the_one_before_is_still_leaving",
@@ -124,7 +128,7 @@ FAULTS = {
         Fault(
             name="each-purchase-sees-the-whole-hourly-limit",
             forgets="what the same pass has bought already",
-            patches=((reconcile, "_refusal", each_sees_the_whole_limit),),
+            patches=(everywhere(run_budget.budget_refusal, each_sees_the_whole_limit),),
             found_by=f"{DECISIONS}::test_purchases_of_one_pass_share_the_hourly_limit",
         ),
         Fault(
@@ -136,7 +140,7 @@ FAULTS = {
         Fault(
             name="guard-without-disks-and-addresses",
             forgets="what a node costs beside its instance",
-            patches=((reconcile, "_beside", nothing_beside),),
+            patches=(everywhere(run_budget.beside, nothing_beside),),
             found_by=f"{DECISIONS}::test_disks_and_addresses_count_against_the_hourly_limit",
         ),
         Fault(

@@ -1,11 +1,16 @@
 """A bug that tests plant: its name, what it forgets, and the code that puts it in place and takes it out again."""
 
 import inspect
+import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
+
+EVERYWHERE = ""
+"""Name in a patch of a function that is replaced in its own module and in every module that has imported it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,8 +23,9 @@ class PlantedBug:
 
     @contextmanager
     def planted(self) -> Iterator[None]:
-        before = [(where, name, vars(where)[name]) for where, name, _ in self.patches]
-        for where, name, instead in self.patches:
+        patches = [one for patch in self.patches for one in _resolved(*patch)]
+        before = [(where, name, vars(where)[name]) for where, name, _ in patches]
+        for where, name, instead in patches:
             setattr(where, name, instead)
         try:
             yield
@@ -35,3 +41,19 @@ def changed(function: Callable[..., Any], old: str, new: str) -> Callable[..., A
     made: dict[str, Any] = {}
     exec(compile(source.replace(old, new), f"<{function.__name__}, planted>", "exec"), function.__globals__, made)
     return made[function.__name__]
+
+
+def everywhere(function: Callable[..., Any], instead: Callable[..., Any]) -> tuple[Any, str, Any]:
+    """Return a patch that replaces a function wherever it is called by its name."""
+    return function, EVERYWHERE, instead
+
+
+def _resolved(where: Any, name: str, instead: Any) -> Iterator[tuple[Any, str, Any]]:
+    """Yield the patches of single names. A module that is imported later takes the function from its own module."""
+    if name != EVERYWHERE:
+        yield where, name, instead
+        return
+    modules = [module for module in list(sys.modules.values()) if isinstance(module, ModuleType)]
+    ours = [module for module in modules if module.__name__.partition(".")[0] in ("engine", "launcher")]
+    for module in ours:
+        yield from ((module, key, instead) for key, value in list(vars(module).items()) if value is where)

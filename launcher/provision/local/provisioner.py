@@ -21,12 +21,12 @@ from engine.config import NodeSpec
 from engine.durable import write_durably
 from engine.events import Market
 from engine.mark import ENDING, read_exits
+from launcher.decide.node_facts import NodeFact, NodeStatus
 from launcher.money import duration
 from launcher.placement.placement import Placement
 from launcher.provision.local import processes
 from launcher.provision.local.agent_starter import AGENT, AgentStarter
 from launcher.provision.local.preemptions import Reclaim, ReclaimRule
-from launcher.provision.provisioner import NodeFact, NodeStatus
 
 AGENT_SECONDS = 60.0
 """Longest time until a process becomes an agent (wall time). After longer its imports have failed or hang."""

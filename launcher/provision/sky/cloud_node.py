@@ -15,8 +15,8 @@ from pydantic import TypeAdapter
 from engine.config import NodeSpec
 from engine.durable import write_durably
 from launcher.clouds.base import Machine
+from launcher.decide.node_facts import NodeFact
 from launcher.placement.placement import Placement
-from launcher.provision.provisioner import NodeFact
 from launcher.provision.sky.node_link import Login
 from launcher.provision.sky.sky import Outcome
 

@@ -27,11 +27,11 @@ from urllib.parse import urlsplit
 
 from engine.events import Market
 from launcher.clouds.base import NODE_LABEL, OWNER_LABEL, RUN_LABEL, Place
+from launcher.decide.node_facts import QUOTA_WORDS
 from launcher.exit_codes import Failure
-from launcher.ledger.billing import DISK_GIB
 from launcher.market.refusals import REFUSAL_WORDS, advice_on
+from launcher.market.side_prices import DISK_GIB
 from launcher.placement.placement import Placement
-from launcher.provision.provisioner import QUOTA_WORDS
 
 log = logging.getLogger(__name__)
 

@@ -42,11 +42,11 @@ from launcher.clouds.base import (
     Place,
     Thing,
 )
+from launcher.decide.node_facts import NodeFact, NodeStatus
 from launcher.exit_codes import Failure
 from launcher.job.company import NOTHING_NAMED, Named
 from launcher.placement.placement import Placement
 from launcher.provision.local.provisioner import node_folder, nodes_folder
-from launcher.provision.provisioner import NodeFact, NodeStatus
 from launcher.provision.sky.bundle import REMOTE_BUNDLE, Bundle
 from launcher.provision.sky.chores import Chores, NotYet
 from launcher.provision.sky.cloud_node import CloudNode, Link

@@ -13,19 +13,19 @@ from sqlalchemy.orm import Session, sessionmaker
 from engine.config import ClockConfig, EngineConfig, NodeSpec
 from engine.events import Market
 from launcher.controller.controller import metered_micro_usd
-from launcher.decide.failover import Option, SiteOptions
-from launcher.decide.reconcile import ENDS
+from launcher.decide.facts import ENDS
+from launcher.decide.node_facts import NodeFact, NodeStatus
 from launcher.job.checked import CheckedJob
 from launcher.job.schema import Job
 from launcher.ledger.accounting import run_costs
 from launcher.ledger.billing import interval_micro_usd
 from launcher.ledger.models import BillingInterval, NodeEvent, Run
 from launcher.ledger.store import find_run, nodes_of, open_ledger, progress_of
+from launcher.placement.options import Option, SiteOptions
 from launcher.placement.placement import Placement
 from launcher.placement.plan import Plan, Slot
 from launcher.provision.local.preemptions import MANNERS, Reclaim, ReclaimRule
 from launcher.provision.local.provisioner import LocalProvisioner, node_folder, nodes_folder
-from launcher.provision.provisioner import NodeFact, NodeStatus
 from launcher.runs.runs import create_run, run_clock, running_processes
 
 FAKE_AGENT = str(Path(__file__).parent.parent / "fake_agent.py")

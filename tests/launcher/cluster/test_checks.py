@@ -28,12 +28,12 @@ from launcher.clouds.aws_limits import AwsLimits, quota_code
 from launcher.clouds.base import CloudRefused, CloudUnreachable, Finding, Look
 from launcher.clouds.gce_limits import GceLimits
 from launcher.clouds.limits import Permissions, Quota
-from launcher.decide.failover import Option, SiteOptions
 from launcher.exit_codes import ExitCode, Failure
 from launcher.job.company import NOTHING_NAMED, AwsNetwork, Identity, Named, Network
 from launcher.job.load import load_job
 from launcher.job.schema import Job
 from launcher.market.machines import MACHINES, machine_of
+from launcher.placement.options import Option, SiteOptions
 from launcher.placement.placement import Placement
 from launcher.placement.plan import Plan, Slot
 from tests.launcher.cluster.fake_cloud import FakeCloud

@@ -7,8 +7,9 @@ from sqlalchemy import select
 
 from engine.clock import boot_ms
 from engine.events import Progress, Warned
-from launcher.controller.cloud_time import CloudTime, Doubt
+from launcher.controller.cloud_time import CloudTime
 from launcher.controller.controller import _clock_of
+from launcher.decide.clock_doubt import Doubt
 from launcher.exit_codes import Failure
 from launcher.ledger.models import NodeEvent, ProgressRow, RunStatus
 from launcher.ledger.store import writing

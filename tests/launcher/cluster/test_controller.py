@@ -14,12 +14,13 @@ from engine.config import role_token
 from engine.events import Capacity, Market, NodeState
 from launcher.controller import controller as controller_module
 from launcher.controller.controller import Controller, node_records
-from launcher.controller.lease import LEASE_MS, LeaseHeld, LeaseLost, take_lease
+from launcher.controller.lease import LEASE_MS, take_lease
 from launcher.ledger.models import Node, Preemption, ProgressRow, Run, RunStatus
 from launcher.ledger.store import current_status, nodes_of
 from launcher.provision.local.processes import processes_of
 from launcher.provision.local.provisioner import LocalProvisioner, node_folder, nodes_folder
 from launcher.runs.runs import request_stop, run_clock, run_view, still_running
+from launcher.storage.store_lease import LeaseHeld, LeaseLost
 from tests.launcher.cluster.stage import FAKE_AGENT, assert_consistent, dead_pid, ledger, made_run, rule, wait_until
 
 
@@ -150,7 +151,7 @@ def test_a_node_that_is_killed_or_frozen_is_replaced(sessions, monkeypatch, slot
 def test_a_reclaimed_node_is_a_preemption_and_has_a_successor(sessions, monkeypatch, manner):
     """Notice + SIGKILL, silent SIGSTOP, silent SIGKILL, notice + SIGSTOP. 30 s of the run's clock are half a second."""
     monkeypatch.setenv("FAKE_SECONDS", "0.1")
-    monkeypatch.setattr("launcher.decide.reconcile.YOUNG_MS", 0)
+    monkeypatch.setattr("launcher.decide.facts.YOUNG_MS", 0)
     run = made_run(sessions, spot=1, iterations=1000)
     rules = rule(60_000, 10**9, notice_ms=30_000, first=manner)
     fate = rules.reclaim(0).manner

@@ -8,11 +8,11 @@ import json
 import pytest
 
 from launcher.clouds.base import MachineState
+from launcher.decide.node_facts import NodeStatus
 from launcher.job.schema import Job
 from launcher.provision.local.processes import processes_of
 from launcher.provision.local.provisioner import LocalProvisioner, node_folder
 from launcher.provision.provide import prepare_folder
-from launcher.provision.provisioner import NodeStatus
 from launcher.provision.sky.bundle import Bundle
 from tests.launcher.cluster.fake_cloud import ME, FakeCloud
 from tests.launcher.cluster.stage import FAKE_AGENT, HandClock, fact_of, placement, spec, wait_until

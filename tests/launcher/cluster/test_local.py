@@ -13,11 +13,11 @@ import pytest
 
 from engine.events import Market
 from engine.mark import MARK, read_exits
+from launcher.decide.node_facts import NodeStatus
 from launcher.provision.local import processes
 from launcher.provision.local.preemptions import ReclaimRule
 from launcher.provision.local.processes import is_alive, is_stopped, processes_of
 from launcher.provision.local.provisioner import SILENCE_MS, LocalProvisioner, node_folder
-from launcher.provision.provisioner import NodeStatus
 from tests.launcher.cluster.stage import FAKE_AGENT, HandClock, fact_of, placement, rule, spec, wait_until
 
 NODE = "demo-spot-0-g0"

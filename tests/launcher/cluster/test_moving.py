@@ -13,14 +13,14 @@ from sqlalchemy import select
 
 from engine.events import IterationDone, Market, Progress
 from launcher.controller.controller import Controller, metered_micro_usd, node_records
-from launcher.controller.lease import LeaseLost
-from launcher.controller.store_lease import LEASE_SECONDS, StoreLease
-from launcher.decide.reconcile import OVER
+from launcher.decide.facts import OVER
 from launcher.ledger.accounting import run_costs, side_micro_usd
-from launcher.ledger.billing import MINIMUM_BILLED_MS, interval_micro_usd, side_micro_usd_per_hour
+from launcher.ledger.billing import interval_micro_usd
 from launcher.ledger.models import BillingInterval, Node, NodeEvent, NodePrice, PriceRow, Run, RunStatus, SideCost
 from launcher.ledger.store import append_progress, current_status, writing
+from launcher.market.side_prices import MINIMUM_BILLED_MS, side_micro_usd_per_hour
 from launcher.runs.runs import request_stop
+from launcher.storage.store_lease import LEASE_SECONDS, LeaseLost, StoreLease
 from tests.launcher.cluster.stage import (
     CLOUD_SITES,
     SPOT_RATE,

@@ -11,10 +11,14 @@ from itertools import pairwise
 import pytest
 
 from engine.events import Market
+from launcher.decide.actions import Buy, Enter, Release
 from launcher.decide.budget_guard import Limits
-from launcher.decide.failover import GIVE_BACK_GAP_MS, LaunchRate, SiteOptions, jitter
-from launcher.decide.reconcile import Buy, Enter, Facts, NodeRecord, Release, Stage, Wanted, decide
-from launcher.ledger.billing import side_micro_usd_per_hour
+from launcher.decide.facts import Facts, NodeRecord, Stage, Wanted
+from launcher.decide.failover import GIVE_BACK_GAP_MS, LaunchRate
+from launcher.decide.launch_history import jitter
+from launcher.decide.reconcile import decide
+from launcher.market.side_prices import side_micro_usd_per_hour
+from launcher.placement.options import SiteOptions
 from tests.launcher.cluster.stage import SPOT_RATE, TRAINER_RATE, cloud_site, cloud_slots
 
 MINUTE = 60_000

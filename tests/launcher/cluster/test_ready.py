@@ -13,8 +13,6 @@ from launcher.checks import ready
 from launcher.checks.gcloud import GcloudMissing
 from launcher.checks.ready import check_clouds, check_here, check_job, check_prices
 from launcher.clouds.base import Caller, CloudRefused, MachineState
-from launcher.controller.lease import LeaseHeld
-from launcher.controller.store_lease import LEASE_OBJECT
 from launcher.exit_codes import ExitCode, Failure
 from launcher.job.checked import JobError
 from launcher.job.load import load_job
@@ -23,6 +21,7 @@ from launcher.market.prices import iso
 from launcher.money import HOUR_MS
 from launcher.placement.placement import Placement
 from launcher.placement.plan import Slot
+from launcher.storage.store_lease import LEASE_OBJECT, LeaseHeld
 from launcher.storage.stores import StoreError
 from tests.launcher.cluster.fake_cloud import FakeCloud, machine
 

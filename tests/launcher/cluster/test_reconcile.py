@@ -5,28 +5,17 @@ from dataclasses import replace
 import pytest
 
 from engine.events import EngineFinished, Market
+from launcher.decide.actions import Ask, Buy, Enter, Release, TellStop
 from launcher.decide.budget_guard import Limits, worst_case
-from launcher.decide.failover import Price, PriceNow
-from launcher.decide.reconcile import (
-    FAILING,
-    TRAINER_TRIES,
-    UNKNOWN_MS,
-    Ask,
-    Buy,
-    Enter,
-    Facts,
-    NodeRecord,
-    Release,
-    Stage,
-    TellStop,
-    Wanted,
-    decide,
-    news,
-    paid,
-    wait_ms,
-)
-from launcher.ledger.billing import side_micro_usd_per_hour
-from launcher.provision.provisioner import NodeFact, NodeStatus
+from launcher.decide.current_prices import Price, PriceNow
+from launcher.decide.facts import FAILING, Facts, NodeRecord, Stage, Wanted
+from launcher.decide.node_events import UNKNOWN_MS, news
+from launcher.decide.node_facts import NodeFact, NodeStatus
+from launcher.decide.price_events import paid
+from launcher.decide.reconcile import decide
+from launcher.decide.replacing import wait_ms
+from launcher.decide.stopping import TRAINER_TRIES
+from launcher.market.side_prices import side_micro_usd_per_hour
 from tests.launcher.cluster.stage import SPOT_RATE, TRAINER_RATE, cloud_option, cloud_site, cloud_slots, slots
 
 NOW = 10_000_000

@@ -21,8 +21,8 @@ from launcher.cli.ls import ls
 from launcher.cli.resume import resume
 from launcher.cli.status import status
 from launcher.controller.controller import run_controller
-from launcher.controller.lease import LeaseHeld, give_up, take_lease
-from launcher.decide.reconcile import Stage
+from launcher.controller.lease import give_up, take_lease
+from launcher.decide.facts import Stage
 from launcher.ledger.models import ControllerLease, Node, ProgressRow, Run
 from launcher.ledger.store import append_status, writing
 from launcher.provision.local.processes import is_alive, processes_of
@@ -42,6 +42,7 @@ from launcher.runs.runs import (
     still_running,
     wait_released,
 )
+from launcher.storage.store_lease import LeaseHeld
 from tests.launcher.cluster.stage import assert_consistent, cloud_run, ledger, made_run, wait_until
 
 CONTROLLED = (sys.executable, str(Path(__file__).parent / "controlled.py"))

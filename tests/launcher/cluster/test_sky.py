@@ -10,9 +10,9 @@ import pytest
 
 from engine.events import Market
 from launcher.clouds.base import Place
+from launcher.decide.node_facts import is_quota_used_up
 from launcher.job.company import Named
 from launcher.placement.placement import Placement
-from launcher.provision.provisioner import is_quota_used_up
 from launcher.provision.sky.sky import Failed, Launch, email_of, is_node_of, network_config, outcome_of, task_of
 
 

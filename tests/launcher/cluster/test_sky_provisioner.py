@@ -20,9 +20,9 @@ from launcher.clouds.base import (
     Place,
     Thing,
 )
+from launcher.decide.node_facts import NodeStatus
 from launcher.job.company import NOTHING_NAMED, Named
 from launcher.placement.placement import Placement
-from launcher.provision.provisioner import NodeStatus
 from launcher.provision.sky.bundle import Bundle
 from launcher.provision.sky.set_up import MachineUnreachable, SetUp
 from launcher.provision.sky.sky import Failed, Outcome, SkyLogin, SkyUnreachable

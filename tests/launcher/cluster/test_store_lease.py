@@ -9,8 +9,7 @@ import pytest
 from moto.server import ThreadedMotoServer
 from obstore.store import MemoryStore, S3Store
 
-from launcher.controller.lease import LeaseHeld, LeaseLost
-from launcher.controller.store_lease import LEASE_OBJECT, LEASE_SECONDS, StoreLease
+from launcher.storage.store_lease import LEASE_OBJECT, LEASE_SECONDS, LeaseHeld, LeaseLost, StoreLease
 from launcher.storage.stores import StoreError
 
 

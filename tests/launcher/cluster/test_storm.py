@@ -10,24 +10,15 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from engine.events import Market
-from launcher.decide import reconcile
+from launcher.decide import replacing
+from launcher.decide.actions import Buy, Enter, Release
 from launcher.decide.budget_guard import Limits
+from launcher.decide.facts import OVER, Facts, NodeRecord, Stage, Wanted
 from launcher.decide.failover import LaunchRate
-from launcher.decide.reconcile import (
-    OVER,
-    Buy,
-    Enter,
-    Facts,
-    NodeRecord,
-    Release,
-    Stage,
-    Wanted,
-    bound_micro_usd,
-    bound_of_plan,
-    decide,
-    describe_brakes,
-)
-from launcher.ledger.billing import MINIMUM_BILLED_MS, interval_micro_usd, side_micro_usd_per_hour
+from launcher.decide.reconcile import decide
+from launcher.decide.run_budget import bound_micro_usd, bound_of_plan, describe_brakes
+from launcher.ledger.billing import interval_micro_usd
+from launcher.market.side_prices import MINIMUM_BILLED_MS, side_micro_usd_per_hour
 from launcher.money import dollars
 from launcher.placement.plan import Plan
 from tests.launcher.cluster.stage import cloud_site, cloud_slots
@@ -206,7 +197,7 @@ def carried_out(storm: Storm) -> Storm:
 
 @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_thousand_preemptions_a_minute_with_the_launch_limiter_off_stay_within_the_bound(seed, monkeypatch):
-    monkeypatch.setattr(reconcile, "FIRST_WAIT_MS", 0)  # nothing holds it back but the money
+    monkeypatch.setattr(replacing, "FIRST_WAIT_MS", 0)  # nothing holds it back but the money
     storm = carried_out(a_storm(seed, None, LATE_MS, spot=64, max_total=9 * DOLLAR))
     assert storm.reason == "budget"
     assert len([at_ms for at_ms in storm.preemptions if at_ms <= MINUTE]) >= 1000
@@ -214,7 +205,7 @@ def test_a_thousand_preemptions_a_minute_with_the_launch_limiter_off_stay_within
 
 @pytest.mark.parametrize("seed", [1])
 def test_words_that_come_minutes_late_do_not_change_that(seed, monkeypatch):
-    monkeypatch.setattr(reconcile, "FIRST_WAIT_MS", 0)
+    monkeypatch.setattr(replacing, "FIRST_WAIT_MS", 0)
     storm = carried_out(a_storm(seed, None, VERY_LATE_MS, spot=16, max_total=2 * DOLLAR))
     assert storm.reason == "budget"
 

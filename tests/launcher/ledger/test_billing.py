@@ -6,16 +6,9 @@ from hypothesis import strategies as st
 
 from engine.events import Market
 from launcher.ledger.accounting import charges_of
-from launcher.ledger.billing import (
-    MINIMUM_BILLED_MS,
-    bill,
-    interval_micro_usd,
-    minimum_billed_ms,
-    side_costs,
-    side_micro_usd_per_hour,
-    stretches,
-)
+from launcher.ledger.billing import bill, interval_micro_usd, minimum_billed_ms, side_costs, stretches
 from launcher.ledger.models import Node, NodeEvent, NodePrice, Run
+from launcher.market.side_prices import MINIMUM_BILLED_MS, side_micro_usd_per_hour
 from launcher.money import HOUR_MS
 
 RATE = 3_600_000

@@ -1,8 +1,8 @@
 """A lease in the run's bucket: one controller per run across machines.
 
-The lease in the ledger (lease.py) counts for the controllers of one machine. Another machine may launch a run under
-the same name and into the same bucket, with a ledger of its own. Both controllers see the bucket. The holder of the
-object in the bucket continues. The second controller refuses to start, or stops after it finds the lease lost.
+The ledger has a lease for the controllers of one machine (launcher/controller/lease.py). Another machine may launch a
+run under the same name and into the same bucket, with a ledger of its own. Both controllers see the bucket. The holder
+of the object in the bucket continues. The second controller refuses to start, or stops after it finds the lease lost.
 
 A bucket that does not answer takes the lease from no controller: the controller's nodes are billed and need a
 controller.
@@ -25,7 +25,7 @@ from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
 from obstore.store import ObjectStore
 
 from engine.clock import boot_ms
-from launcher.controller.lease import LeaseHeld, LeaseLost
+from launcher.exit_codes import Failure
 from launcher.storage.stores import StoreError
 
 log = logging.getLogger(__name__)
@@ -43,6 +43,14 @@ acting."""
 
 TROUBLE = (BaseError, OSError, StoreError)
 """The errors of a bucket that does not answer, or cannot be opened."""
+
+
+class LeaseHeld(Failure):
+    """Another controller holds the lease of this run."""
+
+
+class LeaseLost(Failure):
+    """Another controller has taken over. This controller must not act any more."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

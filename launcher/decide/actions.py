@@ -1,0 +1,55 @@
+"""The actions that a decision may order. Every action may be repeated."""
+
+from dataclasses import dataclass
+
+from launcher.decide.facts import Stage
+from launcher.placement.options import Option
+from launcher.placement.plan import Slot
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Enter:
+    """Move the run to a stage.
+
+    The last lines of the log of node `log_of` are appended to the reason, to explain a failure.
+    """
+
+    stage: Stage
+    reason: str = ""
+    log_of: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Buy:
+    """Record the intent in the ledger, then request the node.
+
+    `option`: the offer (zone, instance type, market) to buy.
+    """
+
+    slot: Slot
+    option: Option
+    generation: int
+    name: str
+    reserved_micro_usd: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ask:
+    """Repeat the request for a node whose first request may not have reached the provisioner."""
+
+    node: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Release:
+    nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TellStop:
+    """Ask the engine to stop, so that the engine can finish its durable work."""
+
+    reason: str
+
+
+Action = Enter | Buy | Ask | Release | TellStop

@@ -1,0 +1,159 @@
+"""The facts of a run, from which every decision is made: nodes, budget, other runs, the plan."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from engine.events import EngineFinished, Market
+from launcher.decide import budget_guard
+from launcher.decide.clock_doubt import Doubt
+from launcher.decide.failover import LaunchRate
+from launcher.decide.launch_history import MoveRules
+from launcher.market.side_prices import side_micro_usd_per_hour
+from launcher.placement.options import Option, SiteOptions
+from launcher.placement.plan import Slot
+
+
+class Stage(StrEnum):
+    """The stage of a run's life (`run_status.status`)."""
+
+    PLANNED = "planned"
+    RUNNING = "running"
+    STOPPING = "stopping"
+    DRAINING = "draining"
+    FINISHED = "finished"
+    STOPPED = "stopped"
+    FAILED = "failed"
+
+
+OVER = frozenset({Stage.FINISHED, Stage.STOPPED, Stage.FAILED})
+"""The final stages. The controller buys nothing more, and no node may be left running."""
+
+ENDS = frozenset({"gone", "released", "denied", "no_capacity"})
+"""The event kinds that end a node. A node has exactly one end event."""
+
+FAILING = "failed: "
+"""Prefix of the reason of a run that drains after a failure. The run becomes `failed` once all its nodes are gone."""
+
+YOUNG_MS = 300_000
+"""Age in ms below which an ended node counts as died young. A node that ended within 5 minutes of being ready, or was
+never ready, did no work worth its start. A node preempted after real work does not predict the next failure: its
+zone and instance type cool down (failover.py), and its slot does not wait."""
+
+PATIENT = MoveRules()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeRecord:
+    """The ledger's record of a node. `happened` maps each event kind to its first time (run's clock)."""
+
+    name: str
+    slot: str
+    generation: int
+    role: str
+    market: Market
+    micro_usd_per_hour: int
+    requested_ms: int
+    reserved_micro_usd: int
+    happened: Mapping[str, int]
+    evidence: str = ""
+    reclaimed: bool = False
+    wanted: Option | None = None
+    """The requested offer, for a run with several possible sites. None on the local infra."""
+    zone: str = ""
+    instance_type: str = ""
+    """The real zone and instance type; before the cloud reports both, the requested values."""
+
+    @property
+    def beside_micro_usd_per_hour(self) -> int:
+        """Return the hourly price of the disk and address on a real cloud."""
+        return side_micro_usd_per_hour(self.wanted.placement.cloud, self.market) if self.wanted is not None else 0
+
+    @property
+    def ended_ms(self) -> int | None:
+        for kind in self.happened.keys() & ENDS:
+            return self.happened[kind]
+        return None
+
+    @property
+    def is_live(self) -> bool:
+        """Return True until an end is recorded.
+
+        A node without a recorded end is billed, so the node counts as running.
+        """
+        return self.ended_ms is None
+
+    @property
+    def is_leaving(self) -> bool:
+        return self.is_live and ("notice" in self.happened or "releasing" in self.happened)
+
+    @property
+    def died_young(self) -> bool:
+        if self.ended_ms is None or "released" in self.happened:
+            return False
+        if "ready" not in self.happened:
+            return True
+        return not self.reclaimed and self.ended_ms - max(self.happened["ready"], self.requested_ms) < YOUNG_MS
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Others:
+    """The spending of all other runs in the ledger. The limits across all runs bind the sum."""
+
+    metered: int = 0
+    reserved: int = 0
+    hourly: int = 0
+    planned_hourly: int = 0
+    """The most that the unfinished other runs may cost an hour at once, in micro-dollars."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Facts:
+    """The state of the run, its nodes and its money at one moment of the run's clock."""
+
+    now_ms: int
+    stage: Stage
+    reason: str
+    stage_ms: int
+    """The time at which the run entered its stage."""
+    planned_ms: int
+    """The time at which the run was last planned or resumed. Earlier failures are forgiven."""
+    nodes: Sequence[NodeRecord]
+    metered: int
+    finished: EngineFinished | None = None
+    finished_ms: int = 0
+    advanced_ms: int = 0
+    """The time at which the newest iteration was first reached."""
+    still_since_ms: int | None = None
+    """Start of the current standstill: since then the trainer has answered without a break, has not waited for a
+    person and has reached no new iteration."""
+    trouble: str | None = None
+    """The engine's own description of a problem that waits for a person (a full disk)."""
+    others: Others = Others()
+    doubt: Doubt | None = None
+    """The reason to doubt the clock. While set, the controller buys nothing, and a limit that seems reached too
+    early ends no run."""
+    sites: Sequence[SiteOptions] = ()
+    """The candidate sites with their current prices. Empty: each slot is bought as the plan says."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wanted:
+    """The plan and limits of the run.
+
+    `allowance_ms`: longest time of a stop; `settle_ms`: time the engine gets to stop.
+    """
+
+    run: str
+    slots: Sequence[Slot]
+    limits: budget_guard.Limits
+    deadline_ms: int | None
+    allowance_ms: int
+    settle_ms: int
+    rules: MoveRules = PATIENT
+    launch_rate: LaunchRate | None = None
+    """The launch rate limit. None: no limit."""
+    iteration_ms: int | None = None
+    """The predicted time of an iteration with the trainer alone. None: no prediction exists, or time costs nothing."""
+    all_runs: budget_guard.Limits = budget_guard.NO_LIMITS
+    """The limits from the user's own configuration, which bind the sum over all runs."""

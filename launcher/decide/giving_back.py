@@ -1,0 +1,98 @@
+"""Decide which nodes to give back: leftover stand-ins, and on-demand nodes whose spot successor has settled."""
+
+from collections.abc import Sequence
+
+from engine.events import Market
+from launcher.decide.facts import Facts, NodeRecord, Wanted
+from launcher.decide.failover import is_home_given_up
+from launcher.decide.launch_history import GIVE_BACK_AFTER_MS, Tried
+from launcher.decide.placing import place_of
+from launcher.decide.replacing import attempt_of, is_stand_in, needs_successor
+from launcher.decide.run_budget import beside, hourly_of
+from launcher.placement.options import Option
+from launcher.placement.plan import Slot
+
+
+def nodes_to_release(facts: Facts, wanted: Wanted, live: Sequence[NodeRecord], tried: Tried) -> list[NodeRecord]:
+    """Return the nodes to release.
+
+    First come nodes left behind by a failover, then replaced stand-ins, then nodes above the hourly limit.
+    Above the limit, stand-ins go before spot nodes, and the most expensive first.
+    """
+    if not facts.sites:
+        return []
+    if is_home_given_up(tried, wanted.rules, facts.now_ms):
+        return [node for node in live if "releasing" not in node.happened]
+    trainer = tried.trainer
+    staying = [node for node in live if "releasing" not in node.happened]
+    elsewhere = [
+        node
+        for node in staying
+        if trainer is not None
+        and node.name != trainer.name
+        and (node.role == "trainer" or attempt_of(node).site != trainer.site)
+    ]
+    gone = {node.name for node in elsewhere}
+    kept = [node for node in staying if node.name not in gone]
+    shed = elsewhere + _given_back(facts, wanted, live, kept, tried)
+    kept = [node for node in kept if node not in shed]
+    slots = {slot.name: slot for slot in wanted.slots}
+    sheddable = sorted(
+        (node for node in kept if node.market is Market.SPOT or is_stand_in(node, slots[node.slot])),
+        key=lambda node: (node.market is Market.ON_DEMAND, node.micro_usd_per_hour, node.name),
+    )
+    while wanted.limits.max_hourly is not None and sheddable and hourly_of(kept) > wanted.limits.max_hourly:
+        dearest = sheddable.pop()
+        kept.remove(dearest)
+        shed.append(dearest)
+    return shed
+
+
+def _given_back(
+    facts: Facts, wanted: Wanted, live: Sequence[NodeRecord], kept: Sequence[NodeRecord], tried: Tried
+) -> list[NodeRecord]:
+    """Return the stand-ins to give back. A settled spot node of the slot replaces each of them.
+
+    A spot node is settled once its zone and type have had capacity for `GIVE_BACK_AFTER_MS`.
+    If the hourly limit does not allow a spot node beside any stand-in, one stand-in is released first, as soon as the
+    spot offer may be requested. Waiting would keep the stand-in for the rest of the run. If spot is then refused, a
+    stand-in is bought again.
+    """
+    given_back: list[NodeRecord] = []
+    alone: list[tuple[Slot, NodeRecord]] = []
+    for slot in wanted.slots:
+        here = [node for node in kept if node.slot == slot.name]
+        stand_ins = [node for node in here if is_stand_in(node, slot)]
+        if any(_has_settled(node, facts, tried) for node in here if node.market is Market.SPOT):
+            given_back += stand_ins
+        elif stand_ins and len(stand_ins) == len(here):
+            alone += [(slot, node) for node in stand_ins]
+    makes_room = any(node.is_leaving and node.market is Market.ON_DEMAND for node in live)
+    if given_back or makes_room or any(_is_starting_on_spot(node) for node in kept):
+        return given_back
+    for slot, stand_in in alone:
+        if _has_no_room_beside(slot, kept, tried, facts, wanted):
+            held = [node for node in facts.nodes if node.slot == slot.name]
+            if needs_successor(slot, max(held, key=lambda node: node.generation), held, facts):
+                return [stand_in]
+    return []
+
+
+def _is_starting_on_spot(node: NodeRecord) -> bool:
+    return node.market is Market.SPOT and "ready" not in node.happened
+
+
+def _has_settled(node: NodeRecord, facts: Facts, tried: Tried) -> bool:
+    if "ready" not in node.happened or node.wanted is None or node.is_leaving:
+        return False
+    return facts.now_ms >= node.happened["up"] + GIVE_BACK_AFTER_MS or tried.has_stayed(node.wanted, facts.now_ms)
+
+
+def _has_no_room_beside(slot: Slot, kept: Sequence[NodeRecord], tried: Tried, facts: Facts, wanted: Wanted) -> bool:
+    """Return whether the hourly limit alone prevents a request for a spot node beside the stand-in."""
+    move = place_of(slot, tried, kept, facts, wanted)
+    if not isinstance(move, Option):
+        return False
+    rate = move.placement.micro_usd_per_hour + beside(move.placement, facts)
+    limits = ((wanted.limits.max_hourly, 0), (wanted.all_runs.max_hourly, facts.others.hourly))
+    return any(limit is not None and hourly_of(kept) + others + rate > limit for limit, others in limits)

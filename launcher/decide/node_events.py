@@ -1,0 +1,54 @@
+"""Events of nodes: the difference between the cloud's state now and the ledger's records."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from launcher.decide.facts import NodeRecord
+from launcher.decide.node_facts import NodeFact, NodeStatus
+
+UNKNOWN_MS = 600_000
+"""Time after which a requested node counts as gone if the provisioner does not know the node (10 minutes)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Note:
+    """Record an event of a node. `fact` is set if the event is the node's end."""
+
+    node: str
+    kind: str
+    at_ms: int
+    evidence: str = ""
+    fact: NodeFact | None = None
+
+
+def news(nodes: Sequence[NodeRecord], cloud: Mapping[str, NodeFact], now_ms: int) -> list[Note]:
+    """Return the events of our nodes that the cloud reports and the ledger lacks, in the order of `nodes`."""
+    return [note for node in nodes if node.is_live for note in _news_of(node, cloud.get(node.name), now_ms)]
+
+
+def _news_of(node: NodeRecord, fact: NodeFact | None, now_ms: int) -> Iterator[Note]:
+    if fact is None:
+        if "requested" in node.happened and now_ms - node.requested_ms > UNKNOWN_MS:
+            yield Note(node=node.name, kind="gone", at_ms=now_ms, evidence="the provisioner does not know it")
+        return
+    if fact.started_ms is not None and "up" not in node.happened:
+        yield Note(node=node.name, kind="up", at_ms=_believed_ms(node, fact.started_ms, now_ms))
+    if fact.ready_ms is not None and "ready" not in node.happened:
+        yield Note(node=node.name, kind="ready", at_ms=_believed_ms(node, fact.ready_ms, now_ms))
+    if fact.notice_deadline_ms is not None and "notice" not in node.happened:
+        seconds = max(0, fact.notice_deadline_ms - now_ms) // 1000
+        yield Note(node=node.name, kind="notice", at_ms=now_ms, evidence=f"taken back in {seconds} s (run's clock)")
+    end = {NodeStatus.GONE: "gone", NodeStatus.DENIED: "denied", NodeStatus.NO_CAPACITY: "no_capacity"}.get(fact.status)
+    if end is not None:
+        kind = "released" if end == "gone" and "releasing" in node.happened and not fact.reclaimed else end
+        ended_ms = now_ms if fact.ended_ms is None else _believed_ms(node, fact.ended_ms, now_ms)
+        yield Note(node=node.name, kind=kind, at_ms=ended_ms, evidence=fact.evidence, fact=fact)
+
+
+def _believed_ms(node: NodeRecord, said_ms: int, now_ms: int) -> int:
+    """Limit a reported time to the interval between the node's request and now.
+
+    The reporter's clock may be wrong.
+    A fact from the far future would be paid for at once, and would end the run.
+    """
+    return min(max(said_ms, node.requested_ms), now_ms)

@@ -1,0 +1,52 @@
+"""Decide where a slot's next node is bought."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from launcher.decide.facts import Facts, NodeRecord, Wanted
+from launcher.decide.failover import Move, back_to_spot, next_rollout, next_trainer
+from launcher.decide.launch_history import Tried
+from launcher.decide.replacing import stays
+from launcher.decide.run_budget import beside, hourly_of
+from launcher.placement.options import Option, SiteOptions
+from launcher.placement.plan import Slot
+
+
+def place_of(slot: Slot, tried: Tried, after: Sequence[NodeRecord], facts: Facts, wanted: Wanted) -> Move:
+    """Return the offer to buy for a slot's next node. Offers above the hourly limit are not considered."""
+    if not facts.sites:
+        return slot.option
+    limit = wanted.limits.max_hourly
+    if slot.role == "trainer":
+        sites = _within(facts, limit)
+        return next_trainer(tried, sites, wanted.rules, facts.now_ms)
+    sites = _within(facts, None if limit is None else limit - hourly_of(after))
+    nodes = sum(slot.role == "rollout" for slot in wanted.slots)
+    replaces_stand_in = any(node.slot == slot.name and stays(node) for node in after)
+    where = back_to_spot if replaces_stand_in else next_rollout
+    return where(slot.option, nodes, tried, sites, wanted.rules, facts.now_ms)
+
+
+def _within(facts: Facts, micro_usd_per_hour: int | None) -> Sequence[SiteOptions]:
+    """Return the sites without offers above the price limit.
+
+    A list with only too expensive offers is kept: the refusal then names the amounts.
+    """
+    if micro_usd_per_hour is None:
+        return facts.sites
+
+    def fits(option: Option) -> bool:
+        return option.placement.micro_usd_per_hour + beside(option.placement, facts) <= micro_usd_per_hour
+
+    def cheap(options: tuple[Option, ...]) -> tuple[Option, ...]:
+        return tuple(option for option in options if fits(option)) or options
+
+    trainers_fit = any(fits(option) for site in facts.sites for option in site.trainer)
+    return [
+        replace(
+            site,
+            trainer=tuple(option for option in site.trainer if fits(option)) if trainers_fit else site.trainer,
+            rollout=cheap(site.rollout),
+        )
+        for site in facts.sites
+    ]

@@ -1,0 +1,125 @@
+"""Decide whether a run must stop: budget, deadline, standstill, nodes that keep failing in the same way."""
+
+import re
+from collections.abc import Sequence
+
+from launcher.decide import budget_guard
+from launcher.decide.actions import Enter
+from launcher.decide.facts import FAILING, Facts, NodeRecord, Stage, Wanted
+from launcher.decide.failover import (
+    NothingLeft,
+    next_trainer,
+)
+from launcher.decide.launch_history import Tried
+from launcher.decide.run_budget import reserve_of
+from launcher.money import duration
+from launcher.placement.plan import Slot
+
+TRAINER_TRIES = 5
+"""Trainers lost in a row without a new iteration before the run fails. A sixth trainer would fail in the same way."""
+
+SAME_ENDS = 3
+"""Nodes in a row that end young with the same evidence before the controller gives up. A fourth node would end alike.
+The limit is three because one node may be faulty and two failures may be chance."""
+
+STANDSTILL_ITERATIONS, SHORTEST_STANDSTILL_MS = 10, 7_200_000
+"""The limits after which a run without progress is ended, although its trainer answers. The run may stand still for 10
+times the predicted time of an iteration with the trainer alone, because predictions for models never run before have
+been wrong by a factor of 5. The minimum is 2 hours: the first iteration loads and evaluates the model, and no
+prediction counts either."""
+
+
+def must_stop(facts: Facts, wanted: Wanted, live: Sequence[NodeRecord], tried: Tried) -> Enter | None:
+    held, others = reserve_of(live, wanted.allowance_ms, facts.now_ms), facts.others
+    if budget_guard.must_drain(metered=facts.metered, reserved=held, max_total=wanted.limits.max_total):
+        return Enter(stage=Stage.DRAINING, reason="budget")
+    if budget_guard.must_drain(
+        metered=facts.metered + others.metered, reserved=held + others.reserved, max_total=wanted.all_runs.max_total
+    ):
+        return Enter(stage=Stage.DRAINING, reason="budget: all_runs.max_total is used up by all runs together")
+    if wanted.deadline_ms is not None and facts.now_ms >= wanted.deadline_ms:
+        return Enter(stage=Stage.DRAINING, reason="deadline")
+    trainers = [node for node in facts.nodes if node.role == "trainer"]
+    denial = _no_trainer_can_be_had(facts, wanted, trainers, tried)
+    if denial is not None:
+        return Enter(stage=Stage.DRAINING, reason=f"{FAILING}no trainer can be had: {denial}")
+    since_ms = max(facts.advanced_ms, facts.planned_ms)
+    lost = [node for node in trainers if _was_lost(node, since_ms)]
+    alike = _alike(lost)
+    if alike is not None:
+        reason = f"the trainer was lost {SAME_ENDS} times in the same way without a new iteration: {alike.evidence}"
+        return Enter(stage=Stage.DRAINING, reason=FAILING + reason, log_of=alike.name)
+    if len(lost) >= TRAINER_TRIES:
+        reason = f"the trainer was lost {len(lost)} times without a new iteration; the last one: {lost[-1].evidence}"
+        return Enter(stage=Stage.DRAINING, reason=FAILING + reason, log_of=lost[-1].name)
+    given_up = [is_given_up(facts, slot) for slot in wanted.slots if slot.role == "rollout"]
+    if given_up and all(given_up):
+        reason = f"no rollout node works, the last {SAME_ENDS} of each slot ended in the same way: {given_up[0]}"
+        return Enter(stage=Stage.DRAINING, reason=FAILING + reason)
+    return _standstill(facts, wanted)
+
+
+def _standstill(facts: Facts, wanted: Wanted) -> Enter | None:
+    """Return the end of a run whose engine answers but makes no progress, else None."""
+    if wanted.iteration_ms is None or facts.still_since_ms is None:
+        return None
+    still_ms = facts.now_ms - facts.still_since_ms
+    if still_ms < max(SHORTEST_STANDSTILL_MS, STANDSTILL_ITERATIONS * wanted.iteration_ms):
+        return None
+    reason = (
+        f"no new iteration for {duration(still_ms)} although the trainer answers; "
+        f"one was predicted to take {duration(wanted.iteration_ms)} with the trainer alone"
+    )
+    return Enter(stage=Stage.DRAINING, reason=FAILING + reason)
+
+
+def _alike(ended: Sequence[NodeRecord]) -> NodeRecord | None:
+    """Return the last of the nodes if the last `SAME_ENDS` ended in the same way, else None."""
+    last = sorted(ended, key=lambda node: node.ended_ms or 0)[-SAME_ENDS:]
+    is_alike = len(last) == SAME_ENDS and len({_without_numbers(node.evidence) for node in last}) == 1
+    return last[-1] if is_alike and last[-1].evidence else None
+
+
+def _without_numbers(evidence: str) -> str:
+    """Return the evidence without words that hold a number: node names, processes and times differ each time."""
+    return re.sub(r"\w*\d\w*", "#", evidence)
+
+
+def is_given_up(facts: Facts, slot: Slot) -> str | None:
+    """Return the common evidence of the slot's last nodes if all of them ended young and alike.
+
+    None: the slot may still work.
+    """
+    held = [node for node in facts.nodes if node.slot == slot.name and not was_refused(node)]
+    last = sorted(held, key=lambda node: node.generation)[-SAME_ENDS:]
+    if any(not node.died_young or node.reclaimed or node.requested_ms < facts.planned_ms for node in last):
+        return None
+    alike = _alike(last)
+    return None if alike is None else alike.evidence
+
+
+def was_refused(node: NodeRecord) -> bool:
+    """Return True if the cloud refused the request. The refused zone and type cool down by themselves (failover.py)."""
+    return node.wanted is not None and bool({"no_capacity", "denied"} & node.happened.keys())
+
+
+def _was_lost(node: NodeRecord, since_ms: int) -> bool:
+    """Return True if the node ended by itself after `since_ms`.
+
+    A preemption, missing capacity or a quota does not count.
+    """
+    if node.ended_ms is None or node.ended_ms <= since_ms or node.reclaimed:
+        return False
+    return not was_refused(node)
+
+
+def _no_trainer_can_be_had(facts: Facts, wanted: Wanted, trainers: Sequence[NodeRecord], tried: Tried) -> str | None:
+    """Return the reason why no trainer can ever be bought, or None."""
+    if facts.sites:
+        move = next_trainer(tried, facts.sites, wanted.rules, facts.now_ms)
+        return move.why if isinstance(move, NothingLeft) else None
+    return next((node.evidence for node in trainers if was_denied(node, facts)), None)
+
+
+def was_denied(node: NodeRecord, facts: Facts) -> bool:
+    return node.happened.get("denied", -1) >= facts.planned_ms
