@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 from sqlalchemy.orm import Session, sessionmaker
 
-from launcher.controller.controller import run_controller
+from launcher.controller.run_process import run_controller
 from launcher.decide.facts import OVER
 from launcher.exit_codes import ExitCode
 from launcher.runs.runs import run_view

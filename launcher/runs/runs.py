@@ -23,7 +23,6 @@ from sqlalchemy.orm import Session, sessionmaker
 
 from engine.clock import ScaledClock
 from engine.events import Evaluated, IterationDone, Regrouped
-from launcher.controller.controller import metered_micro_usd, node_records
 from launcher.controller.lease import is_given_up, is_held
 from launcher.decide.facts import OVER, NodeRecord, Stage
 from launcher.exit_codes import Failure
@@ -31,6 +30,7 @@ from launcher.harmless import harmless
 from launcher.job.checked import CheckedJob
 from launcher.ledger.billing import LOCAL
 from launcher.ledger.models import ControllerLease, Node, NodeEvent, ProgressRow, Removal, Run, RunStatus
+from launcher.ledger.node_history import metered_micro_usd, node_records
 from launcher.ledger.store import (
     append_status,
     check_kept,

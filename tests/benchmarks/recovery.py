@@ -194,7 +194,7 @@ def _serving(place: Place, but: str | None) -> str | None:
 
 def _noticed(folder: Path, node: str, kind: str) -> float:
     """When the controller wrote it down, by its log."""
-    line = re.compile(rf"^(\S+ \S+) INFO launcher.controller.controller: {node}: {kind}\b", re.MULTILINE)
+    line = re.compile(rf"^(\S+ \S+) INFO launcher.controller.recorder: {node}: {kind}\b", re.MULTILINE)
     found = line.search((folder / "controller.log").read_text())
     assert found is not None, f"the controller's log does not tell of {node}: {kind}"
     return datetime.strptime(found[1], "%Y-%m-%d %H:%M:%S,%f").timestamp()

@@ -14,9 +14,9 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session, sessionmaker
 
 from engine.events import IterationDone
-from launcher.controller.controller import node_records
 from launcher.decide.facts import NodeRecord
 from launcher.ledger.models import ControllerLease, Run
+from launcher.ledger.node_history import node_records
 from launcher.ledger.store import find_run, nodes_of, open_ledger, progress_of
 from launcher.runs.runs import NodeView, RunView, event_lines, run_view
 from tests.fakes.clouds.world import World

@@ -7,13 +7,13 @@ from engine.coordinator import journal, weight_book
 from engine.node import agent
 from engine.storage.checkpoint import CheckpointStore
 from launcher.clouds import aws
-from launcher.controller import controller, lease
-from launcher.ledger import store
+from launcher.controller import lease, price_watch, recorder, run_process
+from launcher.ledger import node_history, store
 from launcher.provision.local import local_nodes
 from launcher.provision.local.provisioner import LocalProvisioner
 from launcher.provision.sky import cloud_node, sky_provisioner
 from tests.mutants.faults import Fault
-from tests.mutants.planted_bug import changed
+from tests.mutants.planted_bug import changed, everywhere
 
 CLUSTER = "tests/launcher/cluster"
 
@@ -122,10 +122,10 @@ FAULTS: dict[str, Fault] = {
             forgets="to go on while the ledger is locked",
             patches=(
                 (
-                    controller,
+                    run_process,
                     "run_controller",
                     changed(
-                        controller.run_controller,
+                        run_process.run_controller,
                         'log.exception("this pass failed (%s in a row); trying again", trouble)',
                         "if trouble >= 40: raise",
                     ),
@@ -174,9 +174,9 @@ FAULTS: dict[str, Fault] = {
             forgets="to look at which run a line of progress is of",
             patches=(
                 (
-                    controller.Controller,
-                    "_write_progress",
-                    changed(controller.Controller._write_progress, " if line.run == self._run.name", ""),
+                    recorder.Recorder,
+                    "write_progress",
+                    changed(recorder.Recorder.write_progress, " if line.run == self._run.name", ""),
                 ),
             ),
             found_by=f"{CLUSTER}/test_kept_facts.py::test_progress_of_another_run_is_not_taken_for_ours",
@@ -186,9 +186,9 @@ FAULTS: dict[str, Fault] = {
             forgets="to read progress again that could not be written",
             patches=(
                 (
-                    controller.Controller,
-                    "_write_progress",
-                    changed(controller.Controller._write_progress, "self._progress.forget()", "pass"),
+                    recorder.Recorder,
+                    "write_progress",
+                    changed(recorder.Recorder.write_progress, "self.progress_files.forget()", "pass"),
                 ),
             ),
             found_by=f"{CLUSTER}/test_kept_facts.py::test_progress_that_could_not_be_written_is_read_again",
@@ -197,10 +197,9 @@ FAULTS: dict[str, Fault] = {
             name="the-first-hour-is-free-though-we-ended-it",
             forgets="that AWS bills what we told it to terminate",
             patches=(
-                (
-                    controller,
-                    "_write_note",
-                    changed(controller._write_note, ' and "releasing" not in seen', ""),
+                everywhere(
+                    node_history.write_note,
+                    changed(node_history.write_note, ' and "releasing" not in seen', ""),
                 ),
             ),
             found_by=f"{CLUSTER}/test_kept_facts.py::test_the_first_hour_is_not_free_where_we_ended_the_node_ourselves",
@@ -215,10 +214,9 @@ FAULTS: dict[str, Fault] = {
             name="a-look-that-fails-ends-the-price-watch",
             forgets="that a locked ledger is free again a moment later",
             patches=(
-                (
-                    controller,
-                    "_watch_prices",
-                    changed(controller._watch_prices, "except Exception as error", "except StopIteration as error"),
+                everywhere(
+                    price_watch.watch_prices,
+                    changed(price_watch.watch_prices, "except Exception as error", "except StopIteration as error"),
                 ),
             ),
             found_by=f"{CLUSTER}/test_watched_prices.py::test_a_look_that_fails_does_not_end_the_watch",

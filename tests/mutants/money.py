@@ -8,10 +8,12 @@ from sqlalchemy.orm import Session
 
 from engine.node.spend_guard import Money
 from launcher.cleanup import removal
-from launcher.controller import controller
+from launcher.controller import facts_reader, run_process, spend_deadlines
 from launcher.controller.cloud_time import CloudTime
 from launcher.controller.controller import Controller
 from launcher.controller.lease import renew
+from launcher.controller.recorder import Recorder
+from launcher.controller.spend_deadlines import SpendDeadlines
 from launcher.decide import budget_guard, node_events, run_budget
 from launcher.decide.facts import Facts, Wanted
 from launcher.ledger.store import writing
@@ -28,12 +30,12 @@ def _nothing(*_: Any, **__: Any) -> None:
     pass
 
 
-def _own_limit_only(self: Controller, facts: Facts, now_ms: int) -> int | None:
+def _own_limit_only(self: SpendDeadlines, facts: Facts, wanted: Wanted, now_ms: int) -> int | None:
     return budget_guard.money_deadline_ms(
         now_ms=now_ms,
         metered=facts.metered,
-        max_total=self.wanted.limits.max_total,
-        planned_hourly=run_budget.planned_hourly(facts, self.wanted),
+        max_total=wanted.limits.max_total,
+        planned_hourly=run_budget.planned_hourly(facts, wanted),
     )
 
 
@@ -41,11 +43,11 @@ def _plan_only(facts: Facts, wanted: Wanted) -> int:
     return sum(slot.placement.micro_usd_per_hour for slot in wanted.slots)
 
 
-def _only_later(self: Controller, facts: Facts) -> None:
-    deadline_ms = self._ends_itself_ms(facts, facts.now_ms)
+def _only_later(self: SpendDeadlines, facts: Facts, wanted: Wanted) -> None:
+    deadline_ms, gain_ms = self.deadline_ms(facts, wanted, facts.now_ms), spend_deadlines.REARM_MS
     for node in facts.nodes:
         armed = self._armed.get(node.name)
-        if deadline_ms is not None and node.is_live and (armed is None or deadline_ms > armed + controller.REARM_MS):
+        if deadline_ms is not None and node.is_live and (armed is None or deadline_ms > armed + gain_ms):
             self._provisioner.rearm(node.name, deadline_ms)
             self._armed[node.name] = deadline_ms
 
@@ -59,7 +61,7 @@ _node_order = Money._node_order
 
 
 @contextmanager
-def _own_lease_only(self: Controller) -> Iterator[Session]:
+def _own_lease_only(self: Recorder) -> Iterator[Session]:
     with writing(self._sessions) as session:
         renew(session, self._lease)
         yield session
@@ -75,7 +77,7 @@ _ALL = (
     Fault(
         name="lease_over_machines_between_passes_only",
         forgets="that the lease may be lost in the midst of a pass",
-        patches=((Controller, "_transaction", _own_lease_only),),
+        patches=((Recorder, "transaction", _own_lease_only),),
         found_by=f"{MOVING}a_lease_that_is_lost_in_the_midst_of_a_pass_stops_the_purchase",
     ),
     Fault(
@@ -93,7 +95,7 @@ _ALL = (
     Fault(
         name="no_time_from_the_ledger",
         forgets="that the ledger has newer times than this machine's clock",
-        patches=((controller, "newest_ms", lambda session, run: 0),),
+        patches=((run_process, "newest_ms", lambda session, run: 0),),
         found_by=f"{TIME}a_controller_whose_clock_is_behind_goes_on_from_the_newest_time_in_the_ledger",
     ),
     Fault(
@@ -112,25 +114,25 @@ _ALL = (
     Fault(
         name="own_limit_only_in_deadlines",
         forgets="limits over all runs when it says how long a node's money lasts",
-        patches=((Controller, "_ends_itself_ms", _own_limit_only),),
+        patches=((SpendDeadlines, "deadline_ms", _own_limit_only),),
         found_by=f"{MOVING}nodes_that_nobody_looks_after_end_before_all_runs_together_spend_more_than_their_limit",
     ),
     Fault(
         name="no_reserve_of_others",
         forgets="what other runs hold in reserve",
-        patches=((controller, "reserved_micro_usd", lambda nodes, allowance_ms, now_ms: 0),),
+        patches=((facts_reader, "reserved_micro_usd", lambda nodes, allowance_ms, now_ms: 0),),
         found_by=f"{MOVING}what_other_runs_hold_in_reserve_counts_against_the_limit_of_all",
     ),
     Fault(
         name="deadline_by_the_plan_only",
         forgets="nodes that are dearer than planned when it says how long the money lasts",
-        patches=((controller, "planned_hourly", _plan_only),),
+        patches=((spend_deadlines, "planned_hourly", _plan_only),),
         found_by=f"{MOVING}a_deadline_is_brought_forward_when_a_node_costs_more_than_planned",
     ),
     Fault(
         name="deadline_never_brought_forward",
         forgets="to tell nodes that their money lasts less long than they were told",
-        patches=((Controller, "_rearm", _only_later),),
+        patches=((SpendDeadlines, "send", _only_later),),
         found_by=f"{MOVING}a_deadline_is_brought_forward_when_a_node_costs_more_than_planned",
     ),
     Fault(

@@ -121,7 +121,7 @@ FAULTS = {
             forgets="that a trainer that is leaving still writes checkpoints",
             patches=(
                 everywhere(replacing.needs_successor, whatever_trainer_leaves),
-                (reconcile, "next_trainer", trainer_forgotten),
+                everywhere(failover.next_trainer, trainer_forgotten),
             ),
             found_by=f"{DECISIONS}::test_a_trainer_on_a_cloud_is_not_bought_while_the_one_before_is_still_leaving",
         ),

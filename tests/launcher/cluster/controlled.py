@@ -6,7 +6,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
-from launcher.controller.controller import run_controller
+from launcher.controller.run_process import run_controller
 from launcher.ledger.store import find_run, open_ledger
 from launcher.provision.local.provisioner import LocalProvisioner
 from launcher.runs.runs import run_clock

@@ -12,7 +12,6 @@ from sqlalchemy.orm import Session, sessionmaker
 
 from engine.config import ClockConfig, EngineConfig, NodeSpec
 from engine.events import Market
-from launcher.controller.controller import metered_micro_usd
 from launcher.decide.facts import ENDS
 from launcher.decide.node_facts import NodeFact, NodeStatus
 from launcher.job.checked import CheckedJob
@@ -20,6 +19,7 @@ from launcher.job.schema import Job
 from launcher.ledger.accounting import run_costs
 from launcher.ledger.billing import interval_micro_usd
 from launcher.ledger.models import BillingInterval, NodeEvent, Run
+from launcher.ledger.node_history import metered_micro_usd
 from launcher.ledger.store import find_run, nodes_of, open_ledger, progress_of
 from launcher.placement.options import Option, SiteOptions
 from launcher.placement.placement import Placement

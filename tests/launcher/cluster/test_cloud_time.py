@@ -8,7 +8,7 @@ from sqlalchemy import select
 from engine.clock import boot_ms
 from engine.events import Progress, Warned
 from launcher.controller.cloud_time import CloudTime
-from launcher.controller.controller import _clock_of
+from launcher.controller.run_process import _clock_of
 from launcher.decide.clock_doubt import Doubt
 from launcher.exit_codes import Failure
 from launcher.ledger.models import NodeEvent, ProgressRow, RunStatus
@@ -148,7 +148,7 @@ def test_progress_of_a_node_whose_clock_is_ahead_is_dated_now(sessions, monkeypa
         run=stage.run.name, source="trainer", lineage=0, seq=0, at_ms=stage.clock.now_ms() + 900 * HOUR, event=event
     )
     told = [[line], []]
-    monkeypatch.setattr(stage.controller._progress, "read", lambda folder: told.pop(0) if told else [])
+    monkeypatch.setattr(stage.controller.recorder.progress_files, "read", lambda folder: told.pop(0) if told else [])
     stage.passes(0.3)
     with sessions() as session:
         assert session.scalars(select(ProgressRow)).one().at_ms <= stage.clock.now_ms()
@@ -169,7 +169,7 @@ def test_no_deadline_is_moved_while_the_time_is_in_doubt(sessions, monkeypatch):
     monkeypatch.setattr(stage.cloud, "rearm", lambda name, deadline_ms: moved.append(name))
     stage.controller._cloud_time = CloudTime({})
     stage.controller._cloud_time.doubt = Doubt("behind")
-    stage.controller._armed.clear()
+    stage.controller.deadlines._armed.clear()
     stage.passes(2)
     assert moved == []
     stage.controller._cloud_time.doubt = None

@@ -13,9 +13,12 @@ from engine.clock import ScaledClock
 from engine.config import role_token
 from engine.events import Capacity, Market, NodeState
 from launcher.controller import controller as controller_module
-from launcher.controller.controller import Controller, node_records
+from launcher.controller.controller import Controller
 from launcher.controller.lease import LEASE_MS, take_lease
+from launcher.controller.node_specs import node_spec
+from launcher.job.schema import Job
 from launcher.ledger.models import Node, Preemption, ProgressRow, Run, RunStatus
+from launcher.ledger.node_history import node_records
 from launcher.ledger.store import current_status, nodes_of
 from launcher.provision.local.processes import processes_of
 from launcher.provision.local.provisioner import LocalProvisioner, node_folder, nodes_folder
@@ -302,14 +305,17 @@ def test_a_node_that_nobody_asked_for_is_released(sessions):
     controller.one_pass()
     with sessions() as session:
         trainer = session.scalars(select(Node)).one()
-        stranger = controller._spec(trainer, controller._facts()).model_copy(
+        spec = node_spec(
+            run, Job.model_validate(run.job), trainer, is_cloud=False, money_deadline_ms=None, money_longest_ms=None
+        )
+        stranger = spec.model_copy(
             update={
                 "node": "demo-spot-7-g0",
                 "role": "rollout",
                 "folder": str(node_folder(Path(run.folder), "demo-spot-7-g0")),
             }
         )
-    provisioner_of(run).request(controller._slots["trainer"].placement, stranger)
+    provisioner_of(run).request(controller.wanted.slots[0].placement, stranger)
     passes(controller, lambda: (node_folder(Path(run.folder), "demo-spot-7-g0") / "ended.json").exists())
     assert processes_of(node_folder(Path(run.folder), "demo-spot-7-g0")) == []
 
@@ -341,7 +347,7 @@ def test_half_written_and_broken_lines_are_no_trouble(sessions, monkeypatch):
     with file.open("a") as more:
         more.write('{"run": "demo", "sou\n' + lines[1] + "\n" + lines[2] + "\n")
     assert kept() == 3
-    controller._progress.forget()
+    controller.recorder.progress_files.forget()
     assert kept() == 3
 
 

@@ -7,7 +7,7 @@ import pytest
 from sqlalchemy import select
 from sqlalchemy.exc import OperationalError
 
-from launcher.controller import controller as controller_module
+from launcher.controller import recorder
 from launcher.controller.controller import Controller
 from launcher.controller.lease import renew, take_lease
 from launcher.ledger.models import BillingInterval, ProgressRow, Run
@@ -69,15 +69,15 @@ def test_progress_of_another_run_is_not_taken_for_ours(sessions, monkeypatch):
 def test_progress_that_could_not_be_written_is_read_again(sessions, monkeypatch):
     controller, _, file = a_controller(sessions, monkeypatch)
     file.write_text(said(0))
-    keep = controller_module.append_progress
+    keep = recorder.append_progress
 
     def refuse(*_):
         raise OperationalError("INSERT", {}, Exception("database or disk is full"))
 
-    monkeypatch.setattr(controller_module, "append_progress", refuse)
+    monkeypatch.setattr(recorder, "append_progress", refuse)
     with pytest.raises(OperationalError):
         controller.one_pass()
-    monkeypatch.setattr(controller_module, "append_progress", keep)
+    monkeypatch.setattr(recorder, "append_progress", keep)
     controller.one_pass()
     assert texts(sessions) == ["demo"]
 

@@ -12,11 +12,12 @@ from obstore.store import MemoryStore
 from sqlalchemy import select
 
 from engine.events import IterationDone, Market, Progress
-from launcher.controller.controller import Controller, metered_micro_usd, node_records
+from launcher.controller.controller import Controller
 from launcher.decide.facts import OVER
 from launcher.ledger.accounting import run_costs, side_micro_usd
 from launcher.ledger.billing import interval_micro_usd
 from launcher.ledger.models import BillingInterval, Node, NodeEvent, NodePrice, PriceRow, Run, RunStatus, SideCost
+from launcher.ledger.node_history import metered_micro_usd, node_records
 from launcher.ledger.store import append_progress, current_status, writing
 from launcher.market.side_prices import MINIMUM_BILLED_MS, side_micro_usd_per_hour
 from launcher.runs.runs import request_stop
@@ -153,7 +154,7 @@ def test_a_cloud_without_a_trainer_loses_the_run_and_its_checkpoint_is_carried_o
 
 
 def test_a_checkpoint_that_cannot_be_carried_now_is_carried_later(sessions, monkeypatch):
-    monkeypatch.setattr("launcher.controller.controller.CARRY_SECONDS", 0.0)
+    monkeypatch.setattr("launcher.controller.checkpoint_transfer.CARRY_SECONDS", 0.0)
     stage, tries = Stage(sessions, spot=0, sites=(CLOUD_SITES[0], CLOUD_SITES[2])), []
 
     def unreachable_twice(source: str, target: str) -> None:
@@ -323,7 +324,7 @@ def price(stage: Stage, site, zone: str, micro_usd: int, instance_type: str = "g
 
 @pytest.fixture
 def prices_at_once(monkeypatch):
-    monkeypatch.setattr("launcher.controller.controller.PRICE_SECONDS", 0.0)
+    monkeypatch.setattr("launcher.controller.facts_reader.PRICE_SECONDS", 0.0)
 
 
 @pytest.mark.usefixtures("prices_at_once")
@@ -397,18 +398,23 @@ def test_the_budget_ends_a_run_while_it_launches(sessions):
     assert stage.spent() <= 150_000
 
 
+def deadline_ms(stage) -> int:
+    controller = stage.controller
+    return controller.deadlines.deadline_ms(controller.facts(), controller.wanted, stage.clock.now_ms())
+
+
 def test_limits_of_all_runs_bind_their_sum_even_when_two_decide_at_the_same_moment(sessions):
     limit = "$1.5/h"  # one trainer, not two
     first = Stage(sessions, name="one", spot=0, all_runs={"max_hourly": limit})
     second = Stage(sessions, name="two", spot=0, all_runs={"max_hourly": limit})
     second.clock.at_ms = first.clock.at_ms
-    decided = second.controller._facts  # what the second sees, before the first has bought
+    decided = second.controller.facts  # what the second sees, before the first has bought
     seen = decided()
     first.passes(0.2)
-    second.controller._facts = lambda: seen
+    second.controller.facts = lambda: seen
     second.controller.one_pass()
     assert second.cloud.asked == {}
-    second.controller._facts = decided
+    second.controller.facts = decided
     second.passes(0.2)
     assert "all_runs.max_hourly" in second.reason()[1]
     request_stop(sessions, "one")
@@ -454,7 +460,7 @@ def test_nodes_that_nobody_looks_after_end_before_all_runs_together_spend_more_t
         [spec] = [asked[1] for asked in stage.cloud.asked.values()]
         [record] = stage.records().values()
         rates += record.micro_usd_per_hour + record.beside_micro_usd_per_hour
-        ends_ms.append(stage.controller._ends_itself_ms(stage.controller._facts(), stage.clock.now_ms()))
+        ends_ms.append(deadline_ms(stage))
         assert spec.money_longest_ms < 2.2 * 3_600_000
     left = 2_000_000 - first.spent() - second.spent()
     for end_ms in ends_ms:
@@ -470,7 +476,7 @@ def test_what_other_runs_hold_in_reserve_counts_against_the_limit_of_all(session
     first.passes(0.2)
     assert list(first.cloud.asked) == ["one-trainer-g0"]
     second.passes(0.2)
-    assert second.controller._facts().others.metered == 0
+    assert second.controller.facts().others.metered == 0
     assert second.cloud.asked == {}
 
 
@@ -480,7 +486,7 @@ def test_a_deadline_is_brought_forward_when_a_node_costs_more_than_planned(sessi
     stage.passes(3)
     told = {}
     stage.cloud.rearm = told.__setitem__
-    stage.controller._armed.clear()
+    stage.controller.deadlines._armed.clear()
     stage.passes(1)
     before = dict(told)
     with writing(sessions) as session:
@@ -528,7 +534,7 @@ def test_a_controller_whose_lease_went_to_another_machine_neither_buys_nor_ends(
     bucket, wall = MemoryStore(), HandClock()
     ours, theirs = (StoreLease(lambda: bucket, "demo", who, wall.now_ms) for who in ("ours", "theirs"))
     stage = Stage(sessions)
-    stage.controller._over_machines = ours
+    stage.controller.recorder.over_machines = ours
     ours.take()
     stage.passes(3)
     wall.pass_ms(round(LEASE_SECONDS * 1000) + 1)
@@ -546,7 +552,7 @@ def test_a_lease_that_is_lost_in_the_midst_of_a_pass_stops_the_purchase(sessions
     bucket, wall = MemoryStore(), HandClock()
     ours, theirs = (StoreLease(lambda: bucket, "demo", who, wall.now_ms) for who in ("ours", "theirs"))
     stage = Stage(sessions)
-    stage.controller._over_machines = ours
+    stage.controller.recorder.over_machines = ours
     ours.take()
 
     def loses_it(*_):
@@ -554,7 +560,7 @@ def test_a_lease_that_is_lost_in_the_midst_of_a_pass_stops_the_purchase(sessions
         theirs.take()
         ours.renew()
 
-    stage.controller._write_prices = loses_it
+    stage.controller.recorder.write_prices = loses_it
     with pytest.raises(LeaseLost):
         stage.passes(0.2)
     assert stage.cloud.asked == {}
@@ -638,9 +644,9 @@ def test_a_controller_that_slept_does_not_take_the_runs_silence_for_a_standstill
 def test_a_run_that_waits_for_a_person_does_not_stand_still(sessions):
     stage = expecting(sessions, 15)
     stage.passes(10)
-    stage.controller._trouble = "the coordinator's disk is full"
+    stage.controller.engine.trouble = "the coordinator's disk is full"
     stage.passes(180, step_ms=50_000)
     assert stage.reason()[0] == "running"
-    stage.controller._trouble = None
+    stage.controller.engine.trouble = None
     stage.passes(60, step_ms=50_000)
     assert stage.reason()[0] == "running"

@@ -18,7 +18,7 @@ from sqlalchemy.exc import OperationalError
 from launcher.cli.launch import launch
 from launcher.cli.ls import ls
 from launcher.cli.status import status
-from launcher.controller.controller import LONGEST_PAUSE_SECONDS, run_controller
+from launcher.controller.run_process import LONGEST_PAUSE_SECONDS, run_controller
 from launcher.job.schema import Job
 from launcher.ledger.models import ControllerLease
 from launcher.provision.local.provisioner import LocalProvisioner

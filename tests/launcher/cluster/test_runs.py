@@ -20,8 +20,8 @@ from launcher.cli.logs import logs
 from launcher.cli.ls import ls
 from launcher.cli.resume import resume
 from launcher.cli.status import status
-from launcher.controller.controller import run_controller
 from launcher.controller.lease import give_up, take_lease
+from launcher.controller.run_process import run_controller
 from launcher.decide.facts import Stage
 from launcher.ledger.models import ControllerLease, Node, ProgressRow, Run
 from launcher.ledger.store import append_status, writing

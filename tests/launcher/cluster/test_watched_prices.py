@@ -3,8 +3,8 @@
 import pytest
 from sqlalchemy.exc import OperationalError
 
-from launcher.controller import controller
-from launcher.controller.controller import _watch_prices
+from launcher.controller import price_watch
+from launcher.controller.price_watch import watch_prices as _watch_prices
 from launcher.job.schema import Job
 from tests.launcher.cluster.stage import ledger
 from tests.launcher.cluster.test_moving import Stage
@@ -41,15 +41,15 @@ def test_a_look_that_fails_does_not_end_the_watch(home, monkeypatch, asked, trou
     """One locked ledger, and no price was refreshed for the rest of the run."""
     stage = Stage(ledger(home))
     stage.passes(3)
-    plain, fails = controller.node_records, [trouble]
+    plain, fails = price_watch.node_records, [trouble]
 
     def records(session, run):
         if fails:
             raise fails.pop()
         return plain(session, run)
 
-    monkeypatch.setattr(controller, "node_records", records)
-    monkeypatch.setattr(controller, "GCP_PRICE_SECONDS", 0.0)
+    monkeypatch.setattr(price_watch, "node_records", records)
+    monkeypatch.setattr(price_watch, "GCP_PRICE_SECONDS", 0.0)
     _watch_prices(stage.sessions, stage.run, Job.model_validate(stage.run.job), Looks(3))
     assert asked == [["gcp"], ["gcp"]]
 
@@ -61,6 +61,6 @@ def test_googles_prices_are_asked_for_some_hours_apart(home, monkeypatch, asked)
     _watch_prices(stage.sessions, stage.run, job, Looks(3))
     assert asked == []
     hours = iter(range(100))
-    monkeypatch.setattr("launcher.controller.controller.time.monotonic", lambda: next(hours) * 3600.0)
+    monkeypatch.setattr("launcher.controller.price_watch.time.monotonic", lambda: next(hours) * 3600.0)
     _watch_prices(stage.sessions, stage.run, job, Looks(30))
     assert 3 <= len(asked) <= 6

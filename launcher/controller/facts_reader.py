@@ -1,0 +1,161 @@
+"""Read the facts of a run: its status, nodes and spending, the engine's progress, and the spending of other runs."""
+
+import time
+
+from pydantic import TypeAdapter
+from sqlalchemy import select
+from sqlalchemy.orm import Session, sessionmaker
+
+from engine.clock import Clock
+from engine.events import EngineFinished, IterationDone
+from launcher.decide import budget_guard
+from launcher.decide.clock_doubt import Doubt
+from launcher.decide.current_prices import PriceNow, repriced
+from launcher.decide.facts import OVER, Facts, Others, Stage
+from launcher.decide.node_facts import NodeFact, NodeStatus
+from launcher.decide.run_budget import hourly_micro_usd, reserved_micro_usd
+from launcher.job.schema import Job
+from launcher.ledger.accounting import spent_micro_usd
+from launcher.ledger.billing import LOCAL
+from launcher.ledger.models import ProgressRow, Run, RunStatus
+from launcher.ledger.node_history import node_records
+from launcher.ledger.store import current_status
+from launcher.market.side_prices import side_micro_usd_per_hour
+from launcher.placement.options import SiteOptions
+from launcher.placement.plan import Plan
+from launcher.services.prices_now import prices_now
+
+PRICE_SECONDS = 60.0
+"""Time between two reads of the ledger's prices (wall time). Spot prices change by the minute at most."""
+
+UNWATCHED_MS = 60_000
+"""Gap between passes in ms after which engine news from the gap may not have arrived yet."""
+
+
+class Standstill:
+    """The time since which a run has made no progress, while its trainer answers and no person is waited for."""
+
+    def __init__(self, now_ms: int) -> None:
+        self.since_ms = self._passed_ms = now_ms
+
+    def watch(self, now_ms: int, trainer: NodeFact | None, is_excused: bool) -> None:
+        """Count a standstill only while the trainer answers, nothing excuses the run, and passes are regular."""
+        answers = trainer is not None and trainer.status is NodeStatus.UP
+        if not answers or is_excused or now_ms - self._passed_ms > UNWATCHED_MS:
+            self.since_ms = now_ms
+        self._passed_ms = now_ms
+
+
+class FactsReader:
+    """Reads facts from the ledger. Keeps only what spares a pass from reading a whole history again."""
+
+    def __init__(self, run: Run, job: Job, sites: tuple[SiteOptions, ...], clock: Clock) -> None:
+        self._run, self._job, self._sites, self._clock = run, job, sites, clock
+        self.standstill = Standstill(clock.now_ms())
+        self.prices, self._prices_at = PriceNow(), -PRICE_SECONDS
+        self._ended_runs: dict[int, tuple[int, int]] = {}
+        self._plans: dict[int, int] = {}
+        """By run: the hourly cost of the run's plan, in micro-dollars."""
+        self._advance = (0, -1, 0)
+        """The id of the last iteration row read, the furthest iteration, and the time of first reaching that
+        iteration."""
+
+    def refresh_prices(self, sessions: sessionmaker[Session]) -> None:
+        """Read the clouds' latest prices from the ledger, once a minute."""
+        if time.monotonic() - self._prices_at >= PRICE_SECONDS:
+            with sessions() as session:
+                self.prices, self._prices_at = prices_now(session, self._job, self._clock.now_ms()), time.monotonic()
+
+    def facts(
+        self, session: Session, *, limits_of_all: budget_guard.Limits, trouble: str | None, doubt: Doubt | None
+    ) -> Facts:
+        now_ms = self._clock.now_ms()
+        statuses = session.scalars(
+            select(RunStatus).where(RunStatus.run_id == self._run.id).order_by(RunStatus.id.desc())
+        ).all()
+        stage, reason = Stage(statuses[0].status), statuses[0].reason
+        stage_ms = statuses[0].at_ms
+        for status in statuses:
+            if status.status != statuses[0].status:
+                break
+            stage_ms = status.at_ms
+        planned_ms = next((row.at_ms for row in statuses if row.status == Stage.PLANNED), self._run.created_ms)
+        finished = session.scalar(
+            select(ProgressRow)
+            .where(
+                ProgressRow.run_id == self._run.id,
+                ProgressRow.kind == EngineFinished.KIND,
+                ProgressRow.at_ms >= planned_ms,
+            )
+            .order_by(ProgressRow.id.desc())
+            .limit(1)
+        )
+        return Facts(
+            now_ms=now_ms,
+            stage=stage,
+            reason=reason,
+            stage_ms=stage_ms,
+            planned_ms=planned_ms,
+            nodes=node_records(session, self._run),
+            metered=spent_micro_usd(session, self._run, now_ms),
+            finished=EngineFinished(**finished.event) if finished is not None else None,
+            finished_ms=finished.at_ms if finished is not None else 0,
+            advanced_ms=self._advanced_ms(session),
+            still_since_ms=self.standstill.since_ms,
+            trouble=trouble,
+            others=self._others(session, limits_of_all, now_ms),
+            doubt=doubt,
+            sites=tuple(repriced(site, self.prices) for site in self._sites),
+        )
+
+    def _advanced_ms(self, session: Session) -> int:
+        """Return the time at which the run first reached its furthest iteration. Repeated iterations are no progress.
+
+        Rows are only added, never changed, so each pass reads only the new rows: a run may have many thousands.
+        """
+        seen_id, best, at_ms = self._advance
+        rows = session.scalars(
+            select(ProgressRow)
+            .where(ProgressRow.run_id == self._run.id, ProgressRow.kind == IterationDone.KIND, ProgressRow.id > seen_id)
+            .order_by(ProgressRow.id)
+        )
+        for row in rows:
+            seen_id = row.id
+            if row.event["iteration"] > best:
+                best, at_ms = row.event["iteration"], row.at_ms
+                # by the controller's clock: the trainer's clock may be wrong
+                self.standstill.since_ms = self._clock.now_ms()
+        self._advance = (seen_id, best, at_ms)
+        return at_ms
+
+    def _others(self, session: Session, limits: budget_guard.Limits, now_ms: int) -> Others:
+        """Return the spending of all other runs on real clouds, if limits bind the sum."""
+        if limits == budget_guard.NO_LIMITS:
+            return Others()
+        metered = reserved = per_hour = planned = 0
+        for run in session.scalars(select(Run).where(Run.infra != LOCAL, Run.id != self._run.id)):
+            status = current_status(session, run)
+            known = self._ended_runs.get(run.id)
+            if known is not None and status is not None and status.id == known[0]:
+                metered += known[1]
+                continue
+            nodes = node_records(session, run)
+            spent = spent_micro_usd(session, run, now_ms)
+            if status is not None and status.status in OVER and not any(node.is_live for node in nodes):
+                self._ended_runs[run.id] = (status.id, spent)  # an ended run costs no more
+            else:
+                planned += max(hourly_micro_usd(nodes), self._planned_hourly_of(run))
+            metered += spent
+            reserved += reserved_micro_usd(nodes, budget_guard.RELEASE_ALLOWANCE_MS, now_ms)
+            per_hour += hourly_micro_usd(nodes)
+        return Others(metered=metered, reserved=reserved, hourly=per_hour, planned_hourly=planned)
+
+    def _planned_hourly_of(self, run: Run) -> int:
+        """Return the hourly cost of another run's plan, with disks and addresses."""
+        if run.id not in self._plans:
+            slots = TypeAdapter(Plan).validate_python(run.plan).slots
+            self._plans[run.id] = sum(
+                slot.placement.micro_usd_per_hour + side_micro_usd_per_hour(slot.placement.cloud, slot.placement.market)
+                for slot in slots
+            )
+        return self._plans[run.id]

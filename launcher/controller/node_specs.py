@@ -1,0 +1,43 @@
+"""The NodeSpec of a node: everything that a node gets at its start."""
+
+from pathlib import Path
+from typing import Literal
+
+from engine.config import ClockConfig, NodeSpec, role_token
+from engine.events import Market
+from launcher.job.schema import Job
+from launcher.ledger.models import Node, Run
+from launcher.provision.local.provisioner import node_folder
+from launcher.storage.stores import run_store
+
+
+def node_spec(
+    run: Run, job: Job, node: Node, *, is_cloud: bool, money_deadline_ms: int | None, money_longest_ms: int | None
+) -> NodeSpec:
+    """Return the NodeSpec of a node.
+
+    On a real cloud the provisioner adds the folder, the addresses and the digest.
+    """
+    folder = Path(run.folder)
+    store = run_store(job.store, node.cloud, run.name) if is_cloud else (folder / "store").as_uri()
+    return NodeSpec(
+        run=run.name,
+        node=node.name,
+        role="trainer" if node.role == "trainer" else "rollout",
+        market=Market(node.market),
+        workers=max(1, node.gpus),
+        folder=str(node_folder(folder, node.name)),
+        store=store,
+        coordinator_port=run.coordinator_port,
+        token=run.token if node.role == "trainer" else role_token(run.token, "rollout"),
+        clock=ClockConfig(origin_ms=run.clock_origin_ms, factor=1.0 if is_cloud else run.clock_factor),
+        engine=job.engine(),
+        workdir=run.workdir,
+        cloud=_cloud(node.cloud) if is_cloud else "local",
+        money_deadline_ms=money_deadline_ms,
+        money_longest_ms=money_longest_ms,
+    )
+
+
+def _cloud(name: str) -> Literal["aws", "gcp"]:
+    return "aws" if name == "aws" else "gcp"

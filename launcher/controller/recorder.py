@@ -1,0 +1,90 @@
+"""Record in the ledger: news of nodes, prices, and the engine's progress. Every write checks the leases first."""
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from sqlalchemy.orm import Session, sessionmaker
+
+from engine.clock import Clock
+from launcher.controller.lease import Lease, renew
+from launcher.controller.progress import ProgressFiles
+from launcher.decide.current_prices import PriceNow
+from launcher.decide.facts import NodeRecord
+from launcher.decide.node_events import news
+from launcher.decide.node_facts import NodeFact
+from launcher.decide.price_events import paid
+from launcher.ledger.models import Run
+from launcher.ledger.node_history import node_price, node_records, write_note
+from launcher.ledger.store import append_progress, nodes_of, writing
+from launcher.provision.local.provisioner import node_folder
+from launcher.storage.store_lease import StoreLease
+
+log = logging.getLogger(__name__)
+
+
+class Recorder:
+    """Writes of a controller that still holds its leases. Raises LeaseLost after a takeover."""
+
+    def __init__(
+        self, sessions: sessionmaker[Session], run: Run, lease: Lease, over_machines: StoreLease | None, clock: Clock
+    ) -> None:
+        """`over_machines`: the lease in the bucket, which counts across machines. None: no bucket."""
+        self._sessions, self._run, self._lease, self._clock = sessions, run, lease, clock
+        self.over_machines = over_machines
+        self.progress_files = ProgressFiles()
+
+    @contextmanager
+    def transaction(self) -> Iterator[Session]:
+        """Open a write transaction, if this controller still holds the lease."""
+        self.check_lease()
+        with writing(self._sessions) as session:
+            renew(session, self._lease)
+            yield session
+
+    def check_lease(self) -> None:
+        if self.over_machines is not None:
+            self.over_machines.check()
+
+    def write_news(self, cloud: Mapping[str, NodeFact]) -> list[NodeRecord]:
+        """Record the cloud's news of the run's nodes. Return the updated records."""
+        with self.transaction() as session:
+            records = node_records(session, self._run)
+            notes = list(news(records, cloud, self._clock.now_ms()))
+            if not notes:
+                return records
+            nodes = {node.name: node for node in nodes_of(session, self._run)}
+            for note in notes:
+                log.info("%s: %s %s", note.node, note.kind, note.evidence)
+                write_note(session, self._run, nodes[note.node], note)
+            return node_records(session, self._run)
+
+    def write_prices(self, cloud: Mapping[str, NodeFact], nodes: Sequence[NodeRecord], prices: PriceNow) -> None:
+        """Record the real purchases and their current prices."""
+        changed = paid(nodes, cloud, prices, self._clock.now_ms())
+        if not changed:
+            return
+        with self.transaction() as session:
+            rows = {node.name: node for node in nodes_of(session, self._run)}
+            for change in changed:
+                log.info("%s: %s", change.node, change)
+                session.add(node_price(rows[change.node], change))
+
+    def write_progress(self) -> None:
+        with self._sessions() as session:
+            trainers = [node.name for node in nodes_of(session, self._run) if node.role == "trainer"]
+        folders = [node_folder(Path(self._run.folder), name) for name in trainers]
+        lines = [line for folder in folders for line in self.progress_files.read(folder) if line.run == self._run.name]
+        if not lines:
+            return
+        # A node with a fast clock must not make the run older than the controller's clock says.
+        now_ms = self._clock.now_ms()
+        lines = [replace(line, at_ms=min(line.at_ms, now_ms)) for line in lines]
+        try:
+            with self.transaction() as session:
+                append_progress(session, self._run, lines)
+        except BaseException:
+            self.progress_files.forget()
+            raise

@@ -1,0 +1,121 @@
+"""The controller's process: take the leases, repeat passes until the run is over, survive errors."""
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+
+from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.orm import Session, sessionmaker
+
+from engine.clock import Clock, ScaledClock, SteadyClock, boot_ms
+from launcher.clouds.limits import build_limits
+from launcher.controller.cloud_time import CloudTime
+from launcher.controller.controller import Controller, log
+from launcher.controller.price_watch import watch_prices
+from launcher.decide.run_budget import (
+    describe_brakes,
+)
+from launcher.exit_codes import Failure
+from launcher.job.schema import Job
+from launcher.ledger.models import Run
+from launcher.ledger.store import (
+    find_run,
+    newest_ms,
+)
+from launcher.provision.provide import provisioner_of
+from launcher.provision.provisioner import Provisioner
+from launcher.storage.store_lease import LeaseLost, StoreLease
+from launcher.storage.stores import open_store, run_store
+
+PASS_SECONDS, CLOUD_PASS_SECONDS = 0.25, 0.5
+"""Wall time between passes. A pass sees a notice well within the engine's lease."""
+
+LONGEST_PAUSE_SECONDS = 60.0
+"""Longest pause after a failed pass. A locked ledger or a full disk makes passes fail, and the pause doubles up to this
+limit. The controller never gives up, because nodes are paid for. Spend deadlines finally end the nodes."""
+
+
+def run_controller(
+    sessions: sessionmaker[Session],
+    run_name: str,
+    *,
+    provisioner: Provisioner | None = None,
+    clock: Clock | None = None,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """Manage a run until the run is over and nothing of the run is left.
+
+    Raises LeaseHeld if another controller is active.
+    """
+    with sessions() as session:
+        run = find_run(session, run_name)
+    job = Job.model_validate(run.job)
+    cloud_time = CloudTime({cloud: build_limits(cloud) for cloud in job.clouds}) if job.clouds else None
+    clock = clock or _clock_of(sessions, run, cloud_time)
+    over_machines = _store_lease(run, job)
+    if over_machines is not None:
+        over_machines.take()
+    if provisioner is None:
+        check_lease = over_machines.check if over_machines is not None else lambda: None
+        provisioner = provisioner_of(run, job, clock, check_lease)
+    controller = Controller(sessions, run, provisioner, clock, over_machines=over_machines, cloud_time=cloud_time)
+    if over_machines is not None:
+        over_machines.keep()
+    log.info(
+        "controller of %s, process %s: %s", run.name, os.getpid(), describe_brakes(controller.wanted, controller.sites)
+    )
+    ended = threading.Event()
+    if cloud_time is not None:
+        cloud_time.ask(clock)
+        cloud_time.keep(clock, ended)
+    if controller.sites:
+        threading.Thread(target=watch_prices, args=(sessions, run, job, ended), name="prices", daemon=True).start()
+    trouble, pass_seconds = 0, CLOUD_PASS_SECONDS if controller.sites else PASS_SECONDS
+    while True:
+        started = time.monotonic()
+        try:
+            if controller.one_pass():
+                break
+            trouble = 0
+        except LeaseLost as error:
+            log.warning("%s", error)
+            provisioner.close()
+            ended.set()
+            return
+        except (SQLAlchemyError, OSError, Failure):
+            trouble += 1
+            log.exception("this pass failed (%s in a row); trying again", trouble)
+        pause = min(LONGEST_PAUSE_SECONDS, pass_seconds * 2 ** min(trouble, 10))
+        sleep(max(0.0, pause - (time.monotonic() - started)))
+    ended.set()
+    if over_machines is not None:
+        over_machines.give_up()
+    controller.close()  # last: from now on no other process waits for this controller
+    log.info("%s is over; nothing of it is left running", run.name)
+
+
+def _clock_of(sessions: sessionmaker[Session], run: Run, cloud_time: CloudTime | None) -> Clock:
+    """Return the clock by which the controller meters.
+
+    Nodes on the local infra share this machine's clock, including its jumps. On clouds the controller uses the clouds'
+    time, and never a time before the newest time in the ledger: a slow clock would forget spending.
+    """
+    if cloud_time is None:
+        return ScaledClock(origin_ms=run.clock_origin_ms, factor=run.clock_factor)
+    cloud_time.ask()
+    with sessions() as session:
+        now_ms = max(cloud_time.now_ms(), newest_ms(session, run))
+    return SteadyClock(origin_ms=run.clock_origin_ms, factor=run.clock_factor, began_ms=now_ms - boot_ms())
+
+
+def _store_lease(run: Run, job: Job) -> StoreLease | None:
+    """Return the lease visible to controllers on other machines, in the bucket of the first cloud in the job.
+
+    None: no bucket.
+    """
+    if not job.clouds or job.clouds[0] not in job.store:
+        return None
+    url = run_store(job.store, job.clouds[0], run.name)
+    return StoreLease(partial(open_store, url), run.name, run.token)

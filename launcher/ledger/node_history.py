@@ -1,0 +1,147 @@
+"""The nodes of a run in the ledger: read their records, write their events, prices and ends."""
+
+from collections import defaultdict
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from engine.events import Market
+from launcher.decide.facts import ENDS, NodeRecord
+from launcher.decide.node_events import Note
+from launcher.decide.price_events import Paid
+from launcher.ledger.accounting import charges_of_run, prices_of_run
+from launcher.ledger.billing import LOCAL, NOT_PRICED, bill, minimum_billed_ms, side_costs
+from launcher.ledger.models import Node, NodeEvent, NodePrice, Preemption, Run, SideCost
+from launcher.ledger.store import (
+    nodes_of,
+)
+from launcher.placement.options import Option
+from launcher.placement.placement import Placement
+
+
+def metered_micro_usd(session: Session, run: Run, now_ms: int) -> int:
+    """Return the cost of the run's nodes until now, in micro-dollars."""
+    return sum(charge.micro_usd for charges in charges_of_run(session, run, now_ms).values() for charge in charges)
+
+
+def node_records(session: Session, run: Run) -> list[NodeRecord]:
+    happened: defaultdict[int, dict[str, int]] = defaultdict(dict)
+    evidence: dict[int, str] = {}
+    of_run = select(Node.id).where(Node.run_id == run.id)
+    for event in session.scalars(select(NodeEvent).where(NodeEvent.node_id.in_(of_run)).order_by(NodeEvent.id)):
+        happened[event.node_id].setdefault(event.kind, event.at_ms)
+        if event.kind in ENDS:
+            evidence[event.node_id] = event.evidence
+    taken = set(session.scalars(select(Preemption.node_id).where(Preemption.node_id.in_(of_run))))
+    prices, is_cloud = prices_of_run(session, run), run.infra != LOCAL
+    now = {node_id: changes[-1] for node_id, changes in prices.items()}
+    return [
+        NodeRecord(
+            name=node.name,
+            slot=node.slot,
+            generation=node.generation,
+            role=node.role,
+            market=Market(node.market),
+            micro_usd_per_hour=now.get(node.id, node).micro_usd_per_hour,
+            requested_ms=node.requested_ms,
+            reserved_micro_usd=node.reserved_micro_usd,
+            happened=happened[node.id],
+            evidence=evidence.get(node.id, ""),
+            reclaimed=node.id in taken,
+            wanted=option_of(node) if is_cloud else None,
+            zone=now.get(node.id, node).zone,
+            instance_type=now.get(node.id, node).instance_type,
+        )
+        for node in nodes_of(session, run)
+    ]
+
+
+def option_of(node: Node) -> Option:
+    """Return the requested offer of a node, from the ledger."""
+    return Option(
+        placement=Placement(
+            cloud=node.cloud,
+            region=node.region,
+            zone=node.zone,
+            instance_type=node.instance_type,
+            gpus=node.gpus,
+            accelerator=node.accelerator,
+            market=Market(node.market),
+            micro_usd_per_hour=node.micro_usd_per_hour,
+            price_source=node.price_source,
+            price_observed_at=node.price_observed_at,
+        ),
+        on_demand_micro_usd_per_hour=node.on_demand_micro_usd_per_hour,
+    )
+
+
+def last_trainer_cloud(session: Session, run: Run, node: Node) -> str | None:
+    """Return the cloud of the last trainer that came up before this node. None: no earlier trainer came up."""
+    earlier = [other for other in nodes_of(session, run) if other.role == "trainer" and other.id < node.id]
+    came = set(session.scalars(select(NodeEvent.node_id).where(NodeEvent.kind == "up")))
+    return next((other.cloud for other in reversed(earlier) if other.id in came), None)
+
+
+def write_note(session: Session, run: Run, node: Node, note: Note) -> None:
+    """Record an event. If the event is the node's end, add the bill and the preemption in the same transaction."""
+    session.add(NodeEvent(node_id=node.id, at_ms=note.at_ms, kind=note.kind, evidence=_evidence(note)))
+    if note.kind not in ENDS:
+        return
+    session.flush()
+    seen = {
+        event.kind: event.at_ms
+        for event in session.scalars(
+            select(NodeEvent).where(NodeEvent.node_id == node.id).order_by(NodeEvent.id.desc())
+        )
+    }
+    reclaimed = note.fact is not None and note.fact.reclaimed
+    if "up" in seen:
+        start_ms, end_ms = seen["up"], max(seen["up"], note.at_ms)
+        prices = session.scalars(select(NodePrice).where(NodePrice.node_id == node.id))
+        taken = note.evidence if reclaimed and "releasing" not in seen else None
+        session.add_all(bill(node, start_ms, end_ms, prices, minimum_billed_ms(run), run.money_basis, taken))
+        session.add_all(side_costs(run, node, start_ms, end_ms))
+    if note.fact is not None and reclaimed:
+        session.add(
+            Preemption(
+                node_id=node.id,
+                at_ms=note.at_ms,
+                noticed_ms=seen.get("notice"),
+                signal=note.fact.signal,
+                evidence=note.evidence,
+            )
+        )
+
+
+def _evidence(note: Note) -> str:
+    """Return the cloud's text, with the zones that refused."""
+    tried = note.fact.tried if note.fact is not None else ()
+    return "; ".join(filter(None, (note.evidence, f"tried {', '.join(tried)}" if tried else "")))
+
+
+def node_price(node: Node, change: Paid) -> NodePrice:
+    return NodePrice(
+        node_id=node.id,
+        at_ms=change.at_ms,
+        zone=change.zone,
+        instance_type=change.instance_type,
+        micro_usd_per_hour=change.price.micro_usd_per_hour,
+        price_source=change.price.source,
+        price_observed_at=change.price.observed_at,
+    )
+
+
+def unpriced_costs(run: Run, now_ms: int) -> list[SideCost]:
+    """Return the costs that are billed but have no price in the ledger."""
+    return [
+        SideCost(
+            run_id=run.id,
+            kind=kind,
+            amount=what,
+            start_ms=run.created_ms,
+            end_ms=now_ms,
+            micro_usd=None,
+            source="not priced: no cloud says the amount before its bill",
+        )
+        for kind, what in NOT_PRICED
+    ]
