@@ -10,8 +10,8 @@ from sqlalchemy.orm import Session, sessionmaker
 from launcher.controller.run_process import run_controller
 from launcher.decide.facts import OVER
 from launcher.exit_codes import ExitCode
-from launcher.runs.runs import run_view
 from launcher.runs.service import remove_service
+from launcher.runs.views import run_view
 
 
 @click.command()

@@ -10,7 +10,8 @@ from sqlalchemy.orm import Session, sessionmaker
 from launcher.cli.run_argument import run_argument
 from launcher.cli.status import event_text
 from launcher.ledger.store import find_run
-from launcher.runs.runs import event_lines, last_ids, still_running
+from launcher.runs.runs import still_running
+from launcher.runs.views import event_lines, last_ids
 
 LOOK_SECONDS = 0.5
 

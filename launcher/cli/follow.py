@@ -29,18 +29,16 @@ from launcher.ledger.store import find_run
 from launcher.money import dollars
 from launcher.placement.plan import Plan
 from launcher.runs.runs import (
-    RunView,
     bring_down,
     create_run,
     release_seconds,
     request_stop,
-    run_clock,
-    run_view,
     running_processes,
     start_controller,
     still_running,
     wait_released,
 )
+from launcher.runs.views import RunView, run_clock, run_view
 
 LOOK_SECONDS = 0.5
 """Seconds between reads of the ledger. A read is one short query on this machine."""

@@ -36,10 +36,7 @@ from launcher.money import hourly
 from launcher.placement.cloud_plan import CloudPlan, cloud_plan_json
 from launcher.placement.plan import Plan, plan_local
 from launcher.placement.sharing import check_sp_degree
-from launcher.runs.runs import (
-    release_seconds,
-    start_controller,
-)
+from launcher.runs.runs import release_seconds, start_controller
 from launcher.runs.service import check_service, start_service
 from launcher.runs.start import StartWeights, find_start, send_start
 from launcher.services.own_prices import as_you_pay

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from launcher.money import dollars, duration, hourly
 from launcher.report.sharing import groups_text
-from launcher.runs.runs import NodeView, RunView, short_name
+from launcher.runs.views import NodeView, RunView, short_name
 
 BARS = "▁▂▃▄▅▆▇█"
 

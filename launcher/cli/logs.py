@@ -9,7 +9,8 @@ from sqlalchemy.orm import Session, sessionmaker
 
 from launcher.cli.run_argument import run_argument
 from launcher.harmless import harmless
-from launcher.runs.runs import node_logs, still_running
+from launcher.runs.runs import still_running
+from launcher.runs.views import node_logs
 
 LOOK_SECONDS = 0.5
 

@@ -9,7 +9,7 @@ from sqlalchemy.orm import Session, sessionmaker
 
 from launcher.cli.status import print_table
 from launcher.money import dollars, hourly
-from launcher.runs.runs import RunView, run_views
+from launcher.runs.views import RunView, run_views
 
 
 @click.command()

@@ -10,7 +10,7 @@ from launcher.cleanup.removal import look_at_remains, remove_run
 from launcher.cli.leftovers import is_a_person
 from launcher.cli.run_argument import run_argument
 from launcher.money import dollars
-from launcher.runs.runs import run_view
+from launcher.runs.views import run_view
 
 
 @click.command()

@@ -17,7 +17,7 @@ from launcher.ledger.billing import LOCAL
 from launcher.ledger.models import Node
 from launcher.ledger.store import check_kept, find_run, nodes_of
 from launcher.provision.local.provisioner import node_folder
-from launcher.runs.runs import short_name
+from launcher.runs.views import short_name
 
 MACHINE = "machine.json"
 """File in the node's local folder with the provisioner's record of the instance, including the login."""

@@ -16,7 +16,8 @@ from launcher.cli.run_argument import run_argument
 from launcher.ledger.store import find_run
 from launcher.money import dollars, duration, hourly
 from launcher.report.sharing import groups_text
-from launcher.runs.runs import EventLine, RunView, event_lines, run_view, short_name, still_running
+from launcher.runs.runs import still_running
+from launcher.runs.views import EventLine, RunView, event_lines, run_view, short_name
 
 LAST_EVENTS = 8
 LOOK_SECONDS = 1.0

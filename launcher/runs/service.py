@@ -23,6 +23,7 @@ from launcher.job.schema import Job
 from launcher.ledger.store import find_run
 from launcher.runs import runs
 from launcher.runs.own_code import environment_for, keep_code
+from launcher.runs.views import is_controlled
 from launcher.settings import config_path, home
 
 AGAIN_SECONDS = 30
@@ -121,7 +122,7 @@ def start_service(sessions: sessionmaker[Session], run_name: str, timeout_s: flo
                 f"`{' '.join(call)}` failed ({_words(done)}); `spotrl resume {run_name}` goes on without it"
             )
     until = time.monotonic() + timeout_s
-    while not runs.is_controlled(sessions, run_name):
+    while not is_controlled(sessions, run_name):
         if time.monotonic() > until:
             tail = log.read_text(errors="replace").strip()[-1500:] if log.exists() else ""
             raise runs.ControllerFailed(f"the service {file} started no controller; the end of {log}:\n{tail}")

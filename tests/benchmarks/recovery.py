@@ -32,7 +32,7 @@ from launcher.ledger.models import Node, NodeEvent, ProgressRow
 from launcher.ledger.store import find_run, open_ledger
 from launcher.provision.local import processes
 from launcher.provision.local.provisioner import node_folder
-from launcher.runs.runs import run_view
+from launcher.runs.views import run_view
 from tests.benchmarks.page import load_now, publish, spread
 from tests.fakes.clouds.world import World, why_not
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TextIO
 
-from launcher.runs.runs import NodeView
+from launcher.runs.views import NodeView
 from tests.clouds.demo_reward import GATE
 from tests.clouds.launched import Launched
 from tests.clouds.planted import on_host

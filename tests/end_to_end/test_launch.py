@@ -18,7 +18,7 @@ from launcher.cli.main import run
 from launcher.decide.facts import OVER
 from launcher.exit_codes import ExitCode
 from launcher.ledger.store import open_ledger
-from launcher.runs.runs import RunView, run_view
+from launcher.runs.views import RunView, run_view
 
 pytestmark = pytest.mark.timeout(600)  # a run that is preempted by the clock buys more nodes on a slow machine
 

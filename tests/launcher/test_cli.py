@@ -24,8 +24,8 @@ from launcher.exit_codes import ExitCode
 from launcher.job.load import load_job
 from launcher.job.schema import Job
 from launcher.ledger.store import open_ledger
-from launcher.runs.runs import NodeView, RunView
 from launcher.runs.start import StartWeights
+from launcher.runs.views import NodeView, RunView
 
 
 def node(name: str = "quickstart-spot-0-g1", status: str = "ready", groups=()) -> NodeView:

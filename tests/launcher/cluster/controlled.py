@@ -9,7 +9,7 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 from launcher.controller.run_process import run_controller
 from launcher.ledger.store import find_run, open_ledger
 from launcher.provision.local.provisioner import LocalProvisioner
-from launcher.runs.runs import run_clock
+from launcher.runs.views import run_clock
 from launcher.settings import ledger_path
 from tests.launcher.cluster.stage import FAKE_AGENT
 

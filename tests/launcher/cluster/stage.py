@@ -26,7 +26,8 @@ from launcher.placement.placement import Placement
 from launcher.placement.plan import Plan, Slot
 from launcher.provision.local.preemptions import MANNERS, Reclaim, ReclaimRule
 from launcher.provision.local.provisioner import LocalProvisioner, node_folder, nodes_folder
-from launcher.runs.runs import create_run, run_clock, running_processes
+from launcher.runs.runs import create_run, running_processes
+from launcher.runs.views import run_clock
 
 FAKE_AGENT = str(Path(__file__).parent.parent / "fake_agent.py")
 SPOT_RATE, TRAINER_RATE = 300_000, 1_000_000

@@ -22,7 +22,8 @@ from launcher.ledger.node_history import node_records
 from launcher.ledger.store import current_status, nodes_of
 from launcher.provision.local.processes import processes_of
 from launcher.provision.local.provisioner import LocalProvisioner, node_folder, nodes_folder
-from launcher.runs.runs import request_stop, run_clock, run_view, still_running
+from launcher.runs.runs import request_stop, still_running
+from launcher.runs.views import run_clock, run_view
 from launcher.storage.store_lease import LeaseHeld, LeaseLost
 from tests.launcher.cluster.stage import FAKE_AGENT, assert_consistent, dead_pid, ledger, made_run, rule, wait_until
 

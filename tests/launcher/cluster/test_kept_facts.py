@@ -13,7 +13,8 @@ from launcher.controller.lease import renew, take_lease
 from launcher.ledger.models import BillingInterval, ProgressRow, Run
 from launcher.ledger.store import writing
 from launcher.provision.local.provisioner import LocalProvisioner, node_folder
-from launcher.runs.runs import request_stop, run_clock
+from launcher.runs.runs import request_stop
+from launcher.runs.views import run_clock
 from launcher.storage.store_lease import LeaseLost
 from tests.launcher.cluster.stage import CLOUD_SITES, FAKE_AGENT, dead_pid, ledger, made_run
 from tests.launcher.cluster.test_moving import Stage

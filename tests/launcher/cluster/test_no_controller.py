@@ -23,7 +23,7 @@ from launcher.job.schema import Job
 from launcher.ledger.models import ControllerLease
 from launcher.provision.local.provisioner import LocalProvisioner
 from launcher.runs import runs, service
-from launcher.runs.runs import bring_down, is_controlled, request_stop, run_clock, run_view, still_running
+from launcher.runs.runs import bring_down, request_stop, still_running
 from launcher.runs.service import (
     NoService,
     check_service,
@@ -32,6 +32,7 @@ from launcher.runs.service import (
     service_file,
     start_service,
 )
+from launcher.runs.views import is_controlled, run_clock, run_view
 from launcher.storage.stores import StoreError
 from tests.launcher.cluster.stage import FAKE_AGENT, ledger, made_run, wait_until
 

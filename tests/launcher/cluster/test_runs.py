@@ -33,15 +33,14 @@ from launcher.runs.runs import (
     NameTaken,
     NothingToResume,
     bring_down,
-    is_controlled,
     request_stop,
     resume_run,
-    run_view,
     running_processes,
     start_controller,
     still_running,
     wait_released,
 )
+from launcher.runs.views import is_controlled, node_logs, run_view
 from launcher.storage.store_lease import LeaseHeld
 from tests.launcher.cluster.stage import assert_consistent, cloud_run, ledger, made_run, wait_until
 
@@ -224,7 +223,7 @@ def test_commands_show_a_run_and_its_lost_nodes(sessions):
     assert "==> demo-spot-0-g0/worker.log <==\nlast words" in text
     assert "controller.log" in invoke(logs, sessions, run.name, "--json").output
     with pytest.raises(LookupError, match="demo-trainer-g0"):
-        runs.node_logs(sessions, run.name, "spot-9")
+        node_logs(sessions, run.name, "spot-9")
 
 
 def test_every_command_has_an_example_and_a_run_it_does_not_know_is_named(sessions):

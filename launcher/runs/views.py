@@ -1,0 +1,280 @@
+"""The state of runs, as commands show it: views, events, logs."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from sqlalchemy import func, select
+from sqlalchemy.orm import Session, sessionmaker
+
+from engine.clock import ScaledClock
+from engine.events import Evaluated, IterationDone, Regrouped
+from launcher.controller.lease import is_held
+from launcher.decide.facts import OVER, NodeRecord, Stage
+from launcher.harmless import harmless
+from launcher.ledger.models import ControllerLease, Node, NodeEvent, ProgressRow, Removal, Run, RunStatus
+from launcher.ledger.node_history import metered_micro_usd, node_records
+from launcher.ledger.store import (
+    check_kept,
+    current_status,
+    find_run,
+    node_events,
+    nodes_of,
+    progress_of,
+)
+from launcher.provision.local.provisioner import node_folder
+from launcher.report.sharing import groups_text
+from launcher.report.target import Evaluation, best, smoothed
+
+DEFAULT_METRIC = "exact_match"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeView:
+    name: str
+    slot: str
+    role: str
+    market: str
+    zone: str
+    status: str
+    """State: asked, starting, ready, draining, stopping; or end: lost (reclaimed), gone, released, denied,
+    no_capacity."""
+    age_ms: int
+    micro_usd_per_hour: int
+    groups: tuple[tuple[str, ...], ...] = ()
+    """Workers that share images now, each group in rank order; empty when the node ended or never had groups."""
+
+    @property
+    def is_live(self) -> bool:
+        """Return True if the node has no recorded end. Such a node is billed."""
+        return self.status in ("asked", "starting", "ready", "draining", "stopping")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunView:
+    """The state of a run. `iteration`: batches trained. `score`: the mean of the last three evaluations."""
+
+    name: str
+    status: str
+    reason: str
+    iteration: int
+    iterations: int
+    reward: float | None
+    score: float | None
+    best_score: float | None
+    metric: str
+    target: float | None
+    spent_micro_usd: int
+    max_total_micro_usd: int | None
+    micro_usd_per_hour: int
+    nodes: tuple[NodeView, ...]
+    """The newest node of each slot, and every live node."""
+    last_event: str
+    eta_seconds: float | None
+    """Wall time until the last iteration, at the speed of the last five; None before enough iterations are done."""
+    elapsed_ms: int
+    wall_seconds: float
+    clock_factor: float
+    controlled: bool
+    """True if a controller manages the run now."""
+    is_removed: bool = False
+    """True if `spotrl rm` deleted the run's files."""
+
+    @property
+    def lacks_controller(self) -> bool:
+        """Return whether a run that is not over, or may still have nodes, has no controller."""
+        return not self.controlled and (self.status not in OVER or any(node.is_live for node in self.nodes))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EventLine:
+    """One event of a run, as text. `elapsed_ms` is on the run's clock."""
+
+    at_ms: int
+    elapsed_ms: int
+    source: str
+    kind: str
+    text: str
+
+
+def is_controlled(sessions: sessionmaker[Session], run_name: str) -> bool:
+    """Return whether a live controller holds the run's lease."""
+    with sessions() as session:
+        return is_held(session.get(ControllerLease, find_run(session, run_name).id))
+
+
+def run_clock(run: Run) -> ScaledClock:
+    return ScaledClock(origin_ms=run.clock_origin_ms, factor=run.clock_factor)
+
+
+def run_view(sessions: sessionmaker[Session], run_name: str) -> RunView:
+    """Return the run's state from the ledger alone."""
+    with sessions() as session:
+        return _view(session, find_run(session, run_name))
+
+
+def run_views(sessions: sessionmaker[Session]) -> list[RunView]:
+    """Return every run's state, newest first."""
+    with sessions() as session:
+        return [_view(session, run) for run in session.scalars(select(Run).order_by(Run.id.desc()))]
+
+
+def event_lines(session: Session, run: Run, after: tuple[int, int, int] = (0, 0, 0)) -> list[EventLine]:
+    """Return the events of the run, its nodes and its engine, oldest first. `after`: last seen id of each kind."""
+    statuses = session.scalars(select(RunStatus).where(RunStatus.run_id == run.id, RunStatus.id > after[0]))
+    lines = [(row.at_ms, "run", row.status, " ".join(row.reason.split("\n")[:1])) for row in statuses]
+    lines += [
+        (event.at_ms, node.name, event.kind, event.evidence)
+        for node, event in node_events(session, run)
+        if event.id > after[1]
+    ]
+    progress = session.scalars(
+        select(ProgressRow).where(ProgressRow.run_id == run.id, ProgressRow.id > after[2]).order_by(ProgressRow.id)
+    )
+    lines += [(row.at_ms, row.source, row.kind, text) for row in progress if (text := _words(row)) is not None]
+    return [
+        EventLine(at_ms=at_ms, elapsed_ms=at_ms - run.created_ms, source=source, kind=kind, text=harmless(text))
+        for at_ms, source, kind, text in sorted(lines, key=lambda line: line[0])
+    ]
+
+
+def last_ids(session: Session, run: Run) -> tuple[int, int, int]:
+    """Return the ids from which `event_lines` continues with new events only."""
+    status = session.scalar(select(func.max(RunStatus.id)).where(RunStatus.run_id == run.id))
+    event = session.scalar(select(func.max(NodeEvent.id)).join(Node).where(Node.run_id == run.id))
+    progress = session.scalar(select(func.max(ProgressRow.id)).where(ProgressRow.run_id == run.id))
+    return status or 0, event or 0, progress or 0
+
+
+def short_name(run_name: str, node_name: str) -> str:
+    """Return a node's name without the run's name: `spot-0-g2` has slot and generation, and fits in 80 columns."""
+    return node_name.removeprefix(f"{run_name}-")
+
+
+def node_logs(sessions: sessionmaker[Session], run_name: str, node: str | None = None) -> list[Path]:
+    """Return the log files of a run: the controller's and every node's, also of lost nodes; or of one node or slot."""
+    with sessions() as session:
+        run = find_run(session, run_name)
+        check_kept(session, run)
+        nodes = nodes_of(session, run)
+    wanted = [row for row in nodes if node in (None, row.name, row.slot, short_name(run_name, row.name))]
+    if node is not None and not wanted:
+        known = ", ".join(row.name for row in nodes) or "none yet"
+        raise LookupError(f"{run_name} has no node called {node}; it has had: {known}")
+    folder = Path(run.folder)
+    own = [folder / "controller.log"] if node is None else []
+    found = [path for row in wanted for path in sorted((node_folder(folder, row.name) / "logs").glob("*.log"))]
+    return [path for path in [*own, *found] if path.exists()]
+
+
+def _view(session: Session, run: Run) -> RunView:
+    status = status_of(session, run)
+    over = Stage(status.status) in OVER
+    records = node_records(session, run)
+    now_ms = run_clock(run).now_ms()
+    until_ms = status.at_ms if over and not any(record.is_live for record in records) else now_ms
+    done = progress_of(session, run, IterationDone.KIND)
+    metric = run.target_metric or DEFAULT_METRIC
+    curve = [
+        Evaluation(iteration=row.event["iteration"], at_ms=row.at_ms, score=row.event["metrics"][metric], micro_usd=0)
+        for row in progress_of(session, run, Evaluated.KIND)
+        if metric in row.event["metrics"]
+    ]
+    points, peak = smoothed(curve), best(curve)
+    iterations = int(run.job["iterations"])
+    iteration = done[-1].event["iteration"] + 1 if done else 0
+    zones = {node.name: node.zone for node in nodes_of(session, run)}
+    groups = {row.event["node"]: row.event["groups"] for row in progress_of(session, run, Regrouped.KIND)}
+    # Groups may change many times a minute, and each node shows its own groups.
+    lines = [line for line in event_lines(session, run) if line.kind != Regrouped.KIND]
+    pace = [row.at_ms for row in done[-6:]]
+    eta_ms = (pace[-1] - pace[0]) / (len(pace) - 1) * (iterations - iteration) if len(pace) > 1 and not over else None
+    return RunView(
+        name=run.name,
+        status=status.status,
+        reason=harmless(status.reason),
+        iteration=iteration,
+        iterations=iterations,
+        reward=done[-1].event["reward_mean"] if done else None,
+        score=points[-1].smoothed if points else None,
+        best_score=peak.smoothed if peak is not None else None,
+        metric=metric,
+        target=run.target_value,
+        spent_micro_usd=metered_micro_usd(session, run, now_ms),
+        max_total_micro_usd=run.max_total_micro_usd,
+        micro_usd_per_hour=sum(record.micro_usd_per_hour for record in records if record.is_live),
+        nodes=tuple(
+            _node_view(record, zones[record.name], groups.get(record.name, ()), now_ms) for record in _shown(records)
+        ),
+        last_event=f"{lines[-1].source}: {lines[-1].kind} {lines[-1].text}".strip() if lines else "",
+        eta_seconds=eta_ms / 1000 / run.clock_factor if eta_ms is not None else None,
+        elapsed_ms=until_ms - run.created_ms,
+        wall_seconds=(until_ms - run.created_ms) / 1000 / run.clock_factor,
+        clock_factor=run.clock_factor,
+        controlled=is_held(session.get(ControllerLease, run.id)),
+        is_removed=session.get(Removal, run.id) is not None,
+    )
+
+
+def _shown(records: Sequence[NodeRecord]) -> list[NodeRecord]:
+    newest: dict[str, int] = {}
+    for record in records:
+        newest[record.slot] = max(record.generation, newest.get(record.slot, 0))
+    return [record for record in records if record.is_live or record.generation == newest[record.slot]]
+
+
+def _node_view(record: NodeRecord, zone: str, groups: Sequence[Sequence[str]], now_ms: int) -> NodeView:
+    since_ms = record.happened.get("up", record.requested_ms)
+    ended_ms = record.ended_ms
+    return NodeView(
+        name=record.name,
+        slot=record.slot,
+        role=record.role,
+        market=record.market,
+        zone=zone,
+        status=_node_status(record),
+        age_ms=max(0, (now_ms if ended_ms is None else ended_ms) - since_ms),
+        micro_usd_per_hour=record.micro_usd_per_hour,
+        groups=tuple(tuple(group) for group in groups) if record.is_live else (),
+    )
+
+
+def _node_status(record: NodeRecord) -> str:
+    if record.reclaimed:
+        return "lost"
+    steps = ("gone", "released", "denied", "no_capacity", "releasing", "notice", "ready", "up", "requested")
+    words = {"releasing": "stopping", "notice": "draining", "up": "starting", "requested": "starting"}
+    step = next((step for step in steps if step in record.happened), "asked")
+    return words.get(step, step)
+
+
+def _words(row: ProgressRow) -> str | None:
+    """Return an engine event as text; None for events that only accounting reads."""
+    event = row.event
+    match row.kind:
+        case "engine_started":
+            return f"from iteration {event['iteration']} (lineage {row.lineage}) on {event['devices']}"
+        case "iteration_done":
+            return f"iteration {event['iteration']}: reward {event['reward_mean']:.3f}, {event['explored']} explored"
+        case "evaluated":
+            scores = ", ".join(f"{name} {value:.3f}" for name, value in event["metrics"].items())
+            return f"version {event['iteration']}: {scores}"
+        case "node_missed":
+            return f"{event['node']}: {event['reason']}, {event['lost_steps']} steps to do again"
+        case "regrouped":
+            return f"{event['node']}: groups {groups_text(event['groups'])} ({event['reason']})"
+        case "target_reached":
+            return f"{event['metric']} {event['value']:.3f} at iteration {event['iteration']}"
+        case "warned":
+            return str(event["text"])
+        case "engine_finished":
+            return f"{event['reason']} at iteration {event['iteration']} {event['text']}".strip()
+        case _:
+            return None
+
+
+def status_of(session: Session, run: Run) -> RunStatus:
+    status = current_status(session, run)
+    if status is None:
+        raise LookupError(f"{run.name} has no status in the ledger, so it was not made by `spotrl launch`")
+    return status
