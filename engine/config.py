@@ -17,7 +17,7 @@ from engine.events import Market
 class Strict(BaseModel):
     """Base of every configuration: frozen, and unknown keys are errors."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, use_attribute_docstrings=True)
 
 
 Positive = Annotated[int, Field(ge=1)]
@@ -36,12 +36,15 @@ class ModelConfig(Strict):
     model_config = ConfigDict(validate_by_name=True, validate_by_alias=True, serialize_by_alias=True)
 
     name: Literal["digits-ocr", "shapes", "qwen-image", "sd3", "flux", "wan"] = "digits-ocr"
+    """Model family. `digits-ocr` and `shapes` ship with spotrl; every other family needs `path`."""
     path: str | None = None
     """Folder of a diffusers model (transformer, vae, ...). None: the weights shipped with spotrl."""
     weights: Literal["full", "lora"] = "full"
     """Trained weights: `full` trains every weight of the transformer, `lora` trains low-rank adapters."""
     lora_rank: Positive = 16
+    """Rank of the low-rank adapters. Unused with `weights: full`."""
     lora_alpha: Positive = 32
+    """Scale of the low-rank adapters: their output is multiplied by `lora_alpha / lora_rank`."""
     start: Annotated[str, Field(min_length=1)] | None = Field(default=None, alias="from")
     """Start weights: a run's name, or a folder written by `spotrl pull` (with a / in the path, relative to the job
     file). Training continues from the start weights, with a new optimizer and a new average. The start weights replace
@@ -66,6 +69,7 @@ class WindowConfig(Strict):
     """
 
     size: Positive = 2
+    """Number of steps in the window."""
     first: Annotated[int, Field(ge=0)] = 0
     """Earliest step at which the window may start."""
     last: Positive | None = None
@@ -82,16 +86,21 @@ class SamplerConfig(Strict):
     """Denoising method of rollouts. Seed rankings are comparable only between samplers with equal signatures."""
 
     name: Literal["flow-sde", "dance-sde", "cps"] = "flow-sde"
+    """Kind of the stochastic steps: `flow-sde` (Flow-GRPO), `dance-sde` (DanceGRPO) or `cps` (coefficients that
+    preserve the noise level)."""
     steps: Annotated[int, Field(ge=2)] = 8
+    """Denoising steps of a rollout."""
     noise_level: Annotated[float, Field(ge=0.0)] = 0.7
     """Noise added by a stochastic step; 0 makes every step an Euler step. Each sampler has its own scale (research
     notes rl 1.1), so change sampler and level together. flow-sde, `a`: 0.7 or 0.8, and 1.2 with Qwen-Image. dance-sde,
     `eta`: 0.25 to 0.3; the noise does not fade towards the image. cps, `eta`: 0.7; the maximum 1 replaces all of the
     noise."""
     shift: Annotated[float, Field(gt=0.0)] = 1.0
+    """Shift of the noise schedule. Values above 1 spend more steps at high noise levels; 1 keeps the schedule."""
     guidance: Annotated[float, Field(ge=1.0)] = 1.0
     """Classifier-free guidance scale; 1 computes no unconditional branch."""
     window: WindowConfig | None = None
+    """Limits the stochastic steps to a window. None: every step but the last is stochastic and trained."""
     noise: Literal[1] = 1
     """Version of the counter-based noise (engine/diffusion/noise.py)."""
 
@@ -121,15 +130,21 @@ class AlgorithmConfig(Strict):
     """GRPO on the denoising steps (arXiv 2505.05470; research notes rl 1.2)."""
 
     name: Literal["flow-grpo"] = "flow-grpo"
+    """Training algorithm."""
     prompts_per_batch: Positive = 12
+    """Prompts trained in one iteration. `updates_per_batch` must divide the number."""
     images_per_prompt: int = 4
     """Group size: the number of images of one prompt. Rewards are compared within a group."""
     updates_per_batch: Positive = 2
     """Optimiser steps per batch. Each step trains its own share of the prompts."""
     learning_rate: Annotated[float, Field(gt=0.0)] = 2e-4
+    """AdamW's step size."""
     clip_range: Annotated[float, Field(gt=0.0)] = 1e-3
+    """Importance ratios are clipped to 1 - clip_range and 1 + clip_range."""
     advantage_clip: Annotated[float, Field(gt=0.0)] = 5.0
+    """Advantages are clipped to this absolute value."""
     gradient_clip: Annotated[float, Field(gt=0.0)] = 1.0
+    """Largest norm of the gradient of an optimiser step. A larger gradient is scaled down."""
     kl_beta: Annotated[float, Field(ge=0.0)] = 0.0
     """Weight of the KL divergence from the base model; 0 computes no divergence."""
     kl_form: Literal["flow-grpo", "gaussian"] = "flow-grpo"
@@ -185,13 +200,16 @@ class SecondsBudget(Strict):
     """Budget of idle GPU time: explore until the trainer finishes, or for a number of seconds."""
 
     seconds: Literal["auto"] | Annotated[float, Field(gt=0.0)] = "auto"
+    """Wall seconds of exploration per batch. `auto`: until the trainer finishes its batch."""
     max_candidates: Positive = 1024
+    """Most candidates per batch."""
 
 
 class ProfileConfig(Strict):
     """Settings for sampling candidates. Training rollouts ignore every profile and always run in full."""
 
     name: str = "full"
+    """Name of the profile in reports."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Number format. bfloat16 is faster, and ranks seeds nearly as well as float32 (research notes overlap 1)."""
     shape: Positive = 48
@@ -215,7 +233,9 @@ class ExplorationConfig(Strict):
     """
 
     mode: Literal["none", "in-path", "stale"] = "stale"
+    """Time of exploration: `stale` (beside training), `in-path` (before training) or `none`."""
     budget: CandidateBudget | SecondsBudget = SecondsBudget()
+    """Amount of exploration: `{candidates: N}` or `{seconds: auto}`."""
     policy: Literal["uniform", "greedy", "ucb", "bayes"] = "uniform"
     """Rule for the prompt of the next candidates (engine/exploration/planner.py). Every policy but `uniform` gives more
     candidates to prompts with more different rewards. A larger share pays with strict rewards and with
@@ -244,18 +264,22 @@ class RewardConfig(Strict):
     """Name of the scorer. `ocr` and `ocr_strict` read images of at most 48 x 144 pixels as one line of text, and find
     the lines first in larger images. `ocr_smooth` reads one line only."""
     placed: Literal["with_rollout"] = "with_rollout"
+    """Location of the scorer: in the process of each rollout worker."""
 
 
 class EvaluationConfig(Strict):
     """Evaluation, the basis of the target: held-out prompts, fixed noise, ODE sampler, EMA weights."""
 
     prompts: Positive = 512
+    """Held-out prompts of the first and the last evaluation."""
     on_the_way: Positive | None = None
     """Prompts of an intermediate evaluation, counted from the first prompt; None: all prompts. The first and the last
     evaluation use all prompts, and so does an evaluation about to reach the target. A share p of n prompts has a
     standard error of sqrt(p (1 - p) / n)."""
     every: Positive = 3
+    """Iterations between two evaluations."""
     steps: Annotated[int, Field(ge=1)] = 8
+    """ODE steps per image."""
     shape: Positive = 48
     """Images per forward pass."""
 
@@ -276,14 +300,18 @@ class GuardConfig(Strict):
     """Upper bound `max` on an evaluation metric: `drift`, or a metric of the reward."""
 
     metric: str = DRIFT
+    """Metric with a limit."""
     max: float
+    """Largest allowed value of the metric."""
 
 
 class TargetConfig(Strict):
     """Score at which the run has reached its goal and stops."""
 
     metric: str = "exact_match"
+    """Metric of the reward to reach."""
     value: float
+    """Score at which the run stops. `exact_match` and `similarity` are shares from 0 to 1."""
     evaluations: Positive = 3
     """Evaluations in a row in which the smoothed score must hold."""
     guards: tuple[GuardConfig, ...] = ()
@@ -291,8 +319,12 @@ class TargetConfig(Strict):
 
 
 class CheckpointConfig(Strict):
+    """Checkpoints: the state from which a run continues."""
+
     every: Positive = 1
+    """Iterations between two checkpoints. The last iteration always writes a checkpoint."""
     keep: Positive = 3
+    """Number of newest checkpoints that are kept."""
 
 
 class RuntimeConfig(Strict):
@@ -350,6 +382,7 @@ class EngineConfig(Strict):
     """Complete configuration of the engine, built by the launcher from the job file and sent to every node."""
 
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Seed of the run: prompts, noise and exploration follow from the seed."""
     iterations: Annotated[int, Field(ge=1, le=1_000_000)] = 40
     """Trained batches after which the run ends, even if the target was not reached."""
     model: ModelConfig = ModelConfig()
@@ -363,6 +396,7 @@ class EngineConfig(Strict):
     """Text file of evaluation prompts, never trained. None: a random fifth of `prompts` at most is held out."""
     evaluation: EvaluationConfig = EvaluationConfig()
     target: TargetConfig | None = None
+    """Goal of the run. None: all iterations are trained."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     runtime: RuntimeConfig = RuntimeConfig()
 

@@ -50,6 +50,7 @@ class Named:
     subnets: tuple[str, ...] = ()
     group: str = ""
     public_addresses: bool = True
+    """True: nodes get public addresses. False: nodes have private addresses only."""
     ssh_proxy: str = ""
 
     @property
@@ -95,6 +96,7 @@ class WayIn(Strict):
     """SSH access of this machine and SkyPilot to the nodes of a network."""
 
     public_addresses: bool = True
+    """True: nodes get public addresses. False: nodes have private addresses only."""
     ssh_proxy: str | None = None
     """An OpenSSH ProxyCommand with %h. None: nodes are reached directly."""
 

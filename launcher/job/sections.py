@@ -22,8 +22,11 @@ class NodeResources(Strict):
     infra: str | None = None
     """Cloud, region and zone: `aws`, `aws/us-east-2` or `aws/us-east-2/use2-az3`. None: the cheapest place."""
     instance_type: str | None = None
+    """Instance type to buy. None: the cheapest type with the GPUs."""
     use_spot: bool = False
+    """Capacity type: true buys spot nodes, false on-demand nodes. The trainer is always on demand."""
     num_nodes: Annotated[int, Field(ge=0, le=64)] = 1
+    """Number of nodes. For rollout nodes the plan may choose fewer, down to `min_nodes`."""
     min_nodes: Annotated[int, Field(ge=0, le=64)] | None = None
     """Minimum number of rollout nodes, bought even if the plan expects no saving. None: the plan decides; a model
     without timings gets all of `num_nodes`."""
@@ -69,7 +72,9 @@ class Resources(Strict):
     """
 
     trainer: NodeResources = NodeResources()
+    """The node that trains: one, on demand."""
     rollout: NodeResources = NodeResources(use_spot=True, num_nodes=2)
+    """Nodes that sample images: spot by default."""
 
     @field_validator("rollout", mode="before")
     @classmethod
@@ -105,6 +110,7 @@ class AllRuns(Strict):
     max_total: MicroUsd | None = None
     """Money spent so far plus money reserved, over all runs together."""
     max_hourly: MicroUsdPerHour | None = None
+    """Rate of all runs' nodes together, like `$30/h`."""
 
 
 class Budget(Strict):
@@ -114,7 +120,9 @@ class Budget(Strict):
     """
 
     max_total: MicroUsd | None = None
+    """Most money that the run may cost, in dollars (`$40`). Required on clouds."""
     max_hourly: MicroUsd | None = None
+    """Most money that the run's nodes may cost per hour, in dollars. Required on clouds."""
     deadline: DurationMs | None = None
     """Maximum duration of the run, on the run's own clock."""
 
@@ -134,9 +142,13 @@ class PriceOverride(Strict):
     """The user's real price for an instance type: for the whole instance, per hour. Replaces the list price."""
 
     cloud: Literal["aws", "gcp"]
+    """Cloud of the instance type."""
     instance_type: str
+    """Instance type whose price is replaced."""
     price: MicroUsdPerHour
+    """Price of the whole instance, like `$12.50/h`."""
     market: Market = Market.ON_DEMAND
+    """Capacity type whose price is replaced."""
     region: str | None = None
     """None: in every region."""
 
@@ -145,8 +157,10 @@ class Discount(Strict):
     """A discount on list prices, from a contract that no price list shows."""
 
     cloud: Literal["aws", "gcp"]
+    """Cloud of the contract."""
     percent: Annotated[float, Field(gt=0.0, lt=100.0)]
     """Discount in percent, to a hundredth of a percent."""
     market: Market = Market.ON_DEMAND
+    """Capacity type with the discount."""
     instance_type: str | None = None
     """None: every instance type."""
