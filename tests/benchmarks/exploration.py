@@ -297,11 +297,15 @@ do not lengthen as they do the wall clock.
   {result["control_explored_to_the_end"]}; where not, its monitor had found out that exploring is worth nothing.
 - {share_text(result)}
 
+## Other readers
+
 Other readers, after the budget, mean over seeds (reward hacking would show as a gain that they do not see):
 
 {chr(10).join(table)}
 
 The gradient of what explores is that of a selected sample: seeds whose rewards differ most, not all seeds.
+
+## Settings
 
 Settings were fixed before these seeds ran. Learning rate, tuned for the plain arms on seeds {list(TUNED_ON)}, exact
 match after the budget: {tuning or TUNED_BEFORE}. Used: {SETTINGS.learning_rate:g}, and

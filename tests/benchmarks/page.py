@@ -1,4 +1,4 @@
-"""What every benchmark does with its result: one JSON object as the last line, and a page that is kept.
+"""Keep a benchmark's result: one JSON object as the last line, a page of at most 80 lines, raw figures beside the page.
 
 A figure says how it was made: runs, seeds, versions, processor, load before it began, date and commit.
 """
@@ -9,7 +9,7 @@ import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,9 @@ from engine.versions import installed_versions
 
 RESULTS = Path(__file__).parent / "results"
 ROOT = Path(__file__).parents[2]
+
+PAGE_LINES = 80
+"""Most lines of a page. Later sections are in the JSON file, under `sections`."""
 
 
 def publish(
@@ -30,8 +33,13 @@ def publish(
     load1: float,
     rows: Sequence[Mapping[str, Any]],
     text: str,
+    shown: Callable[[Mapping[str, Any]], bool] = lambda row: True,
 ) -> None:
-    """Print the JSON line and write `results/NAME.md`. `rows`: the table; `text`: what it means and what it changed."""
+    """Print the JSON line, and write `results/NAME.md` and `results/NAME.json`.
+
+    `rows`: the table; the page has the rows that are `shown`. `text`: what the table means and what it changed, in
+    sections (`## ...`).
+    """
     whole = {
         **result,
         "runs": runs,
@@ -40,7 +48,7 @@ def publish(
         "cpu": f"{_processor()}, {os.cpu_count()} cores",
         "load1": load1,
     }
-    page = [
+    head = [
         f"# {name}: {question}",
         "",
         f"`{command}`",
@@ -48,17 +56,39 @@ def publish(
         f"{time.strftime('%Y-%m-%d')}, commit {_commit()}, {whole['cpu']}, load before it began {load1:.2f}; "
         + ", ".join(f"{package} {version}" for package, version in whole["versions"].items()),
         "",
-        *_table(rows),
-        "",
-        text.strip(),
-        "",
-        "```json",
-        json.dumps(whole, indent=1),
-        "```",
+        *_table([row for row in rows if shown(row)]),
         "",
     ]
-    (RESULTS / f"{name}.md").write_text("\n".join(page))
+    page, later = fitted("\n".join(head) + "\n" + text.strip(), name)
+    (RESULTS / f"{name}.md").write_text(page)
+    raw = {**whole, "table": [dict(row) for row in rows], "sections": later}
+    (RESULTS / f"{name}.json").write_text(json.dumps(raw, indent=1, ensure_ascii=False) + "\n")
     print(json.dumps(whole), flush=True)
+
+
+def fitted(text: str, name: str) -> tuple[str, dict[str, str]]:
+    """Return a page of at most PAGE_LINES lines, and the sections that do not fit, by heading.
+
+    Raises ValueError if the part before the first section does not fit.
+    """
+    opening, *sections = text.strip().split("\n## ")
+    page, later = [opening.rstrip()], {}
+    for section in sections:
+        heading, _, body = section.partition("\n")
+        candidate = [*page, f"## {section.rstrip()}"]
+        if later or _lines(candidate) + 2 > PAGE_LINES:
+            later[heading] = body.strip()
+        else:
+            page = candidate
+    more = f", with the sections {', '.join(later)}" if later else ""
+    page.append(f"Raw figures: [{name}.json]({name}.json){more}.")
+    if _lines(page) > PAGE_LINES:
+        raise ValueError(f"the page of {name} has {_lines(page)} lines before its first section; show fewer rows")
+    return "\n\n".join(page) + "\n", later
+
+
+def _lines(parts: Sequence[str]) -> int:
+    return len("\n\n".join(parts).splitlines())
 
 
 def load_now() -> float:

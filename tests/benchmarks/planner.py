@@ -286,6 +286,7 @@ def main() -> None:
         seeds=[0, options.rounds - 1],
         load1=load1,
         rows=rows_of(played),
+        shown=lambda row: row["policy"] in ("uniform", "bayes", "oracle"),
         text=f"""
 Kept variance: mean over the prompts of the variance of the {KEEP} rewards kept, ± its standard error over
 {options.rounds} rounds; all policies see the same matrices. Budgets in keep x prompts; at 1x there is nothing to plan.

@@ -2,8 +2,8 @@
 
     python -m pytest -m gpu tests/gpu
 
-A check that ran keeps its figures in `tests/benchmarks/results/gpu.md`, each in a section of its own, so that a machine
-with one GPU and one with two can both add theirs.
+A check that ran keeps its figures in `tests/benchmarks/results/gpu.json`, each under a key of its own, so that a machine
+with one GPU and one with two can both add theirs. The page gpu.md beside the file is written by hand.
 """
 
 import json
@@ -19,8 +19,7 @@ from engine.versions import installed_versions
 from tests.benchmarks.page import RESULTS
 
 GIB = 1 << 30
-PAGE = RESULTS / "gpu.md"
-TITLE = "# gpu: what the checks marked `gpu` measured when a GPU was at hand\n\n`python -m pytest -m gpu tests/gpu`\n"
+FIGURES = RESULTS / "gpu.json"
 
 
 def needs_gpus(count: int, *, gib: int = 0) -> pytest.MarkDecorator:
@@ -45,11 +44,8 @@ def describe_device() -> dict[str, Any]:
     }
 
 
-def keep_figures(check: str, figures: Mapping[str, Any], device: Mapping[str, Any], page: Path = PAGE) -> None:
-    """Write this check's section of the page, in place of an earlier one; the other sections and what stands before
-    them stay."""
-    opening, *sections = page.read_text().split("\n## ") if page.exists() else [TITLE]
-    kept = {section.split("\n", 1)[0]: section for section in sections}
-    whole = {**figures, "date": time.strftime("%Y-%m-%d"), **device}
-    kept[check] = f"{check}\n\n```json\n{json.dumps(whole, indent=1)}\n```\n"
-    page.write_text(opening.rstrip() + "\n" + "".join(f"\n## {kept[name].rstrip()}\n" for name in sorted(kept)))
+def keep_figures(check: str, figures: Mapping[str, Any], device: Mapping[str, Any], file: Path = FIGURES) -> None:
+    """Write this check's figures, in place of earlier ones. The figures of other checks stay."""
+    kept = json.loads(file.read_text()) if file.exists() else {}
+    kept[check] = {**figures, "date": time.strftime("%Y-%m-%d"), **device}
+    file.write_text(json.dumps(dict(sorted(kept.items())), indent=1) + "\n")
