@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from launcher.job.json_schema import job_schema
 from launcher.job.load import load_job
 from launcher.settings import config_path, home
 
@@ -44,6 +45,19 @@ def show(job: Path | None, origin: bool, as_json: bool) -> None:
     for field, value in values.items():
         line = f"{field}: {_shown(value)}"
         click.echo(f"{line:<48} # {checked.origins[field]}" if origin else line)
+
+
+@config.command()
+def schema() -> None:
+    """Print the JSON schema of job files, for editors.
+
+    An editor with a YAML language server then completes fields and shows their descriptions.
+
+    \b
+    Example:
+      spotrl config schema > job.schema.json
+    """
+    click.echo(json.dumps(job_schema(), indent=2))
 
 
 def flat(section: dict[str, Any], above: str = "") -> dict[str, Any]:

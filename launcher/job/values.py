@@ -8,6 +8,7 @@ from pydantic import (
     AfterValidator,
     BeforeValidator,
     PlainSerializer,
+    WithJsonSchema,
 )
 
 from launcher.market.offers import CLOUDS
@@ -39,6 +40,7 @@ MicroUsd = Annotated[
     BeforeValidator(lambda value: parse_money(str(value))),
     AfterValidator(_some_money),
     PlainSerializer(exact_dollars),
+    WithJsonSchema({"type": ["string", "number"], "examples": ["$40"]}),
 ]
 """An amount, written `$40`. Micro-dollars (integer) in the code, and `$40` again in the ledger's copy of the job."""
 
@@ -47,6 +49,7 @@ MicroUsdPerHour = Annotated[
     BeforeValidator(lambda value: parse_hourly(str(value))),
     AfterValidator(_some_price),
     PlainSerializer(lambda micro_usd: f"{exact_dollars(micro_usd)}/h"),
+    WithJsonSchema({"type": ["string", "number"], "examples": ["$12.50/h"]}),
 ]
 """A rate, written `$40/h`. Micro-dollars per hour (integer) in the code."""
 
@@ -55,6 +58,7 @@ DurationMs = Annotated[
     BeforeValidator(lambda value: parse_duration(str(value))),
     AfterValidator(_some_time),
     PlainSerializer(exact_duration),
+    WithJsonSchema({"type": ["string", "number"], "examples": ["10m"]}),
 ]
 """A duration, written `12h30m`. Milliseconds (integer) in the code."""
 

@@ -2,8 +2,8 @@
 
     python -m pytest -m gpu tests/gpu
 
-A check that ran keeps its figures in `tests/benchmarks/results/gpu.json`, each under a key of its own, so that a machine
-with one GPU and one with two can both add theirs. The page gpu.md beside the file is written by hand.
+A check that ran keeps its figures under a key of its own in `tests/benchmarks/results/gpu.json`, so that a machine with
+one GPU and one with two can both add theirs. The page gpu.md beside the file is written by hand.
 """
 
 import json
