@@ -10,7 +10,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 # A test run starts hundreds of Python processes. Without bytecode files each would compile all of our code again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: env tools bench quickstart fake-clouds-demo test test-slow test-properties test-gpu test-clouds test-clouds-run test-clouds-parts test-clouds-faults test-clouds-faults-runs test-clouds-faults-parts format clean
+.PHONY: env tools bench docs quickstart fake-clouds-demo test test-slow test-properties test-gpu test-clouds test-clouds-run test-clouds-parts test-clouds-faults test-clouds-faults-runs test-clouds-faults-parts format clean
 
 env: $(VENV)/.everything
 
@@ -40,6 +40,25 @@ $(VENV)/.ray: $(VENV)/.engine
 # which would overwrite the one without.
 bench: env
 	$(PIP) --no-deps 'rapidocr-onnxruntime==1.4.4'
+
+# The diagrams' program comes from npm, because the site has to work without a network.
+MERMAID := docs/javascripts/mermaid.min.js
+$(MERMAID):
+	@command -v npm > /dev/null || { echo "make docs needs npm, which brings mermaid for the diagrams"; exit 1; }
+	@mkdir -p $(@D) build/mermaid
+	cd build/mermaid && tar -xzf "$$(npm pack --silent mermaid@11.17.2)" package/dist/mermaid.min.js
+	@cp build/mermaid/package/dist/mermaid.min.js $@
+
+$(VENV)/.docs: pyproject.toml $(LOCK) | $(BIN)/python
+	@echo "installing what builds the site into $(VENV)"
+	$(PIP) --editable '.[docs]'
+	@touch $(VENV)/.engine $@
+
+# Builds the site into site/. A broken link, an undocumented field or a page that is not as the code is now fails.
+docs: $(VENV)/.docs $(MERMAID)
+	$(BIN)/python -m docs.generate --check
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "site/index.html is the site's first page"
 
 # Exits 0 when the target was reached, or the held-out score rose by at least .10 before the budget was used up.
 quickstart: $(VENV)/.engine $(if $(filter ray,$(RUNTIME)),$(VENV)/.ray)
@@ -117,4 +136,4 @@ format: env
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis test-results result.json report.html fake-clouds-demo
+	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis test-results site docs/javascripts result.json report.html fake-clouds-demo

@@ -30,6 +30,7 @@ OUTPUTS: dict[str, str] = {
     "spotrl events": "event",
     "spotrl init": "init",
     "spotrl launch": "launch",
+    "spotrl logs": "log",
     "spotrl ls": "runs",
     "spotrl panic": "cleanup",
     "spotrl prices history": "prices",
@@ -42,11 +43,12 @@ OUTPUTS: dict[str, str] = {
     "spotrl resume": "resume",
     "spotrl rm": "rm",
     "spotrl sample": "sample",
+    "spotrl ssh": "ssh",
     "spotrl status": "status",
     "spotrl trace": "trace",
 }
-"""By command: the schema of its `--json`. `events` and `prices watch` print an object a line. `launch --result FILE`
-writes `result`. An error is `error`, whatever the command."""
+"""By command: the schema of its `--json`. `events`, `logs` and `prices watch` print an object a line. The file of
+`launch --result FILE` is `result`. An error is `error`, whatever the command."""
 
 
 class _AsWritten(GenerateJsonSchema):
@@ -60,6 +62,13 @@ def _of(kind: Any) -> dict[str, Any]:
     """Return the schema of a dataclass, as `asdict` writes its values."""
     assert is_dataclass(kind)
     return TypeAdapter(kind).json_schema(mode="serialization", schema_generator=_AsWritten)
+
+
+def _about(name: str, kind: Any, schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema that refers to `#/$defs/NAME`, with the definition of a dataclass under that name."""
+    of_kind = _of(kind)
+    inner = of_kind.pop("$defs", {})
+    return {**schema, "$defs": {**schema.get("$defs", {}), **inner, name: of_kind}}
 
 
 def _or_none(schema: dict[str, Any]) -> dict[str, Any]:
@@ -134,7 +143,7 @@ def _prices() -> dict[str, dict[str, Any]]:
     price = {"type": "object", "required": ["cloud", "instance_type", "market", "micro_usd_per_hour"]}
     changes = _list({"type": "object"})
     return {
-        "catalog": _object(place=TEXT, tables=_list({"type": "object"}), offers=_list(price)),
+        "catalog": _object(place=TEXT, tables={"type": "object"}, offers=_list(price)),
         "catalog-diff": _object(old=TEXT, new=TEXT, changes=changes),
         "catalog-refresh": {"type": "object", "required": ["changes"]},
         "catalog-validate": _object(
@@ -152,15 +161,14 @@ def schemas() -> dict[str, dict[str, Any]]:
     from launcher.report.values import Report
     from launcher.runs.views import EventLine, RunView
 
-    run, event = _of(RunView), _of(EventLine)
-    events = _list({"$ref": "#/$defs/EventLine"})
-    status = _with(run, events=events)
-    status["$defs"] = {**run.get("$defs", {}), "EventLine": event}
+    status = _about("EventLine", EventLine, _with(_of(RunView), events=_list({"$ref": "#/$defs/EventLine"})))
+    runs = _about("RunView", RunView, _list({"$ref": "#/$defs/RunView"}))
+    checks = _about("Check", Check, _object(exit_code=WHOLE, checks=_list({"$ref": "#/$defs/Check"})))
     launched = _object(exit_code=WHOLE, started=TRUTH)
     file = _object(path=TEXT, sha256=TEXT)
     image = _object(file=TEXT, prompt=TEXT)
     found = {
-        "check": {**_object(exit_code=WHOLE, checks=_list({"$ref": "#/$defs/Check"})), "$defs": {"Check": _of(Check)}},
+        "check": checks,
         "cleanup": _object(
             dry_run=TRUTH,
             ended=_list(TEXT),
@@ -176,9 +184,10 @@ def schemas() -> dict[str, dict[str, Any]]:
         ),
         "down": _object(run=TEXT, left=_list(TEXT)),
         "error": _object(error=TEXT, exit_code=WHOLE),
-        "event": event,
+        "event": _of(EventLine),
         "init": _object(file=TEXT, beside=_list(TEXT)),
         "launch": launched,
+        "log": _object(file=TEXT, line=TEXT),
         "pull": _object(
             run=TEXT,
             checkpoint=TEXT,
@@ -192,10 +201,11 @@ def schemas() -> dict[str, dict[str, Any]]:
         "result": _result(),
         "resume": _object(run=TEXT, controller=WHOLE),
         "rm": _with(_of(Remains), run=TEXT, spent_micro_usd=WHOLE),
-        "runs": {"type": "array", "items": {"$ref": "#/$defs/RunView"}, "$defs": {"RunView": run}},
+        "runs": runs,
         "sample": _object(
             run=TEXT, checkpoint=_or_none(TEXT), iteration=_or_none(WHOLE), steps=WHOLE, pictures=_list(image)
         ),
+        "ssh": _object(node=TEXT),
         "status": status,
         "trace": {"type": "object"},
         **_prices(),

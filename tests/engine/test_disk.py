@@ -96,7 +96,7 @@ def test_the_trainer_waits_for_room_says_so_once_and_goes_on(tmp_path, refused):
     run = build(TINY, tmp_path)
     store = FullAtFirst(f"file://{tmp_path}/store")
     store.refused, store.refusals = refused, 3
-    object.__setattr__(run.loop.place, "store", store)
+    object.__setattr__(run.loop.context, "store", store)
     assert run.loop.run().reason == "iterations"
     assert store.refusals == 0
     warned = [event.text for event in progress(tmp_path, "warned") if "checkpoint store" in event.text]

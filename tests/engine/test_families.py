@@ -328,7 +328,7 @@ def test_a_family_goes_through_queue_worker_and_trainer_of_a_whole_run(family, w
     config = config.model_copy(update={"sampler": SamplerConfig(steps=3, guidance=family.guidance)})
     clock = ScaledClock(origin_ms=0)
     run = build_inproc(config, tmp_path, run="tiny", clock=clock, reward=reward, workers=1, make_adapter=make_adapter)
-    before = get_weights(run.loop.parameters)
+    before = get_weights(run.loop.model.parameters)
     finished = run.loop.run()
     assert finished.reason == "iterations", finished.text
     told = [json.loads(line) for line in (tmp_path / "progress" / "trainer.jsonl").read_text().splitlines()]
@@ -336,7 +336,7 @@ def test_a_family_goes_through_queue_worker_and_trainer_of_a_whole_run(family, w
     assert done["health"]["dlogp_before_update"] < 1e-4
     assert done["health"]["skipped_groups"] == 0
     assert done["health"]["gradient_norm"] > 0
-    assert get_weights(run.loop.parameters) != before
+    assert get_weights(run.loop.model.parameters) != before
     assert [line["event"]["iteration"] for line in told if line["kind"] == "evaluated"] == [0, 1]
 
 

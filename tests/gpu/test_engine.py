@@ -98,10 +98,10 @@ def run_and_go_on(family, weights, device, folder):
         assert health["dlogp_before_update"] < 1e-4
         assert health["skipped_groups"] == 0
         assert health["gradient_norm"] > 0
-    state = loop.trainer.optimizer_state()
+    state = loop.model.trainer.optimizer_state()
     assert {float(value) for name, value in state.items() if name.endswith("|step")} == {2.0 * UPDATES}
     assert {value.device.type for value in state.values()} == {torch.device(device).type}
-    assert all(bool(parameter.isfinite().all()) for parameter in loop.parameters.values())
+    assert all(bool(parameter.isfinite().all()) for parameter in loop.model.parameters.values())
 
 
 def pictures(device):

@@ -1,0 +1,146 @@
+"""The documentation agrees with the program: commands, fields, examples, links and sessions."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import click
+import pytest
+from ruamel.yaml import YAML
+
+from docs.generate import commands, files, models_in, sections
+from launcher.cli import main as program
+from launcher.cli.json_contract import OUTPUTS
+from launcher.exit_codes import ExitCode
+from launcher.job.load import load_job
+from launcher.job.schema import Job
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = sorted({*DOCS.rglob("*.md"), *ROOT.glob("*.md")})
+README = (ROOT / "README.md").read_text()
+
+BLOCK = re.compile(r"```(\w+)\n(.*?)```", re.DOTALL)
+LINK = re.compile(r"(?<!\\)\[[^\]]*\]\((?!https?:|mailto:)([^)#\s]*)(#[^)\s]*)?\)")
+
+
+def blocks(language: str) -> list[tuple[str, str]]:
+    """Every code block of a language, with the page that holds it."""
+    return [
+        (page.relative_to(ROOT).as_posix(), text)
+        for page in PAGES
+        for kind, text in BLOCK.findall(page.read_text())
+        if kind == language
+    ]
+
+
+def command_lines() -> list[tuple[str, str]]:
+    """Every `spotrl ...` line of the pages' shell blocks, without its comment; continued lines are joined."""
+    found = []
+    for page, text in blocks("sh"):
+        for line in text.replace("\\\n", " ").splitlines():
+            line = line.partition("  #")[0].partition(" #")[0].strip().removeprefix("$ ").replace(".venv/bin/", "")
+            if line.startswith("spotrl "):
+                found.append((page, line))
+    return found
+
+
+def anchor(heading: str) -> str:
+    words = re.sub(r"[`*_]|\[([^\]]*)\]\([^)]*\)", lambda m: m[1] or "", heading.strip().lower())
+    return re.sub(r"[^\w\- ]", "", words).replace(" ", "-")
+
+
+@pytest.mark.parametrize("path", sorted(files()), ids=lambda path: path.name)
+def test_a_generated_file_is_as_the_code_is_now(path):
+    assert path.exists(), "run `python -m docs.generate`"
+    assert path.read_text() == files()[path], "run `python -m docs.generate`"
+
+
+def test_every_command_is_documented_with_an_example():
+    page = (DOCS / "cli.md").read_text()
+    for name, command, _ in commands():
+        assert f"\n## {name}\n" in page
+        assert isinstance(command, click.Group) or "Example:" in (command.help or "")
+
+
+def test_every_command_is_in_a_group_of_the_help():
+    assert sorted(name for names in program.GROUPS.values() for name in names) == sorted(
+        name for name in program.summaries() if name not in program.HIDDEN
+    )
+
+
+def test_every_job_field_is_documented():
+    page = (DOCS / "job-file.md").read_text()
+    for path, model in [("", Job), *sections(Job)]:
+        for name, info in model.model_fields.items():
+            field = f"{path}.{info.alias or name}" if path else info.alias or name
+            if path or not list(models_in(info.annotation)):
+                assert f"| `{field}` |" in page
+
+
+@pytest.mark.parametrize(("page", "line"), command_lines(), ids=lambda value: value[:50])
+def test_a_command_of_the_pages_parses(page, line):
+    """Its options exist. Upper-case words stand for names, and `|` for a choice."""
+    words = shlex.split(line.split(" > ")[0].split(" && ")[0])[1:]
+    words = [word.split("|")[0] for word in words if word != "..."]
+    command: click.Command = program.cli
+    context = click.Context(program.cli, info_name="spotrl")
+    while isinstance(command, click.Group) and words and not words[0].startswith("-"):
+        inner = command.get_command(context, words[0])
+        assert inner is not None, f"{page}: {line}"
+        command, context, words = inner, click.Context(inner, parent=context, info_name=words[0]), words[1:]
+    options = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
+    for word in words:
+        if word.startswith("-"):
+            assert word.partition("=")[0] in options | {"--help", "--version"}, f"{page}: {line}"
+
+
+@pytest.mark.parametrize(("page", "text"), blocks("yaml"), ids=lambda value: value[:40])
+def test_a_job_of_the_pages_loads(page, text, tmp_path):
+    values = YAML(typ="safe").load(text)
+    job = tmp_path / "job.yaml"
+    job.write_text(text)
+    if isinstance(values, dict) and isinstance(values.get("model"), dict) and "path" in values["model"]:
+        (tmp_path / values["model"]["path"]).mkdir(exist_ok=True)
+    load_job(job)
+
+
+@pytest.mark.parametrize(("page", "text"), blocks("json"), ids=lambda value: value[:40])
+def test_a_json_example_of_the_pages_parses(page, text):
+    json.loads(text)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_of_a_page_lead_somewhere(page):
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    for target, fragment in LINK.findall(text):
+        there = (page.parent / target).resolve() if target else page
+        assert there.exists(), f"{target} of {page.name}"
+        if fragment and there.suffix == ".md":
+            headings = {anchor(line.lstrip("#")) for line in there.read_text().splitlines() if line.startswith("#")}
+            assert fragment[1:] in headings, f"{target}{fragment} of {page.name}"
+
+
+def test_every_page_is_in_the_sites_navigation():
+    config = (ROOT / "mkdocs.yml").read_text()
+    for page in DOCS.glob("*.md"):
+        assert f" {page.name}\n" in config
+
+
+def test_every_json_output_has_its_schema():
+    made = {name for name, command, _ in commands() if any("--json" in one.opts for one in command.params)}
+    assert made == set(OUTPUTS)
+    for name in {*OUTPUTS.values(), "error", "result", "job"}:
+        assert (ROOT / "launcher" / "schemas" / f"{name}.schema.json").is_file()
+        assert f"`{name}`" in (DOCS / "json.md").read_text()
+
+
+def test_the_exit_codes_are_those_that_commands_end_with():
+    section = (DOCS / "operations.md").read_text().partition("## Exit codes")[2]
+    assert {int(code) for code in re.findall(r"^\| (\d+) ", section, re.MULTILINE)} == set(ExitCode)
+
+
+def test_the_readme_is_one_page():
+    assert len(README.split()) <= 900
+    assert (DOCS / "images" / "report.png").stat().st_size > 10_000
