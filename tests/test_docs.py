@@ -1,8 +1,10 @@
 """The documentation agrees with the program: commands, fields, examples, links and sessions."""
 
+import gzip
 import json
 import re
 import shlex
+import sqlite3
 from pathlib import Path
 
 import click
@@ -11,13 +13,17 @@ from ruamel.yaml import YAML
 
 from docs.generate import commands, files, models_in, sections
 from launcher.cli import main as program
+from launcher.cli.follow import last_words
 from launcher.cli.json_contract import OUTPUTS
 from launcher.exit_codes import ExitCode
 from launcher.job.load import load_job
 from launcher.job.schema import Job
+from launcher.ledger.store import open_ledger
+from launcher.runs.views import run_view
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
+GENERATED = files()
 PAGES = sorted({*DOCS.rglob("*.md"), *ROOT.glob("*.md")})
 README = (ROOT / "README.md").read_text()
 
@@ -38,7 +44,7 @@ def blocks(language: str) -> list[tuple[str, str]]:
 def command_lines() -> list[tuple[str, str]]:
     """Every `spotrl ...` line of the pages' shell blocks, without its comment; continued lines are joined."""
     found = []
-    for page, text in blocks("sh"):
+    for page, text in [*blocks("sh"), *blocks("console")]:
         for line in text.replace("\\\n", " ").splitlines():
             line = line.partition("  #")[0].partition(" #")[0].strip().removeprefix("$ ").replace(".venv/bin/", "")
             if line.startswith("spotrl "):
@@ -51,10 +57,10 @@ def anchor(heading: str) -> str:
     return re.sub(r"[^\w\- ]", "", words).replace(" ", "-")
 
 
-@pytest.mark.parametrize("path", sorted(files()), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", sorted(GENERATED), ids=lambda path: path.name)
 def test_a_generated_file_is_as_the_code_is_now(path):
     assert path.exists(), "run `python -m docs.generate`"
-    assert path.read_text() == files()[path], "run `python -m docs.generate`"
+    assert path.read_text() == GENERATED[path], "run `python -m docs.generate`"
 
 
 def test_every_command_is_documented_with_an_example():
@@ -144,3 +150,35 @@ def test_the_exit_codes_are_those_that_commands_end_with():
 def test_the_readme_is_one_page():
     assert len(README.split()) <= 900
     assert (DOCS / "images" / "report.png").stat().st_size > 10_000
+
+
+@pytest.fixture(scope="module")
+def quickstart(tmp_path_factory):
+    """The ledger of a real quickstart, the run of README's session and picture."""
+    path = tmp_path_factory.mktemp("quickstart") / "ledger.sqlite"
+    with sqlite3.connect(path) as database:
+        database.executescript(gzip.decompress((ROOT / "tests/data/quickstart/ledger.sql.gz").read_bytes()).decode())
+    database.close()
+    return open_ledger(path)
+
+
+def session_steps() -> list[tuple[str, str]]:
+    """Every command of README's session, with the output below it."""
+    session = next(text for kind, text in BLOCK.findall(README) if kind == "console")
+    steps = [step.partition("\n") for step in re.split(r"^\$ ", session, flags=re.MULTILINE) if step]
+    return [(command, output) for command, _, output in steps]
+
+
+@pytest.mark.parametrize(("command", "output"), session_steps(), ids=lambda value: value[:30])
+def test_the_session_of_the_readme_is_what_the_program_prints(quickstart, capsys, command, output):
+    """Compare words, because a narrow terminal wraps lines. A line `...` stands for lines left out."""
+    words = shlex.split(command)[1:]
+    if words[0] == "launch":  # the run itself is over; its ledger gives the last words of the command again
+        printed = "\n".join(last_words(run_view(quickstart, "quickstart"), []))
+    else:
+        program.cli.main(words, obj=quickstart, standalone_mode=False)
+        printed = capsys.readouterr().out
+    shown = " ".join(output.split()).split("...")
+    assert any(shown)
+    pattern = ".*".join(re.escape(part.strip()) for part in shown)
+    assert re.fullmatch(pattern, " ".join(printed.split()), re.DOTALL), f"{command} prints:\n{printed}"
