@@ -15,6 +15,8 @@ ROOT = Path(__file__).parents[1]
 
 LINK = re.compile(r"(?<!\\)\[([^\]]*)\]\((?!https?:|#|mailto:)([^)#\s]+)(#[^)\s]*)?\)")
 
+FLOWCHART = re.compile(r'<pre class="mermaid"><code>(?:%%.*\n)?flowchart .*?</pre>', re.DOTALL)
+
 
 def linked_outside(text: str, folder: Path) -> list[Path]:
     """Return the Markdown and JSON files outside `docs/` that a text links to, relative to the repository."""
@@ -61,3 +63,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         return f"[{text}]({posixpath.relpath(name, posixpath.dirname(source) or '.')}{anchor})"
 
     return LINK.sub(mend, markdown)
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
+    """Put flowcharts, which are wide, into boxes that scroll."""
+    return FLOWCHART.sub(r'<div class="flowchart">\g<0></div>', html)
