@@ -22,10 +22,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from engine.parallel.groups import WorkerGroup, aligned_subsets
-from engine.protocol.request import Regroup
-
-ALONE = 0
-"""The epoch of a worker outside every group."""
+from engine.protocol.request import ALONE, Regroup
 
 SETTLING_SECONDS = 0.3
 """Wall time in seconds. Peers of a dead process notice the death within 30 to 120 ms (research notes engine 3.4). A

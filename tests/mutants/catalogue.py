@@ -10,9 +10,10 @@ from typing import Any
 
 from engine.coordinator.coordinator import Coordinator
 from engine.protocol.request import Exit, Fenced, Finished, Reply, RequestId, Wait, request_from_list
+from engine.protocol.task import LeaseRecord
 from engine.protocol.wire import finished_from_dict, finished_to_dict
 from engine.queue import queue as queue_module
-from engine.queue.queue import LeaseRecord, Queue
+from engine.queue.queue import Queue
 from tests.mutants.planted_bug import PlantedBug
 
 MUTANTS: dict[str, PlantedBug] = {}
