@@ -46,7 +46,7 @@ from engine.models.load import ReferencePolicy, load_start, trainable
 from engine.prompts import PromptSource
 from engine.protocol.request import Finished, Kind, Manifest, RequestId, Stream, Wait, WeightsKey, seed_of
 from engine.protocol.wire import finished_from_dict, task_to_dict, weights_to_list
-from engine.queue.queue import Task
+from engine.queue.task import Task
 from engine.rewards.reward import Reward
 from engine.storage.checkpoint import Checkpoint, CheckpointStore, checkpoint_name
 from engine.storage.disk import ASK_AGAIN_SECONDS, when_there_is_room
