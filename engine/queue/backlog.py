@@ -57,7 +57,8 @@ class Backlog:
     def has(self, item: QueuedRequest) -> bool:
         """Return True if this very request waits in its slot."""
         request, slot = item.attempt.request, item.slot
-        return slot is not None and self._slots[request.kind].get(slot, {}).get(request) is item
+        bucket = None if slot is None else self._slots[request.kind].get(slot)
+        return bucket is not None and bucket.get(request) is item
 
     def holds(self, kind: Kind) -> bool:
         """Return True if a request of this kind waits."""
