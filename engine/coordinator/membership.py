@@ -21,7 +21,7 @@ Pure: no clock, no I/O. The caller passes in the calls, the lost workers and the
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from engine.parallel.groups import WorkerGroup, aligned_subsets
+from engine.parallel.worker_group import WorkerGroup, aligned_subsets
 from engine.protocol.request import Regroup
 
 ALONE = 0
