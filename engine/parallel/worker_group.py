@@ -25,6 +25,11 @@ class WorkerGroup:
         return len(self.members)
 
 
+def node_of(worker: str) -> str:
+    """Return the node of a worker named NODE/PLACE."""
+    return worker.rpartition("/")[0]
+
+
 def allowed_degrees(heads: int, *, most: int = 8) -> Degrees:
     """Return the degrees up to `most` that divide the number of heads, ascending.
 
