@@ -21,13 +21,14 @@ from typing import Any, Literal
 from engine.clock import Clock
 from engine.config import RuntimeConfig
 from engine.coordinator.journal import Journal
-from engine.coordinator.membership import ALONE, alone
+from engine.coordinator.membership import alone
 from engine.coordinator.regrouping import Regrouping
 from engine.coordinator.weight_book import WeightBook, digest_of
 from engine.events import Capacity, NodeUsage, Phase, WorkerSpan
 from engine.exploration.batch import BatchExploration, ExplorationOrder
 from engine.exploration.budget import PHASES, candidates_that_fit, seconds_until_trained
 from engine.protocol.request import (
+    ALONE,
     Finished,
     Kind,
     Reply,
@@ -38,6 +39,7 @@ from engine.protocol.request import (
     request_from_list,
     request_to_list,
 )
+from engine.protocol.task import LeaseRecord, Task
 from engine.protocol.wire import (
     Blobs,
     finished_from_dict,
@@ -49,7 +51,7 @@ from engine.protocol.wire import (
     weights_to_list,
 )
 from engine.queue.pace import Rules
-from engine.queue.queue import PRIORITY, LeaseRecord, Queue, Task
+from engine.queue.queue import PRIORITY, Queue
 from engine.storage.progress import ProgressLog
 
 LEASES_PER_MS = 10_000

@@ -9,8 +9,6 @@ iteration instead of .83). A process without its agent exits, so all processes o
 import asyncio
 import os
 import threading
-from collections.abc import Callable
-from functools import partial
 from multiprocessing.synchronize import Event
 from pathlib import Path
 
@@ -21,26 +19,19 @@ from engine.config import NodeSpec
 from engine.coordinator.coordinator import Coordinator, open_coordinator
 from engine.coordinator.rights import Rights
 from engine.coordinator.server import CoordinatorServer, Front, bind
-from engine.models.adapter import DiTAdapter
-from engine.models.fetch import fetched
-from engine.models.load import load_adapter, trainable
-from engine.node.alone import touch
-from engine.node.child import FINISHED_FILE, Beat, begin
-from engine.node.node_store import join_groups
+from engine.node.build_worker import load_model, make_worker
+from engine.node.child import Beat, begin
 from engine.prompts import prompt_source
-from engine.rewards.load import load_reward, load_student
+from engine.rewards.load import load_reward
 from engine.storage.checkpoint import CheckpointStore
 from engine.storage.disk import when_there_is_room
 from engine.storage.progress import ProgressLog
 from engine.trainer.context import TrainerContext
 from engine.trainer.loop import Loop
 from engine.trainer.metrics import MetricsLog
-from engine.worker.device import device_of
 from engine.worker.node_weights import NodeMemory, NodeWeights
-from engine.worker.step_trace import step_trace
 from engine.worker.transport import HttpTransport, Transport
-from engine.worker.weight_source import FromCoordinator, WeightSource
-from engine.worker.worker import Worker
+from engine.worker.weight_source import FromCoordinator
 
 PATIENCE_SECONDS = 60.0
 """Wall seconds a worker or trainer keeps calling a coordinator that does not answer."""
@@ -79,7 +70,7 @@ def run_trainer(spec: NodeSpec, beat: Beat, ready: Event) -> None:
         metrics=MetricsLog(folder / "metrics"),
         clock=clock,
     )
-    adapter = _load_model(spec, 0)
+    adapter = load_model(spec, 0)
     reward = load_reward(spec.engine.reward, spec.workdir)
     loop = Loop(spec.engine, context, adapter, reward, prompt_source(spec.engine, spec.workdir))
     ready.set()
@@ -96,52 +87,6 @@ def run_worker(spec: NodeSpec, beat: Beat, number: int, drain: Event, memory: No
     threading.Thread(target=_transport(spec).stay_present, args=presence, daemon=True).start()
     ready.set()
     print("exit:", worker.serve(), flush=True)
-
-
-def make_worker(
-    spec: NodeSpec, number: int, transport: Transport, source: WeightSource, draining: Callable[[], bool]
-) -> Worker:
-    """Return the worker with this number on its node, for any transport and weight source.
-
-    The worker uses one torch thread.
-    """
-    torch.set_num_threads(1)
-    adapter = _load_model(spec, number)
-    elastic = join_groups(spec, adapter)
-    trace = step_trace(spec, f"worker-{number}", lambda: 1 if elastic is None else elastic.degree)
-    return Worker(
-        name=f"{spec.node}/{number}",
-        node=spec.node,
-        workers_of_node=spec.workers,
-        transport=transport,
-        adapter=adapter,
-        parameters=trainable(adapter),
-        reward=load_reward(spec.engine.reward, spec.workdir),
-        student=lambda: load_student(spec.engine),
-        clock=spec.clock.clock(),
-        heartbeat_seconds=spec.engine.runtime.heartbeat_seconds,
-        step_seconds=spec.engine.runtime.step_seconds,
-        resume=spec.engine.runtime.resume,
-        source=source,
-        draining=draining,
-        trace=trace.stepped,
-        finished=partial(touch, Path(spec.folder) / FINISHED_FILE),
-        heard=trace.regrouped,
-        elastic=elastic,
-    )
-
-
-def _load_model(spec: NodeSpec, number: int) -> DiTAdapter:
-    """Load the model on this process's device. CUDA is first used here, because the forkserver must never use CUDA."""
-    device = device_of(spec.engine.runtime.device, number)
-    print(f"computes on {device}", flush=True)
-    model = spec.engine.model
-    if spec.weights:
-        # Store beside the node's folder, because the machine's next node may replace the folder.
-        below = Path(spec.folder).parent / "weights"
-        path = fetched(spec.weights, below, partial(print, flush=True))
-        model = model.model_copy(update={"path": str(path)})
-    return load_adapter(model, device)
 
 
 def _transport_of_trainer(spec: NodeSpec) -> Transport:

@@ -17,11 +17,12 @@ from pydantic import Field
 from torch import Tensor
 
 from engine.config import ModelConfig, SamplerConfig, Strict
+from engine.diffusion.images import as_bytes
 from engine.diffusion.sampler import Plan, denoise, evaluation_plan
 from engine.models.adapter import DiTAdapter
 from engine.models.load import load_adapter, trainable
+from engine.models.weights import set_weights
 from engine.trainer.evaluation import to_rgb
-from engine.worker.worker import as_bytes, set_weights
 
 FRAME_MS = 1000 / 16
 """Milliseconds per frame: Wan generates 16 frames a second."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from engine.config import ModelConfig
 from engine.models.load import load_adapter, trainable
-from engine.worker.worker import set_weights
+from engine.models.weights import set_weights
 
 
 def export(config: ModelConfig, weights: Path, folder: Path) -> None:

@@ -179,6 +179,10 @@ class LoadWeights:
     digest: str
 
 
+ALONE = 0
+"""The epoch of a worker outside every SP group."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Regroup:
     """The order to join a sequence-parallel group. Epoch 0: work alone.

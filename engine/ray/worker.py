@@ -32,7 +32,7 @@ class WorkerActor:
         self._mark = mark_file(spec, number)
         self._starts = note_start(self._mark, spec, state="starting")
         # Import torch only here, because supervisor and coordinator import this module too.
-        from engine.entrypoints.processes import make_worker
+        from engine.node.build_worker import make_worker
 
         transport = RayTransport(spec.own_token, patience_seconds=PATIENCE_SECONDS)
         noticed = _exists(Path(spec.folder) / "notice.json")

@@ -10,8 +10,8 @@ from engine.algorithm.transaction import Average, Trainer
 from engine.config import AlgorithmConfig
 from engine.models.adapter import DiTAdapter
 from engine.models.load import ReferencePolicy, load_start, trainable
+from engine.models.weights import get_weights, set_weights
 from engine.storage.checkpoint import Start
-from engine.worker.worker import get_weights, set_weights
 
 
 class TrainedModel:

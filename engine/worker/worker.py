@@ -13,7 +13,6 @@ import contextlib
 import gc
 import json
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
@@ -28,11 +27,13 @@ from safetensors.torch import save
 from torch import Tensor
 
 from engine.clock import Clock
+from engine.diffusion.images import as_bytes
 from engine.diffusion.sampler import Plan, advance, initial, plan_from_dict
 from engine.diffusion.trajectory import Trajectory
 from engine.events import Phase
 from engine.models.adapter import Conditioning, DiTAdapter, rows
 from engine.models.half import half_precision
+from engine.models.weights import set_weights
 from engine.parallel.communicator import TornGroup
 from engine.parallel.elastic import Elastic
 from engine.protocol.request import (
@@ -71,9 +72,6 @@ IDLE_KINDS = (Kind.CONTROL, Kind.EXPLORE)
 
 MOST_FAULTS = 10
 """Failures in a row after which the process ends. The node's agent then starts a new process."""
-
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""Dtypes of weights, by the names of safetensors."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -608,42 +606,6 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     # torch has no exception class for a failed CPU allocation.
     return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
-
-
-def as_bytes(picture: Tensor) -> Tensor:
-    """Convert an image in [-1, 1] to contiguous uint8 on the CPU: [C, H, W] or [C, F, H, W].
-
-    Decoders may return non-contiguous images.
-    """
-    return ((picture.float() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8).contiguous().cpu()
-
-
-def get_weights(parameters: dict[str, torch.nn.Parameter]) -> bytes:
-    """Return the trained weights as safetensors bytes."""
-    return save({name: value.detach().contiguous().cpu() for name, value in parameters.items()})
-
-
-def set_weights(parameters: dict[str, torch.nn.Parameter], data: bytes | memoryview) -> None:
-    """Copy safetensors bytes into live parameters, in place and with one copy.
-
-    Raises KeyError if a parameter is missing.
-    """
-    header_size = int.from_bytes(data[:8], "little")
-    header = json.loads(bytes(data[8 : 8 + header_size]))
-    missing = parameters.keys() - header.keys()
-    if missing:
-        raise KeyError(f"these weights lack {sorted(missing)}")
-    with torch.no_grad(), warnings.catch_warnings():
-        # The code only reads the views, so torch's warning about writable memory does not apply.
-        warnings.filterwarnings("ignore", message="The given buffer is not writable")
-        for name, parameter in parameters.items():
-            entry = header[name]
-            begin, end = entry["data_offsets"]
-            if end > begin:
-                dtype = DTYPES[entry["dtype"]]
-                start = 8 + header_size + begin
-                flat = torch.frombuffer(data, dtype=dtype, count=(end - begin) // dtype.itemsize, offset=start)
-                parameter.copy_(flat.view(entry["shape"]))
 
 
 def _blob_name(request: RequestId, step: int) -> str:

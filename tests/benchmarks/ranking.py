@@ -23,8 +23,8 @@ from engine.config import SamplerConfig, WindowConfig
 from engine.diffusion.sampler import advance, initial, rollout_plan
 from engine.diffusion.trajectory import Trajectory
 from engine.exploration.selection import first_seeds, kept_variance, max_variance_subset, variance
+from engine.models.weights import get_weights, set_weights
 from engine.protocol.request import Manifest
-from engine.worker.worker import get_weights, set_weights
 from tests.benchmarks.page import load_now, publish
 from tests.benchmarks.record_rewards import JOBS, Matrix, Rewards, Task
 

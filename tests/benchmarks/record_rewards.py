@@ -23,11 +23,11 @@ from numpy.typing import NDArray
 from engine.config import EngineConfig
 from engine.diffusion.sampler import Plan, denoise, rollout_plan
 from engine.models.load import load_adapter, trainable
+from engine.models.weights import get_weights
 from engine.prompts import prompt_source
 from engine.protocol.request import Score, Stream, seed_of
 from engine.rewards.load import load_reward
 from engine.versions import installed_versions
-from engine.worker.worker import get_weights
 from launcher.job.load import load_job
 from tests.benchmarks.page import ROOT
 

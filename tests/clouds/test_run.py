@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from engine.models.digits import load_digits
-from engine.worker.worker import set_weights
+from engine.models.weights import set_weights
 from launcher.storage.stores import newest_checkpoint, open_store
 from tests.clouds.launched import BACK_SECONDS, BUCKETS, Launched, job, wait_for
 from tests.clouds.planted import on_host, plant

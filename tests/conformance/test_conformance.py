@@ -18,9 +18,10 @@ import torch
 from engine.clock import ScaledClock
 from engine.coordinator.weight_book import digest_of
 from engine.events import NodeState
+from engine.models.weights import set_weights
 from engine.protocol.request import Exit, Kind, WeightsKey
 from engine.worker.transport import Transport
-from engine.worker.worker import Worker, set_weights
+from engine.worker.worker import Worker
 from tests.conformance.cluster import ClusterStage
 from tests.conformance.drill import Drill
 from tests.conformance.full_disk import NO_ROOM

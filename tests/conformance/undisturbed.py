@@ -9,9 +9,9 @@ from engine.config import EngineConfig
 from engine.diffusion.sampler import advance, initial, rollout_plan
 from engine.diffusion.trajectory import Trajectory
 from engine.models.load import load_adapter, trainable
+from engine.models.weights import get_weights, set_weights
 from engine.protocol.request import RequestId
 from engine.rewards.load import load_reward
-from engine.worker.worker import get_weights, set_weights
 from tests.conformance.stage import WORKDIR
 
 

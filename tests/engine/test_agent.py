@@ -15,12 +15,12 @@ from engine.config import EngineConfig, ModelConfig, RuntimeConfig, SamplerConfi
 from engine.diffusion.sampler import plan_to_dict, rollout_plan
 from engine.events import IterationDone, Progress
 from engine.models.load import load_adapter, trainable
+from engine.models.weights import get_weights
 from engine.node.agent import EXIT_BROKEN, _Child
 from engine.node.child import EXIT_UNANSWERED, Deaths, died_too_often, note_start, progress_of
 from engine.protocol.request import Kind, RequestId, WeightsKey
+from engine.protocol.task import Task
 from engine.protocol.wire import task_to_dict, weights_to_list
-from engine.queue.queue import Task
-from engine.worker.worker import get_weights
 from tests.end_to_end.sharing import Sharing
 from tests.engine.nursery import NurseryFleet
 from tests.engine.served import Served

@@ -13,8 +13,8 @@ from engine.coordinator.weight_book import digest_of
 from engine.events import NodeUsage, Progress
 from engine.exploration.batch import ExplorationOrder
 from engine.protocol.request import Finished, Kind, RequestId, Score, Wait, WeightsKey, Work, request_to_list
+from engine.protocol.task import Task
 from engine.protocol.wire import finished_to_dict, reply_from_dict, task_to_dict, weights_to_list
-from engine.queue.queue import Task
 from engine.storage.progress import ProgressLog
 from engine.worker.transport import InprocTransport
 from tests.engine.power import Power

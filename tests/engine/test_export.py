@@ -20,7 +20,7 @@ from engine.diffusion.sampler import initial
 from engine.models.adapter import DiTAdapter
 from engine.models.export import export
 from engine.models.load import freeze_but_trained, load_adapter, trainable
-from engine.worker.worker import get_weights
+from engine.models.weights import get_weights
 from launcher.exit_codes import Failure
 from launcher.report.diffusers_files import LORA_FILE, write_for_diffusers
 from tests.engine.test_families import FAMILIES

@@ -44,8 +44,8 @@ from engine.models.qwen_image import QwenImageAdapter
 from engine.models.sd3 import SD3Adapter
 from engine.models.text import EncodedText
 from engine.models.wan import WanAdapter
+from engine.models.weights import get_weights
 from engine.protocol.request import Score
-from engine.worker.worker import get_weights
 
 WIDTH, LENGTH = 32, 8
 """Of the text, in every family."""

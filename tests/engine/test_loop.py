@@ -29,10 +29,10 @@ from engine.entrypoints.inproc import build_inproc
 from engine.events import Progress
 from engine.exploration.selection import variance
 from engine.models.load import ReferencePolicy, load_adapter, trainable
+from engine.models.weights import get_weights
 from engine.prompts import held_out_digits, prompt_source
 from engine.protocol.request import Kind, Score
 from engine.storage.checkpoint import CheckpointStore
-from engine.worker.worker import get_weights
 
 CANDIDATES = 8
 TINY = EngineConfig(

@@ -84,7 +84,8 @@ def test_a_worker_that_joins_loads_what_its_node_has_and_asks_the_coordinator_fo
     # Here, because every process of the other tests imports this file.
     import torch
 
-    from engine.worker.worker import Worker, get_weights
+    from engine.models.weights import get_weights
+    from engine.worker.worker import Worker
 
     mine, published = torch.nn.Linear(3, 1), torch.nn.Linear(3, 1)
     data = get_weights(dict(published.named_parameters()))

@@ -19,8 +19,9 @@ from engine.protocol.request import (
     WeightsKey,
     Work,
 )
+from engine.protocol.task import Task
 from engine.queue.pace import Rules, commit_interval
-from engine.queue.queue import Queue, Task
+from engine.queue.queue import Queue
 
 LEASE_MS = 1000
 STEPS = 8

@@ -4,9 +4,9 @@ import itertools
 
 import pytest
 
-from engine.coordinator.membership import ALONE
 from engine.coordinator.regrouping import Regrouping
 from engine.parallel.forecast import Demand, Requests
+from engine.protocol.request import ALONE
 
 PLAN_MS = 500
 CLASS = "24 x float32"

@@ -7,10 +7,11 @@ from diffusers import QwenImageTransformer2DModel
 from PIL import Image
 
 from engine.config import ModelConfig, SamplerConfig
+from engine.diffusion.images import as_bytes
 from engine.diffusion.sampler import evaluation_plan
 from engine.entrypoints.sample import SampleRequest, draw, load_trained, sample, write_picture
 from engine.models.load import load_adapter, trainable
-from engine.worker.worker import as_bytes, get_weights
+from engine.models.weights import get_weights
 from launcher.report.diffusers_files import write_for_diffusers
 from tests.engine.test_export import pipeline_of, shake
 

@@ -17,8 +17,8 @@ from engine.config import AlgorithmConfig, ModelConfig, SamplerConfig
 from engine.diffusion.sampler import advance, initial, log_prob, policy, rollout_plan
 from engine.diffusion.trajectory import Trajectory
 from engine.models.load import ReferencePolicy, load_adapter, trainable
+from engine.models.weights import get_weights, set_weights
 from engine.protocol.request import Group, Manifest
-from engine.worker.worker import get_weights, set_weights
 
 PLAN = rollout_plan(SamplerConfig(steps=3), run_seed=0, batch=0)
 PROMPTS = ("1234", "5678", "9012")

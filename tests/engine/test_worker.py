@@ -15,6 +15,7 @@ from engine.diffusion.sampler import plan_to_dict, rollout_plan
 from engine.diffusion.trajectory import Trajectory
 from engine.events import Phase
 from engine.models.load import load_adapter, trainable
+from engine.models.weights import get_weights, set_weights
 from engine.protocol.request import (
     Attempt,
     Drain,
@@ -28,9 +29,9 @@ from engine.protocol.request import (
     WeightsKey,
     Work,
 )
+from engine.protocol.task import Task
 from engine.protocol.wire import reply_to_dict, task_to_dict, weights_to_list
-from engine.queue.queue import Task
-from engine.worker.worker import Worker, get_weights, is_out_of_memory, set_weights
+from engine.worker.worker import Worker, is_out_of_memory
 from tests.engine.served import Served
 
 V0 = WeightsKey(version=0)

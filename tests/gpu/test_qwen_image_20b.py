@@ -17,7 +17,7 @@ from engine.models.half import half_precision
 from engine.models.load import freeze_but_trained, trainable
 from engine.models.qwen_image import QwenImageAdapter
 from engine.models.text import EncodedText
-from engine.worker.worker import get_weights, set_weights
+from engine.models.weights import get_weights, set_weights
 from tests.gpu.device import GIB, describe_device, keep_figures, needs_gpus
 
 PUBLISHED = {

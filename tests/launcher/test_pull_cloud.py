@@ -10,10 +10,10 @@ from sqlalchemy.orm import sessionmaker
 
 from engine.events import Evaluated
 from engine.models.digits import load_digits
+from engine.models.weights import get_weights, set_weights
 from engine.storage.checkpoint import CheckpointStore
 from engine.storage.ship import StoreCopy
 from engine.trainer.metrics import MetricsLog
-from engine.worker.worker import get_weights, set_weights
 from launcher.cli.pull import pull
 from launcher.cli.report import report
 from launcher.report.html import PNG

@@ -11,7 +11,7 @@ from PIL import Image
 from sqlalchemy.orm import sessionmaker
 
 from engine.models.digits import load_digits
-from engine.worker.worker import get_weights
+from engine.models.weights import get_weights
 from launcher.cli.sample import sample
 from launcher.exit_codes import Failure
 from launcher.ledger.store import find_run

@@ -11,8 +11,8 @@ from sqlalchemy.orm import sessionmaker
 
 from engine.config import ModelConfig
 from engine.models.load import load_adapter, load_start, trainable
+from engine.models.weights import get_weights
 from engine.storage.checkpoint import CheckpointDamaged, CheckpointStore
-from engine.worker.worker import get_weights
 from launcher.cli.pull import pull
 from launcher.exit_codes import ExitCode
 from launcher.job.checked import JobError

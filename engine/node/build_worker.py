@@ -1,0 +1,68 @@
+"""Build a worker of a node, for any transport and weight source."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+
+import engine.rewards.ocr  # noqa: F401  preloaded
+from engine.config import NodeSpec
+from engine.models.adapter import DiTAdapter
+from engine.models.fetch import fetched
+from engine.models.load import load_adapter, trainable
+from engine.node.alone import touch
+from engine.node.child import FINISHED_FILE
+from engine.node.node_store import join_groups
+from engine.rewards.load import load_reward, load_student
+from engine.worker.device import device_of
+from engine.worker.step_trace import step_trace
+from engine.worker.transport import Transport
+from engine.worker.weight_source import WeightSource
+from engine.worker.worker import Worker
+
+
+def make_worker(
+    spec: NodeSpec, number: int, transport: Transport, source: WeightSource, draining: Callable[[], bool]
+) -> Worker:
+    """Return the worker with this number on its node, for any transport and weight source.
+
+    The worker uses one torch thread.
+    """
+    torch.set_num_threads(1)
+    adapter = load_model(spec, number)
+    elastic = join_groups(spec, adapter)
+    trace = step_trace(spec, f"worker-{number}", lambda: 1 if elastic is None else elastic.degree)
+    return Worker(
+        name=f"{spec.node}/{number}",
+        node=spec.node,
+        workers_of_node=spec.workers,
+        transport=transport,
+        adapter=adapter,
+        parameters=trainable(adapter),
+        reward=load_reward(spec.engine.reward, spec.workdir),
+        student=lambda: load_student(spec.engine),
+        clock=spec.clock.clock(),
+        heartbeat_seconds=spec.engine.runtime.heartbeat_seconds,
+        step_seconds=spec.engine.runtime.step_seconds,
+        resume=spec.engine.runtime.resume,
+        source=source,
+        draining=draining,
+        trace=trace.stepped,
+        finished=partial(touch, Path(spec.folder) / FINISHED_FILE),
+        heard=trace.regrouped,
+        elastic=elastic,
+    )
+
+
+def load_model(spec: NodeSpec, number: int) -> DiTAdapter:
+    """Load the model on this process's device. CUDA is first used here, because the forkserver must never use CUDA."""
+    device = device_of(spec.engine.runtime.device, number)
+    print(f"computes on {device}", flush=True)
+    model = spec.engine.model
+    if spec.weights:
+        # Store beside the node's folder, because the machine's next node may replace the folder.
+        below = Path(spec.folder).parent / "weights"
+        path = fetched(spec.weights, below, partial(print, flush=True))
+        model = model.model_copy(update={"path": str(path)})
+    return load_adapter(model, device)
