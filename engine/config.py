@@ -17,7 +17,7 @@ from engine.events import Market
 class Strict(BaseModel):
     """Base of every configuration: frozen, and unknown keys are errors."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, use_attribute_docstrings=True)
 
 
 Positive = Annotated[int, Field(ge=1)]
@@ -36,12 +36,16 @@ class ModelConfig(Strict):
     model_config = ConfigDict(validate_by_name=True, validate_by_alias=True, serialize_by_alias=True)
 
     name: Literal["digits-ocr", "shapes", "qwen-image", "sd3", "flux", "wan"] = "digits-ocr"
+    """Model adapter (engine/models/). `digits-ocr` and `shapes` ship with spotrl; every other model needs `path`."""
     path: str | None = None
     """Folder of a diffusers model (transformer, vae, ...). None: the weights shipped with spotrl."""
     weights: Literal["full", "lora"] = "full"
     """Trained weights: `full` trains every weight of the transformer, `lora` trains low-rank adapters."""
     lora_rank: Positive = 16
+    """Rank of the low-rank adapters. Used with `weights: lora` only."""
     lora_alpha: Positive = 32
+    """Scale of the low-rank adapters: the update is multiplied by `lora_alpha / lora_rank`. Used with `weights: lora`
+    only."""
     start: Annotated[str, Field(min_length=1)] | None = Field(default=None, alias="from")
     """Start weights: a run's name, or a folder written by `spotrl pull` (with a / in the path, relative to the job
     file). Training continues from the start weights, with a new optimizer and a new average. The start weights replace
@@ -66,6 +70,7 @@ class WindowConfig(Strict):
     """
 
     size: Positive = 2
+    """Number of stochastic steps in the window."""
     first: Annotated[int, Field(ge=0)] = 0
     """Earliest step at which the window may start."""
     last: Positive | None = None
@@ -82,16 +87,21 @@ class SamplerConfig(Strict):
     """Denoising method of rollouts. Seed rankings are comparable only between samplers with equal signatures."""
 
     name: Literal["flow-sde", "dance-sde", "cps"] = "flow-sde"
+    """Stochastic step: `flow-sde` (Flow-GRPO), `dance-sde` (DanceGRPO) or `cps` (coefficients-preserving sampling).
+    `noise_level` has another scale for each."""
     steps: Annotated[int, Field(ge=2)] = 8
+    """Denoising steps of a rollout."""
     noise_level: Annotated[float, Field(ge=0.0)] = 0.7
     """Noise added by a stochastic step; 0 makes every step an Euler step. Each sampler has its own scale (research
     notes rl 1.1), so change sampler and level together. flow-sde, `a`: 0.7 or 0.8, and 1.2 with Qwen-Image. dance-sde,
     `eta`: 0.25 to 0.3; the noise does not fade towards the image. cps, `eta`: 0.7; the maximum 1 replaces all of the
     noise."""
     shift: Annotated[float, Field(gt=0.0)] = 1.0
+    """Timestep shift of the flow-matching schedule; 1: no shift. A larger shift spends more steps near the noise."""
     guidance: Annotated[float, Field(ge=1.0)] = 1.0
     """Classifier-free guidance scale; 1 computes no unconditional branch."""
     window: WindowConfig | None = None
+    """Window of stochastic steps. None: every step but the final one is stochastic, and all are trained."""
     noise: Literal[1] = 1
     """Version of the counter-based noise (engine/diffusion/noise.py)."""
 
@@ -121,15 +131,21 @@ class AlgorithmConfig(Strict):
     """GRPO on the denoising steps (arXiv 2505.05470; research notes rl 1.2)."""
 
     name: Literal["flow-grpo"] = "flow-grpo"
+    """Training algorithm. `flow-grpo` is the only choice."""
     prompts_per_batch: Positive = 12
+    """Prompts trained in one iteration. `updates_per_batch` must divide the number."""
     images_per_prompt: int = 4
     """Group size: the number of images of one prompt. Rewards are compared within a group."""
     updates_per_batch: Positive = 2
     """Optimiser steps per batch. Each step trains its own share of the prompts."""
     learning_rate: Annotated[float, Field(gt=0.0)] = 2e-4
+    """AdamW's learning rate, constant over the run."""
     clip_range: Annotated[float, Field(gt=0.0)] = 1e-3
+    """Clip range of the importance ratio: the loss clips the ratio to 1 - `clip_range` .. 1 + `clip_range`."""
     advantage_clip: Annotated[float, Field(gt=0.0)] = 5.0
+    """Largest absolute value of an advantage; larger advantages are clipped."""
     gradient_clip: Annotated[float, Field(gt=0.0)] = 1.0
+    """Largest norm of the gradient of an optimiser step; larger gradients are scaled down."""
     kl_beta: Annotated[float, Field(ge=0.0)] = 0.0
     """Weight of the KL divergence from the base model; 0 computes no divergence."""
     kl_form: Literal["flow-grpo", "gaussian"] = "flow-grpo"
@@ -185,13 +201,16 @@ class SecondsBudget(Strict):
     """Budget of idle GPU time: explore until the trainer finishes, or for a number of seconds."""
 
     seconds: Literal["auto"] | Annotated[float, Field(gt=0.0)] = "auto"
+    """GPU seconds of exploration per batch. `auto`: explore until the trainer finishes."""
     max_candidates: Positive = 1024
+    """Maximum number of candidates per batch."""
 
 
 class ProfileConfig(Strict):
     """Settings for sampling candidates. Training rollouts ignore every profile and always run in full."""
 
     name: str = "full"
+    """Name of the profile in events and reports."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Number format. bfloat16 is faster, and ranks seeds nearly as well as float32 (research notes overlap 1)."""
     shape: Positive = 48
@@ -215,7 +234,11 @@ class ExplorationConfig(Strict):
     """
 
     mode: Literal["none", "in-path", "stale"] = "stale"
+    """Time of exploration: `stale` (in idle GPU time, with the previous weights), `in-path` (before training, with
+    current weights) or `none`."""
     budget: CandidateBudget | SecondsBudget = SecondsBudget()
+    """Amount of exploration per batch: `{candidates: N}` for a fixed number, or `{seconds: N}` for GPU time. Default:
+    until the trainer finishes."""
     policy: Literal["uniform", "greedy", "ucb", "bayes"] = "uniform"
     """Rule for the prompt of the next candidates (engine/exploration/planner.py). Every policy but `uniform` gives more
     candidates to prompts with more different rewards. A larger share pays with strict rewards and with
@@ -244,18 +267,22 @@ class RewardConfig(Strict):
     """Name of the scorer. `ocr` and `ocr_strict` read images of at most 48 x 144 pixels as one line of text, and find
     the lines first in larger images. `ocr_smooth` reads one line only."""
     placed: Literal["with_rollout"] = "with_rollout"
+    """Place of the scorer. `with_rollout`: the worker that made the image scores the image. The only choice."""
 
 
 class EvaluationConfig(Strict):
     """Evaluation, the basis of the target: held-out prompts, fixed noise, ODE sampler, EMA weights."""
 
     prompts: Positive = 512
+    """Held-out prompts of a full evaluation."""
     on_the_way: Positive | None = None
     """Prompts of an intermediate evaluation, counted from the first prompt; None: all prompts. The first and the last
     evaluation use all prompts, and so does an evaluation about to reach the target. A share p of n prompts has a
     standard error of sqrt(p (1 - p) / n)."""
     every: Positive = 3
+    """Iterations between two evaluations."""
     steps: Annotated[int, Field(ge=1)] = 8
+    """Denoising steps of the ODE sampler."""
     shape: Positive = 48
     """Images per forward pass."""
 
@@ -276,14 +303,19 @@ class GuardConfig(Strict):
     """Upper bound `max` on an evaluation metric: `drift`, or a metric of the reward."""
 
     metric: str = DRIFT
+    """Metric to bound: `drift`, or a metric of the reward."""
     max: float
+    """Largest allowed value of the metric."""
 
 
 class TargetConfig(Strict):
     """Score at which the run has reached its goal and stops."""
 
     metric: str = "exact_match"
+    """Evaluation metric to reach, a metric of the reward: `exact_match`, `similarity`, `reward`; `ocr_smooth` has
+    `smooth` too."""
     value: float
+    """Value to reach. Shares (`exact_match`, `similarity`) are above 0 and at most 1."""
     evaluations: Positive = 3
     """Evaluations in a row in which the smoothed score must hold."""
     guards: tuple[GuardConfig, ...] = ()
@@ -292,7 +324,9 @@ class TargetConfig(Strict):
 
 class CheckpointConfig(Strict):
     every: Positive = 1
+    """Iterations between two checkpoints."""
     keep: Positive = 3
+    """Number of checkpoints kept; older checkpoints are deleted."""
 
 
 class RuntimeConfig(Strict):
@@ -350,21 +384,31 @@ class EngineConfig(Strict):
     """Complete configuration of the engine, built by the launcher from the job file and sent to every node."""
 
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Seed of the run. Prompts, noise and window positions are drawn from the seed."""
     iterations: Annotated[int, Field(ge=1, le=1_000_000)] = 40
     """Trained batches after which the run ends, even if the target was not reached."""
     model: ModelConfig = ModelConfig()
+    """Model to train. Short form: the name."""
     sampler: SamplerConfig = SamplerConfig()
+    """Denoising method of rollouts. Short form: the name."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    """Training algorithm. Short form: the name."""
     exploration: ExplorationConfig = ExplorationConfig()
+    """Choice of the seeds to train. Short form: the mode."""
     reward: RewardConfig = RewardConfig()
+    """Training objective. Short form: the name."""
     prompts: str = "digits"
     """Prompt source: `digits` or `shapes` (generated), or a text file with one prompt a line."""
     test_prompts: str | None = None
     """Text file of evaluation prompts, never trained. None: a random fifth of `prompts` at most is held out."""
     evaluation: EvaluationConfig = EvaluationConfig()
+    """Evaluation on held-out prompts."""
     target: TargetConfig | None = None
+    """Score at which the run stops. None: the run ends after `iterations` or at a budget limit."""
     checkpoint: CheckpointConfig = CheckpointConfig()
+    """Frequency and number of checkpoints."""
     runtime: RuntimeConfig = RuntimeConfig()
+    """Worker processes, leases and commits. Short form: the name."""
 
     @model_validator(mode="after")
     def _exploration_has_a_choice(self) -> Self:

@@ -22,8 +22,12 @@ class NodeResources(Strict):
     infra: str | None = None
     """Cloud, region and zone: `aws`, `aws/us-east-2` or `aws/us-east-2/use2-az3`. None: the cheapest place."""
     instance_type: str | None = None
+    """Instance type of the cloud, like `g6.xlarge`. None: any type with the accelerators."""
     use_spot: bool = False
+    """True: buy spot capacity. Default: false for the trainer, where only false is allowed, and true for rollout
+    nodes."""
     num_nodes: Annotated[int, Field(ge=0, le=64)] = 1
+    """Number of nodes. The trainer has exactly 1. For rollout nodes: the maximum, default 2."""
     min_nodes: Annotated[int, Field(ge=0, le=64)] | None = None
     """Minimum number of rollout nodes, bought even if the plan expects no saving. None: the plan decides; a model
     without timings gets all of `num_nodes`."""
@@ -69,7 +73,9 @@ class Resources(Strict):
     """
 
     trainer: NodeResources = NodeResources()
+    """Node of the trainer: one node, on demand."""
     rollout: NodeResources = NodeResources(use_spot=True, num_nodes=2)
+    """Nodes of the rollout workers. Default: up to two spot nodes."""
 
     @field_validator("rollout", mode="before")
     @classmethod
@@ -105,6 +111,7 @@ class AllRuns(Strict):
     max_total: MicroUsd | None = None
     """Money spent so far plus money reserved, over all runs together."""
     max_hourly: MicroUsdPerHour | None = None
+    """Summed price of the nodes of all runs, like `$40/h`. None: no limit."""
 
 
 class Budget(Strict):
@@ -114,7 +121,9 @@ class Budget(Strict):
     """
 
     max_total: MicroUsd | None = None
+    """Maximum cost of the run, like `$40`. None: no limit."""
     max_hourly: MicroUsd | None = None
+    """Maximum summed price of the run's nodes in dollars per hour, like `$4`. None: no limit."""
     deadline: DurationMs | None = None
     """Maximum duration of the run, on the run's own clock."""
 
@@ -134,9 +143,13 @@ class PriceOverride(Strict):
     """The user's real price for an instance type: for the whole instance, per hour. Replaces the list price."""
 
     cloud: Literal["aws", "gcp"]
+    """Cloud of the instance type."""
     instance_type: str
+    """Instance type of the cloud, like `g6.xlarge`."""
     price: MicroUsdPerHour
+    """Price of the whole instance, like `$0.70/h`."""
     market: Market = Market.ON_DEMAND
+    """Capacity type with this price: `on_demand` or `spot`."""
     region: str | None = None
     """None: in every region."""
 
@@ -145,8 +158,10 @@ class Discount(Strict):
     """A discount on list prices, from a contract that no price list shows."""
 
     cloud: Literal["aws", "gcp"]
+    """Cloud of the discounted list prices."""
     percent: Annotated[float, Field(gt=0.0, lt=100.0)]
     """Discount in percent, to a hundredth of a percent."""
     market: Market = Market.ON_DEMAND
+    """Capacity type with the discount: `on_demand` or `spot`."""
     instance_type: str | None = None
     """None: every instance type."""
