@@ -63,6 +63,7 @@ FLOORS = {
         "controller",
         "runs",
         "cleanup",
+        "schemas",
         "cli",
     ],
 }

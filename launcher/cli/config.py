@@ -1,7 +1,8 @@
-"""`spotrl config`: show a job's final values from flags, environment, files and defaults."""
+"""`spotrl config`: show a job's final values from flags, environment, files and defaults, and the JSON schemas."""
 
 import json
 import os
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,12 @@ from launcher.settings import config_path, home
 
 @click.group()
 def config() -> None:
-    """Show a job's final values, and where each value comes from.
+    """Show a job's final values, or the JSON schema of the job file.
 
     \b
     Example:
       spotrl config show job.yaml --origin
+      spotrl config schema > job.schema.json
     """
 
 
@@ -44,6 +46,34 @@ def show(job: Path | None, origin: bool, as_json: bool) -> None:
     for field, value in values.items():
         line = f"{field}: {_shown(value)}"
         click.echo(f"{line:<48} # {checked.origins[field]}" if origin else line)
+
+
+SCHEMAS = sorted(
+    file.name.removesuffix(".schema.json")
+    for file in files("launcher.schemas").iterdir()
+    if file.name.endswith(".schema.json")
+)
+"""Names of the shipped schemas (launcher/schemas/documents.py writes the files)."""
+
+
+@config.command()
+@click.argument("name", type=click.Choice(SCHEMAS), metavar="NAME", default="job")
+def schema(name: str) -> None:
+    """Print the JSON schema of the job file, or of the JSON output NAME.
+
+    An editor that reads the schema of the job file completes fields and marks mistakes. The first line of a job file
+    names the schema: `# yaml-language-server: $schema=job.schema.json`.
+
+    NAME is a command, like `status` or `catalog-show`; `result` (the file of `launch --result`); `progress` and
+    `capacity` (messages between engine and launcher); `cleanup` (reap and panic); or `error`. docs/json.md has the
+    table.
+
+    \b
+    Example:
+      spotrl config schema > job.schema.json
+      spotrl config schema result > result.schema.json
+    """
+    click.echo((files("launcher.schemas") / f"{name}.schema.json").read_text("utf-8"), nl=False)
 
 
 def flat(section: dict[str, Any], above: str = "") -> dict[str, Any]:
