@@ -17,7 +17,6 @@ from pathlib import Path
 import torch
 
 import engine.rewards.ocr  # noqa: F401  preloaded
-from engine.config import NodeSpec
 from engine.coordinator.coordinator import Coordinator, open_coordinator
 from engine.coordinator.rights import Rights
 from engine.coordinator.server import CoordinatorServer, Front, bind
@@ -27,6 +26,7 @@ from engine.models.load import load_adapter, trainable
 from engine.node.alone import touch
 from engine.node.child import FINISHED_FILE, Beat, begin
 from engine.node.node_store import join_groups
+from engine.node_spec import NodeSpec
 from engine.prompts import prompt_source
 from engine.rewards.load import load_reward, load_student
 from engine.storage.checkpoint import CheckpointStore
