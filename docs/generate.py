@@ -6,7 +6,6 @@
 A field without a description, or a command without an example, is an error.
 """
 
-import json
 import sys
 import typing
 from collections.abc import Iterator
@@ -18,9 +17,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from launcher.cli import main as program
-from launcher.cli.json_contract import schemas as output_schemas
-from launcher.job.json_schema import job_schema
 from launcher.job.schema import Job
+from launcher.schemas.documents import documents, text
 
 ROOT = Path(__file__).parents[1]
 
@@ -211,14 +209,10 @@ def cli_page() -> str:
 
 def files() -> dict[Path, str]:
     """Return every generated file with its content."""
-    schemas = {"job": job_schema(), **output_schemas()}
     return {
         ROOT / "docs" / "job-file.md": job_page(),
         ROOT / "docs" / "cli.md": cli_page(),
-        **{
-            ROOT / "launcher" / "schemas" / f"{name}.schema.json": json.dumps(schema, indent=2, sort_keys=True) + "\n"
-            for name, schema in schemas.items()
-        },
+        **{ROOT / "launcher" / "schemas" / f"{name}.schema.json": text(schema) for name, schema in documents().items()},
     }
 
 

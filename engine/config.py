@@ -1,17 +1,13 @@
-"""Define the engine's half of the job file, and the start instructions of a node.
+"""Define the engine's half of the job file.
 
 The models are frozen pydantic models, one per room; unknown keys are refused. The module does not import torch, because
 the launcher imports the module to check a job before anything is bought. Every error names the value found, the values
 allowed, and the reason.
 """
 
-import hmac
 from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
-
-from engine.clock import ScaledClock
-from engine.events import Market
 
 
 class Strict(BaseModel):
@@ -36,15 +32,16 @@ class ModelConfig(Strict):
     model_config = ConfigDict(validate_by_name=True, validate_by_alias=True, serialize_by_alias=True)
 
     name: Literal["digits-ocr", "shapes", "qwen-image", "sd3", "flux", "wan"] = "digits-ocr"
-    """Model family. `digits-ocr` and `shapes` ship with spotrl; every other family needs `path`."""
+    """Model adapter (engine/models/). `digits-ocr` and `shapes` ship with spotrl; every other model needs `path`."""
     path: str | None = None
     """Folder of a diffusers model (transformer, vae, ...). None: the weights shipped with spotrl."""
     weights: Literal["full", "lora"] = "full"
     """Trained weights: `full` trains every weight of the transformer, `lora` trains low-rank adapters."""
     lora_rank: Positive = 16
-    """Rank of the low-rank adapters. Unused with `weights: full`."""
+    """Rank of the low-rank adapters. Used with `weights: lora` only."""
     lora_alpha: Positive = 32
-    """Scale of the low-rank adapters: their output is multiplied by `lora_alpha / lora_rank`."""
+    """Scale of the low-rank adapters: the update is multiplied by `lora_alpha / lora_rank`. Used with `weights: lora`
+    only."""
     start: Annotated[str, Field(min_length=1)] | None = Field(default=None, alias="from")
     """Start weights: a run's name, or a folder written by `spotrl pull` (with a / in the path, relative to the job
     file). Training continues from the start weights, with a new optimizer and a new average. The start weights replace
@@ -69,7 +66,7 @@ class WindowConfig(Strict):
     """
 
     size: Positive = 2
-    """Number of steps in the window."""
+    """Number of stochastic steps in the window."""
     first: Annotated[int, Field(ge=0)] = 0
     """Earliest step at which the window may start."""
     last: Positive | None = None
@@ -86,8 +83,8 @@ class SamplerConfig(Strict):
     """Denoising method of rollouts. Seed rankings are comparable only between samplers with equal signatures."""
 
     name: Literal["flow-sde", "dance-sde", "cps"] = "flow-sde"
-    """Kind of the stochastic steps: `flow-sde` (Flow-GRPO), `dance-sde` (DanceGRPO) or `cps` (coefficients that
-    preserve the noise level)."""
+    """Stochastic step: `flow-sde` (Flow-GRPO), `dance-sde` (DanceGRPO) or `cps` (coefficients-preserving sampling).
+    `noise_level` has another scale for each."""
     steps: Annotated[int, Field(ge=2)] = 8
     """Denoising steps of a rollout."""
     noise_level: Annotated[float, Field(ge=0.0)] = 0.7
@@ -96,11 +93,11 @@ class SamplerConfig(Strict):
     `eta`: 0.25 to 0.3; the noise does not fade towards the image. cps, `eta`: 0.7; the maximum 1 replaces all of the
     noise."""
     shift: Annotated[float, Field(gt=0.0)] = 1.0
-    """Shift of the noise schedule. Values above 1 spend more steps at high noise levels; 1 keeps the schedule."""
+    """Timestep shift of the flow-matching schedule; 1: no shift. A larger shift spends more steps near the noise."""
     guidance: Annotated[float, Field(ge=1.0)] = 1.0
     """Classifier-free guidance scale; 1 computes no unconditional branch."""
     window: WindowConfig | None = None
-    """Limits the stochastic steps to a window. None: every step but the last is stochastic and trained."""
+    """Window of stochastic steps. None: every step but the final one is stochastic, and all are trained."""
     noise: Literal[1] = 1
     """Version of the counter-based noise (engine/diffusion/noise.py)."""
 
@@ -130,7 +127,7 @@ class AlgorithmConfig(Strict):
     """GRPO on the denoising steps (arXiv 2505.05470; research notes rl 1.2)."""
 
     name: Literal["flow-grpo"] = "flow-grpo"
-    """Training algorithm."""
+    """Training algorithm. `flow-grpo` is the only choice."""
     prompts_per_batch: Positive = 12
     """Prompts trained in one iteration. `updates_per_batch` must divide the number."""
     images_per_prompt: int = 4
@@ -138,13 +135,13 @@ class AlgorithmConfig(Strict):
     updates_per_batch: Positive = 2
     """Optimiser steps per batch. Each step trains its own share of the prompts."""
     learning_rate: Annotated[float, Field(gt=0.0)] = 2e-4
-    """AdamW's step size."""
+    """AdamW's learning rate, constant over the run."""
     clip_range: Annotated[float, Field(gt=0.0)] = 1e-3
-    """Importance ratios are clipped to 1 - clip_range and 1 + clip_range."""
+    """Clip range of the importance ratio: the loss clips the ratio to 1 - `clip_range` .. 1 + `clip_range`."""
     advantage_clip: Annotated[float, Field(gt=0.0)] = 5.0
-    """Advantages are clipped to this absolute value."""
+    """Largest absolute value of an advantage; larger advantages are clipped."""
     gradient_clip: Annotated[float, Field(gt=0.0)] = 1.0
-    """Largest norm of the gradient of an optimiser step. A larger gradient is scaled down."""
+    """Largest norm of the gradient of an optimiser step; larger gradients are scaled down."""
     kl_beta: Annotated[float, Field(ge=0.0)] = 0.0
     """Weight of the KL divergence from the base model; 0 computes no divergence."""
     kl_form: Literal["flow-grpo", "gaussian"] = "flow-grpo"
@@ -200,16 +197,16 @@ class SecondsBudget(Strict):
     """Budget of idle GPU time: explore until the trainer finishes, or for a number of seconds."""
 
     seconds: Literal["auto"] | Annotated[float, Field(gt=0.0)] = "auto"
-    """Wall seconds of exploration per batch. `auto`: until the trainer finishes its batch."""
+    """GPU seconds of exploration per batch. `auto`: explore until the trainer finishes."""
     max_candidates: Positive = 1024
-    """Most candidates per batch."""
+    """Maximum number of candidates per batch."""
 
 
 class ProfileConfig(Strict):
     """Settings for sampling candidates. Training rollouts ignore every profile and always run in full."""
 
     name: str = "full"
-    """Name of the profile in reports."""
+    """Name of the profile in events and reports."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Number format. bfloat16 is faster, and ranks seeds nearly as well as float32 (research notes overlap 1)."""
     shape: Positive = 48
@@ -233,9 +230,11 @@ class ExplorationConfig(Strict):
     """
 
     mode: Literal["none", "in-path", "stale"] = "stale"
-    """Time of exploration: `stale` (beside training), `in-path` (before training) or `none`."""
+    """Time of exploration: `stale` (in idle GPU time, with the previous weights), `in-path` (before training, with
+    current weights) or `none`."""
     budget: CandidateBudget | SecondsBudget = SecondsBudget()
-    """Amount of exploration: `{candidates: N}` or `{seconds: auto}`."""
+    """Amount of exploration per batch: `{candidates: N}` for a fixed number, or `{seconds: N}` for GPU time. Default:
+    until the trainer finishes."""
     policy: Literal["uniform", "greedy", "ucb", "bayes"] = "uniform"
     """Rule for the prompt of the next candidates (engine/exploration/planner.py). Every policy but `uniform` gives more
     candidates to prompts with more different rewards. A larger share pays with strict rewards and with
@@ -264,14 +263,14 @@ class RewardConfig(Strict):
     """Name of the scorer. `ocr` and `ocr_strict` read images of at most 48 x 144 pixels as one line of text, and find
     the lines first in larger images. `ocr_smooth` reads one line only."""
     placed: Literal["with_rollout"] = "with_rollout"
-    """Location of the scorer: in the process of each rollout worker."""
+    """Place of the scorer. `with_rollout`: the worker that made the image scores the image. The only choice."""
 
 
 class EvaluationConfig(Strict):
     """Evaluation, the basis of the target: held-out prompts, fixed noise, ODE sampler, EMA weights."""
 
     prompts: Positive = 512
-    """Held-out prompts of the first and the last evaluation."""
+    """Held-out prompts of a full evaluation."""
     on_the_way: Positive | None = None
     """Prompts of an intermediate evaluation, counted from the first prompt; None: all prompts. The first and the last
     evaluation use all prompts, and so does an evaluation about to reach the target. A share p of n prompts has a
@@ -279,7 +278,7 @@ class EvaluationConfig(Strict):
     every: Positive = 3
     """Iterations between two evaluations."""
     steps: Annotated[int, Field(ge=1)] = 8
-    """ODE steps per image."""
+    """Denoising steps of the ODE sampler."""
     shape: Positive = 48
     """Images per forward pass."""
 
@@ -300,7 +299,7 @@ class GuardConfig(Strict):
     """Upper bound `max` on an evaluation metric: `drift`, or a metric of the reward."""
 
     metric: str = DRIFT
-    """Metric with a limit."""
+    """Metric to bound: `drift`, or a metric of the reward."""
     max: float
     """Largest allowed value of the metric."""
 
@@ -309,9 +308,10 @@ class TargetConfig(Strict):
     """Score at which the run has reached its goal and stops."""
 
     metric: str = "exact_match"
-    """Metric of the reward to reach."""
+    """Evaluation metric to reach, a metric of the reward: `exact_match`, `similarity`, `reward`; `ocr_smooth` has
+    `smooth` too."""
     value: float
-    """Score at which the run stops. `exact_match` and `similarity` are shares from 0 to 1."""
+    """Value to reach. Shares (`exact_match`, `similarity`) are above 0 and at most 1."""
     evaluations: Positive = 3
     """Evaluations in a row in which the smoothed score must hold."""
     guards: tuple[GuardConfig, ...] = ()
@@ -322,9 +322,9 @@ class CheckpointConfig(Strict):
     """Checkpoints: the state from which a run continues."""
 
     every: Positive = 1
-    """Iterations between two checkpoints. The last iteration always writes a checkpoint."""
+    """Iterations between two checkpoints."""
     keep: Positive = 3
-    """Number of newest checkpoints that are kept."""
+    """Number of checkpoints kept; older checkpoints are deleted."""
 
 
 class RuntimeConfig(Strict):
@@ -382,23 +382,31 @@ class EngineConfig(Strict):
     """Complete configuration of the engine, built by the launcher from the job file and sent to every node."""
 
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    """Seed of the run: prompts, noise and exploration follow from the seed."""
+    """Seed of the run. Prompts, noise and window positions are drawn from the seed."""
     iterations: Annotated[int, Field(ge=1, le=1_000_000)] = 40
     """Trained batches after which the run ends, even if the target was not reached."""
     model: ModelConfig = ModelConfig()
+    """Model to train. Short form: the name."""
     sampler: SamplerConfig = SamplerConfig()
+    """Denoising method of rollouts. Short form: the name."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    """Training algorithm. Short form: the name."""
     exploration: ExplorationConfig = ExplorationConfig()
+    """Choice of the seeds to train. Short form: the mode."""
     reward: RewardConfig = RewardConfig()
+    """Training objective. Short form: the name."""
     prompts: str = "digits"
     """Prompt source: `digits` or `shapes` (generated), or a text file with one prompt a line."""
     test_prompts: str | None = None
     """Text file of evaluation prompts, never trained. None: a random fifth of `prompts` at most is held out."""
     evaluation: EvaluationConfig = EvaluationConfig()
+    """Evaluation on held-out prompts."""
     target: TargetConfig | None = None
-    """Goal of the run. None: all iterations are trained."""
+    """Score at which the run stops. None: the run ends after `iterations` or at a budget limit."""
     checkpoint: CheckpointConfig = CheckpointConfig()
+    """Frequency and number of checkpoints."""
     runtime: RuntimeConfig = RuntimeConfig()
+    """Worker processes, leases and commits. Short form: the name."""
 
     @model_validator(mode="after")
     def _exploration_has_a_choice(self) -> Self:
@@ -455,75 +463,3 @@ class EngineConfig(Strict):
                 "unconditional branch; use 1"
             )
         return self
-
-
-class ClockConfig(Strict):
-    origin_ms: int
-    factor: Annotated[float, Field(gt=0.0)] = 1.0
-
-    def clock(self) -> ScaledClock:
-        return ScaledClock(origin_ms=self.origin_ms, factor=self.factor)
-
-
-Role = Literal["trainer", "rollout", "controller"]
-"""Role of a caller of the coordinator. engine/coordinator/rights.py lists the calls allowed to each role."""
-
-
-def role_token(run_token: str, role: Role) -> str:
-    """Return the token of one role of a run. The token reveals neither the run's token nor another role's token."""
-    return hmac.new(run_token.encode(), role.encode(), "sha256").hexdigest()
-
-
-class NodeSpec(Strict):
-    """Start instructions of a node: `python -m engine.node.agent FILE` reads the specification from a JSON file.
-
-    The agent takes a lock in `folder` and writes `agent.json` (pid, create_time). After its workers have called in, the
-    agent writes `ready.json`. The agent watches for `notice.json` ({"deadline_ms": ...}), appends progress to
-    `progress/SOURCE.jsonl` (trainer only) and logs to `logs/`. The agent exits 0 when the engine is finished, and
-    writes the outcome to `exit.json` ({"code", "at_ms", "text"}).
-    """
-
-    run: str
-    node: str
-    role: Literal["trainer", "rollout"]
-    market: Market
-    workers: Positive = 1
-    folder: str
-    """Folder on the node's own disk."""
-    store: str
-    """Checkpoint store: an obstore URL, file:///... on the local infra."""
-    coordinator_host: str = "127.0.0.1"
-    coordinator_port: int
-    token: str
-    """Token of the node. On the trainer's node: the run's token, from which the coordinator derives the token of every
-    role. On a rollout node: the rollout role's token, which allows only the calls of a spot node."""
-    clock: ClockConfig
-    engine: EngineConfig
-    weights: str = ""
-    """Location of the model's folder in the run's bucket (obstore URL). The node downloads the folder to its own disk.
-    Empty: `model.path` is a folder of this node, or the model ships with spotrl."""
-    workdir: str | None = None
-    """Folder of the user's reward module and prompt file."""
-    money_deadline_ms: int | None = None
-    """Spend deadline (run's clock): the node terminates itself at this moment, even if no controller is left."""
-    money_left_ms: int | None = None
-    """Spend deadline on a cloud's node, instead of `money_deadline_ms`: milliseconds left from the moment of receipt,
-    on the node's own boot clock, which no clock jump moves. `money.json` ({"left_ms": ..., "told": N}) replaces the
-    deadline."""
-    money_longest_ms: int | None = None
-    """Upper bound on every later spend deadline, in milliseconds from the first order on the node's own boot clock. A
-    node running alone would have used up the run's money by then. None: the run has no limit."""
-    cloud: Literal["local", "aws", "gcp"] = "local"
-    """Cloud of the node. On `local`, the node is a process session on a machine shared with other programs."""
-    digest: str = ""
-    """Digest of the node's setup (launcher/provision/sky/bundle.py). An agent with another digest does not start."""
-
-    @property
-    def own_token(self) -> str:
-        """Return the token with which this node's processes call the coordinator."""
-        return role_token(self.token, "trainer") if self.role == "trainer" else self.token
-
-    @property
-    def rollout_token(self) -> str:
-        """Return the rollout role's token. Every node of the run has or can derive the token."""
-        return role_token(self.token, "rollout") if self.role == "trainer" else self.token

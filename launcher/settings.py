@@ -13,7 +13,7 @@ class Settings(BaseSettings):
     Exceptions are `SPOTRL_GCP_BILLING_ENDPOINT` and `SPOTRL_GCP_COMPUTE_ENDPOINT` (launcher/market/sources/gcp.py).
     """
 
-    model_config = SettingsConfigDict(env_prefix="SPOTRL_", frozen=True, extra="ignore")
+    model_config = SettingsConfigDict(env_prefix="SPOTRL_", frozen=True, extra="ignore", use_attribute_docstrings=True)
 
     home: Path = Field(default_factory=lambda: Path(platformdirs.user_state_dir("spotrl")))
     """Ledger, logs, and the run folders of the local infra."""

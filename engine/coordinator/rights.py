@@ -5,15 +5,16 @@ rollout     the calls of a spot node: leases, commits, results, weights to read,
             run for other nodes: no weights, no tasks, no stop, no capacity
 controller  capacity, stop, health
 
-Every role has its own token, derived from the run's token (`engine.config.role_token`). The run's token itself gives no
-rights. On a Ray cluster, roles do not bind a hostile caller: Ray runs any code for a holder of the cluster's own token.
+Every role has its own token, derived from the run's token (`engine.node_spec.role_token`). The run's token itself gives
+no rights. On a Ray cluster, roles do not bind a hostile caller: Ray runs any code for a holder of the cluster's own
+token.
 """
 
 import hmac
 from collections.abc import Mapping
 from typing import Any
 
-from engine.config import Role, role_token
+from engine.node_spec import Role, role_token
 
 CALLS_OF_A_SPOT_NODE = frozenset(
     {"pull", "heartbeat", "finish", "commit", "give_back", "fault", "notice", "states", "weights"}

@@ -15,12 +15,12 @@ from pathlib import Path
 import torch
 
 import engine.rewards.ocr  # noqa: F401  preloaded
-from engine.config import NodeSpec
 from engine.coordinator.coordinator import Coordinator, open_coordinator
 from engine.coordinator.rights import Rights
 from engine.coordinator.server import CoordinatorServer, Front, bind
 from engine.node.build_worker import load_model, make_worker
 from engine.node.child import Beat, begin
+from engine.node_spec import NodeSpec
 from engine.prompts import prompt_source
 from engine.rewards.load import load_reward
 from engine.storage.checkpoint import CheckpointStore

@@ -10,9 +10,9 @@ from typing import Any
 import httpx
 import psutil
 
-from engine.config import NodeSpec
 from engine.node.agent import FROZEN_SECONDS
 from engine.node.child import EXIT_UNANSWERED, Beat, begin
+from engine.node_spec import NodeSpec
 from engine.ray.cluster import (
     broken,
     connect_beside_head,

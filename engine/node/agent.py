@@ -34,7 +34,6 @@ from typing import Any
 import httpx
 import psutil
 
-from engine.config import NodeSpec
 from engine.durable import write_durably
 from engine.events import Market
 from engine.mark import MARK, marked
@@ -46,6 +45,7 @@ from engine.node.ray_environment import ray_environment
 from engine.node.self_termination import end_machine
 from engine.node.spend_guard import Guard, Money, boot_id
 from engine.node.starter import ENVIRONMENT
+from engine.node_spec import NodeSpec
 from engine.protocol.wire import pack
 from engine.storage.disk import log_to
 from engine.storage.ship import begin_shipping

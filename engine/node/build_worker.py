@@ -7,13 +7,13 @@ from pathlib import Path
 import torch
 
 import engine.rewards.ocr  # noqa: F401  preloaded
-from engine.config import NodeSpec
 from engine.models.adapter import DiTAdapter
 from engine.models.fetch import fetched
 from engine.models.load import load_adapter, trainable
 from engine.node.alone import touch
 from engine.node.child import FINISHED_FILE
 from engine.node.node_store import join_groups
+from engine.node_spec import NodeSpec
 from engine.rewards.load import load_reward, load_student
 from engine.worker.device import device_of
 from engine.worker.step_trace import step_trace

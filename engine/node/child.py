@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from engine.config import NodeSpec
 from engine.events import IterationDone, Progress
 from engine.mark import rename
+from engine.node_spec import NodeSpec
 from engine.storage.disk import log_to
 
 

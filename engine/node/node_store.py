@@ -13,8 +13,8 @@ from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.config import NodeSpec
 from engine.node.child import Beat, begin, read_note, write_note
+from engine.node_spec import NodeSpec
 
 if TYPE_CHECKING:
     from engine.models.adapter import DiTAdapter

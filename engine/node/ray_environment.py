@@ -5,7 +5,7 @@ The node's agent sets the variables before `import ray`, and every process inher
 
 import hashlib
 
-from engine.config import NodeSpec
+from engine.node_spec import NodeSpec
 
 GCS_LOST_SECONDS = 10
 """Seconds without an answer from the head after which a raylet ends itself. Its node then looks for a new head."""

@@ -34,7 +34,7 @@ from ray._raylet import (  # type: ignore[attr-defined]
 )
 from ray.job_config import JobConfig
 
-from engine.config import NodeSpec
+from engine.node_spec import NodeSpec
 
 NAMESPACE = "spotrl"
 

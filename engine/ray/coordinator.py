@@ -23,12 +23,12 @@ import ray
 import stamina
 from ray.exceptions import RayError, RayTaskError
 
-from engine.config import NodeSpec
 from engine.coordinator.coordinator import open_coordinator
 from engine.coordinator.rights import NotAllowed, Rights, WrongToken
 from engine.coordinator.server import CoordinatorServer, Front, bind
 from engine.coordinator.weight_book import digest_of
 from engine.node.child import note_start, open_log
+from engine.node_spec import NodeSpec
 from engine.protocol.request import WeightsKey
 from engine.protocol.wire import Blobs, weights_from_list, weights_to_list
 from engine.ray.cluster import NAMESPACE, die_with_raylet

@@ -21,9 +21,9 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import get_placement_group, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from engine.config import NodeSpec
 from engine.node.agent import FROZEN_SECONDS
 from engine.node.child import died_too_often, read_note
+from engine.node_spec import NodeSpec
 from engine.ray.cluster import NAMESPACE
 from engine.ray.coordinator import ANSWER_SECONDS, NAME, CoordinatorActor, pid_file
 from engine.ray.worker import WorkerActor

@@ -8,9 +8,9 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from engine.config import NodeSpec
 from engine.node.child import died_too_often, note_start, open_log, read_note, write_note
 from engine.node.ray_environment import NODE_VARIABLE
+from engine.node_spec import NodeSpec
 from engine.ray.cluster import die_with_raylet
 from engine.ray.coordinator import RayTransport, RayWeights
 from engine.worker.transport import CoordinatorLost

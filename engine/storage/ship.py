@@ -19,7 +19,7 @@ from pathlib import Path
 
 import httpx
 
-from engine.config import NodeSpec
+from engine.node_spec import NodeSpec
 
 SHIP_SECONDS = 1.0
 STORE_SECONDS = 30.0

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from engine.config import NodeSpec
+from engine.node_spec import NodeSpec
 from engine.protocol.request import Regroup, Work
 
 

@@ -1,24 +1,25 @@
-"""`spotrl config`: show a job's final values from flags, environment, files and defaults."""
+"""`spotrl config`: show a job's final values from flags, environment, files and defaults, and the JSON schemas."""
 
 import json
 import os
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import click
 
-from launcher.job.json_schema import job_schema
 from launcher.job.load import load_job
 from launcher.settings import config_path, home
 
 
 @click.group()
 def config() -> None:
-    """Show a job's final values, and where each value comes from.
+    """Show a job's final values, or the JSON schema of the job file.
 
     \b
     Example:
       spotrl config show job.yaml --origin
+      spotrl config schema > job.schema.json
     """
 
 
@@ -47,17 +48,32 @@ def show(job: Path | None, origin: bool, as_json: bool) -> None:
         click.echo(f"{line:<48} # {checked.origins[field]}" if origin else line)
 
 
-@config.command()
-def schema() -> None:
-    """Print the JSON schema of job files, for editors.
+SCHEMAS = sorted(
+    file.name.removesuffix(".schema.json")
+    for file in files("launcher.schemas").iterdir()
+    if file.name.endswith(".schema.json")
+)
+"""Names of the shipped schemas (launcher/schemas/documents.py writes the files)."""
 
-    An editor with a YAML language server then completes fields and shows their descriptions.
+
+@config.command()
+@click.argument("name", type=click.Choice(SCHEMAS), metavar="NAME", default="job")
+def schema(name: str) -> None:
+    """Print the JSON schema of the job file, or of the JSON output NAME.
+
+    An editor that reads the schema of the job file completes fields and marks mistakes. The first line of a job file
+    names the schema: `# yaml-language-server: $schema=job.schema.json`.
+
+    NAME is a command, like `status` or `catalog-show`; `result` (the file of `launch --result`); `progress` and
+    `capacity` (messages between engine and launcher); `cleanup` (reap and panic); or `error`. docs/json.md has the
+    table.
 
     \b
     Example:
       spotrl config schema > job.schema.json
+      spotrl config schema result > result.schema.json
     """
-    click.echo(json.dumps(job_schema(), indent=2))
+    click.echo((files("launcher.schemas") / f"{name}.schema.json").read_text("utf-8"), nl=False)
 
 
 def flat(section: dict[str, Any], above: str = "") -> dict[str, Any]:

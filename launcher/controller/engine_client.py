@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 
 from engine.clock import Clock
-from engine.config import role_token
 from engine.events import Capacity, NodeCapacity, NodeState
+from engine.node_spec import role_token
 from launcher.decide.facts import NodeRecord
 from launcher.decide.node_facts import NodeFact, NodeStatus
 from launcher.ledger.models import Run

@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Literal
 
-from engine.config import ClockConfig, NodeSpec, role_token
 from engine.events import Market
+from engine.node_spec import ClockConfig, NodeSpec, role_token
 from launcher.job.schema import Job
 from launcher.ledger.models import Node, Run
 from launcher.provision.local.provisioner import node_folder

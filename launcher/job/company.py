@@ -50,7 +50,6 @@ class Named:
     subnets: tuple[str, ...] = ()
     group: str = ""
     public_addresses: bool = True
-    """True: nodes get public addresses. False: nodes have private addresses only."""
     ssh_proxy: str = ""
 
     @property
@@ -96,7 +95,8 @@ class WayIn(Strict):
     """SSH access of this machine and SkyPilot to the nodes of a network."""
 
     public_addresses: bool = True
-    """True: nodes get public addresses. False: nodes have private addresses only."""
+    """True: nodes have public addresses. False: private addresses only, reached from inside the network or through
+    `ssh_proxy`."""
     ssh_proxy: str | None = None
     """An OpenSSH ProxyCommand with %h. None: nodes are reached directly."""
 
@@ -163,6 +163,7 @@ class Network(Strict):
     aws: dict[str, AwsNetwork] = Field(default_factory=dict)
     """Networks by region."""
     gcp: GcpNetwork | None = None
+    """Network on Google Cloud. None: spotrl uses a network of its own."""
 
     @model_check(mode="after")
     def _by_region(self) -> Self:

@@ -55,15 +55,19 @@ class Job(EngineConfig):
     machine with two free cores, and less on a machine that is slow or busy at launch, so that the run costs about as
     much on every machine. The factor never changes during a run."""
     resources: Resources = Resources()
+    """Nodes of the trainer and of the rollout workers."""
     spot: Literal["auto", "only", "never"] = "auto"
     """Capacity type of the rollout nodes. `auto`: spot, and on-demand where the plan finds too little spot capacity.
     `only`: never on-demand. `never`: always on-demand. The trainer is always bought on demand."""
     budget: Budget = Budget()
+    """Spending limits of the run. A run on clouds needs `max_total` and `max_hourly`."""
     price_overrides: tuple[PriceOverride, ...] = ()
+    """The user's real prices, which replace list prices; best kept in the user's own config file."""
     discounts: tuple[Discount, ...] = ()
     """Discounts on list prices; best kept in the user's own config file. A plan marks every line changed by a
     discount."""
     all_runs: AllRuns = AllRuns()
+    """Limits on the sum of all runs; kept in the user's own config file."""
     store: dict[str, str] = Field(default_factory=dict)
     """Storage for checkpoints and logs on real clouds: a bucket for each cloud to buy from, like `{aws:
     s3://bucket/folder, gcp: gs://bucket/folder}`. Each run makes its own folder in the bucket."""
@@ -80,9 +84,11 @@ class Job(EngineConfig):
     to one region (`{aws/us-east-1: ami-..., gcp: projects/P/global/images/I}`). Without an image, nodes start from
     SkyPilot's own image and install the environment."""
     recovery: Recovery = Recovery()
+    """Failover settings of a run on real clouds."""
     secrets: VariableNames = ()
     """Names of environment variables that nodes get. The values are never stored."""
     reclaims: ReclaimConfig = ReclaimConfig()
+    """Simulated preemptions of spot nodes on the local infra."""
 
     @field_validator("store", mode="before")
     @classmethod

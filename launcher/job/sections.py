@@ -22,11 +22,12 @@ class NodeResources(Strict):
     infra: str | None = None
     """Cloud, region and zone: `aws`, `aws/us-east-2` or `aws/us-east-2/use2-az3`. None: the cheapest place."""
     instance_type: str | None = None
-    """Instance type to buy. None: the cheapest type with the GPUs."""
+    """Instance type of the cloud, like `g6.xlarge`. None: any type with the accelerators."""
     use_spot: bool = False
-    """Capacity type: true buys spot nodes, false on-demand nodes. The trainer is always on demand."""
+    """True: buy spot capacity. Default: false for the trainer, where only false is allowed, and true for rollout
+    nodes."""
     num_nodes: Annotated[int, Field(ge=0, le=64)] = 1
-    """Number of nodes. For rollout nodes the plan may choose fewer, down to `min_nodes`."""
+    """Number of nodes. The trainer has exactly 1. For rollout nodes: the maximum, default 2."""
     min_nodes: Annotated[int, Field(ge=0, le=64)] | None = None
     """Minimum number of rollout nodes, bought even if the plan expects no saving. None: the plan decides; a model
     without timings gets all of `num_nodes`."""
@@ -72,9 +73,9 @@ class Resources(Strict):
     """
 
     trainer: NodeResources = NodeResources()
-    """The node that trains: one, on demand."""
+    """Node of the trainer: one node, on demand."""
     rollout: NodeResources = NodeResources(use_spot=True, num_nodes=2)
-    """Nodes that sample images: spot by default."""
+    """Nodes of the rollout workers. Default: up to two spot nodes."""
 
     @field_validator("rollout", mode="before")
     @classmethod
@@ -110,7 +111,7 @@ class AllRuns(Strict):
     max_total: MicroUsd | None = None
     """Money spent so far plus money reserved, over all runs together."""
     max_hourly: MicroUsdPerHour | None = None
-    """Rate of all runs' nodes together, like `$30/h`."""
+    """Summed price of the nodes of all runs, like `$40/h`. None: no limit."""
 
 
 class Budget(Strict):
@@ -120,9 +121,9 @@ class Budget(Strict):
     """
 
     max_total: MicroUsd | None = None
-    """Most money that the run may cost, in dollars (`$40`). Required on clouds."""
+    """Maximum cost of the run, like `$40`. None: no limit."""
     max_hourly: MicroUsd | None = None
-    """Most money that the run's nodes may cost per hour, in dollars. Required on clouds."""
+    """Maximum summed price of the run's nodes in dollars per hour, like `$4`. None: no limit."""
     deadline: DurationMs | None = None
     """Maximum duration of the run, on the run's own clock."""
 
@@ -144,11 +145,11 @@ class PriceOverride(Strict):
     cloud: Literal["aws", "gcp"]
     """Cloud of the instance type."""
     instance_type: str
-    """Instance type whose price is replaced."""
+    """Instance type of the cloud, like `g6.xlarge`."""
     price: MicroUsdPerHour
-    """Price of the whole instance, like `$12.50/h`."""
+    """Price of the whole instance, like `$0.70/h`."""
     market: Market = Market.ON_DEMAND
-    """Capacity type whose price is replaced."""
+    """Capacity type with this price: `on_demand` or `spot`."""
     region: str | None = None
     """None: in every region."""
 
@@ -157,10 +158,10 @@ class Discount(Strict):
     """A discount on list prices, from a contract that no price list shows."""
 
     cloud: Literal["aws", "gcp"]
-    """Cloud of the contract."""
+    """Cloud of the discounted list prices."""
     percent: Annotated[float, Field(gt=0.0, lt=100.0)]
     """Discount in percent, to a hundredth of a percent."""
     market: Market = Market.ON_DEMAND
-    """Capacity type with the discount."""
+    """Capacity type with the discount: `on_demand` or `spot`."""
     instance_type: str | None = None
     """None: every instance type."""

@@ -35,12 +35,17 @@ def _some_time(ms: int) -> int:
     return ms
 
 
+def _written_as(types: list[str], example: str) -> WithJsonSchema:
+    """Return the JSON schema of the text in a file, for editors. The code holds an integer."""
+    return WithJsonSchema({"type": types if len(types) > 1 else types[0], "examples": [example]})
+
+
 MicroUsd = Annotated[
     int,
     BeforeValidator(lambda value: parse_money(str(value))),
     AfterValidator(_some_money),
     PlainSerializer(exact_dollars),
-    WithJsonSchema({"type": ["string", "number"], "examples": ["$40"]}),
+    _written_as(["string", "number"], "$40"),
 ]
 """An amount, written `$40`. Micro-dollars (integer) in the code, and `$40` again in the ledger's copy of the job."""
 
@@ -49,7 +54,7 @@ MicroUsdPerHour = Annotated[
     BeforeValidator(lambda value: parse_hourly(str(value))),
     AfterValidator(_some_price),
     PlainSerializer(lambda micro_usd: f"{exact_dollars(micro_usd)}/h"),
-    WithJsonSchema({"type": ["string", "number"], "examples": ["$12.50/h"]}),
+    _written_as(["string", "number"], "$1.25/h"),
 ]
 """A rate, written `$40/h`. Micro-dollars per hour (integer) in the code."""
 
@@ -58,7 +63,7 @@ DurationMs = Annotated[
     BeforeValidator(lambda value: parse_duration(str(value))),
     AfterValidator(_some_time),
     PlainSerializer(exact_duration),
-    WithJsonSchema({"type": ["string", "number"], "examples": ["10m"]}),
+    _written_as(["string"], "12h30m"),
 ]
 """A duration, written `12h30m`. Milliseconds (integer) in the code."""
 

@@ -6,7 +6,7 @@ A provisioner makes no decisions. The idempotency token is the node's name, `<ru
 from collections.abc import Sequence
 from typing import Protocol
 
-from engine.config import NodeSpec
+from engine.node_spec import NodeSpec
 from launcher.decide.node_facts import NodeFact
 from launcher.placement.placement import Placement
 

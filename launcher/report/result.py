@@ -14,6 +14,10 @@ from launcher.report.values import PreemptionLine
 
 METRIC = "exact_match"
 
+SCHEMA_VERSION = 1
+"""Version of result.json (launcher/schemas/result.schema.json). A new key keeps the version; a changed or removed key
+increments the version."""
+
 
 def result_dict(session: Session, run_name: str, leftovers: Sequence[int]) -> dict[str, Any]:
     """Return the result of a run. `leftovers`: ids of the run's processes that are alive after the run's end.
@@ -31,6 +35,7 @@ def result_dict(session: Session, run_name: str, leftovers: Sequence[int]) -> di
         if METRIC in row.event["metrics"]
     )
     return {
+        "schema_version": SCHEMA_VERSION,
         "target": {
             "metric": target.metric,
             "value": target.value,

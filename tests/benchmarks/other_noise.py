@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 import engine.node.agent
-from engine.config import NodeSpec
 from engine.node.agent import Agent
+from engine.node_spec import NodeSpec
 from engine.protocol.request import Kind, Work
 from engine.worker.worker import Worker
 

@@ -27,7 +27,7 @@ import httpx
 import torch
 
 from engine.clock import ScaledClock
-from engine.config import EngineConfig, RuntimeConfig, role_token
+from engine.config import EngineConfig, RuntimeConfig
 from engine.coordinator.coordinator import open_coordinator
 from engine.coordinator.rights import Rights
 from engine.coordinator.server import CoordinatorServer, Front, bind
@@ -35,6 +35,7 @@ from engine.coordinator.weight_book import digest_of
 from engine.diffusion.sampler import plan_to_dict, rollout_plan
 from engine.models.load import load_adapter, trainable
 from engine.models.weights import get_weights
+from engine.node_spec import role_token
 from engine.protocol.request import Finished, Kind, RequestId, Score, WeightsKey, Work
 from engine.protocol.task import Task
 from engine.protocol.wire import pack, task_to_dict, weights_to_list

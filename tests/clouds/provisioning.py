@@ -16,8 +16,9 @@ from pathlib import Path
 
 import boto3
 
-from engine.config import ClockConfig, EngineConfig, NodeSpec
+from engine.config import EngineConfig
 from engine.events import Market
+from engine.node_spec import ClockConfig, NodeSpec
 from launcher.clouds.aws_role import WHO_MAY_BE_A_NODE
 from launcher.clouds.base import Place
 from launcher.clouds.build import build_cloud_api

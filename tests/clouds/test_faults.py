@@ -20,8 +20,8 @@ from typing import Any
 
 import pytest
 
-from engine.config import role_token
 from engine.models.digits import BASE
+from engine.node_spec import role_token
 from launcher.decide.budget_guard import RELEASE_ALLOWANCE_MS
 from launcher.decide.facts import NodeRecord
 from launcher.ledger.store import find_run

@@ -7,8 +7,9 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
-from engine.config import EngineConfig, role_token
+from engine.config import EngineConfig
 from engine.events import Capacity
+from engine.node_spec import role_token
 from engine.worker.transport import HttpTransport, Transport
 from tests.conformance.cutting_proxy import CuttingProxy
 from tests.conformance.full_disk import SmallDisk

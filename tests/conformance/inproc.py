@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from engine.config import ClockConfig
 from engine.coordinator.coordinator import Coordinator, is_nothing, open_coordinator
 from engine.events import Capacity
 from engine.models.load import load_adapter, trainable
+from engine.node_spec import ClockConfig
 from engine.protocol.request import Work
 from engine.protocol.wire import Blobs, pack, unpack
 from engine.rewards.load import load_reward

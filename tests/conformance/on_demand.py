@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import engine.node.agent
-from engine.config import NodeSpec
 from engine.node.agent import Agent
 from engine.node.child import Beat, begin
+from engine.node_spec import NodeSpec
 from engine.protocol.wire import Blobs
 from engine.worker.transport import Answer, CallRefused
 

@@ -18,8 +18,9 @@ import httpx
 import psutil
 import pytest
 
-from engine.config import CandidateBudget, ClockConfig, NodeSpec, RuntimeConfig, role_token
+from engine.config import CandidateBudget, RuntimeConfig
 from engine.events import IterationDone, Market, NodeUsage, ProgressEvent
+from engine.node_spec import ClockConfig, NodeSpec, role_token
 from launcher.controller.progress import ProgressFiles
 from launcher.provision.sky.node_link import NodeLink
 from tests.end_to_end.test_survival import CANDIDATES, CONFIG

@@ -18,9 +18,10 @@ from typing import Any
 import httpx
 import psutil
 
-from engine.config import ClockConfig, EngineConfig, NodeSpec, role_token
+from engine.config import EngineConfig
 from engine.coordinator.rights import ROUTES
 from engine.events import Capacity, Market, NodeCapacity, NodeState, Progress
+from engine.node_spec import ClockConfig, NodeSpec, role_token
 
 TOKEN = "test-token"
 """Of the run. Nodes and callers have those of their roles."""

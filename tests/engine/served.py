@@ -6,10 +6,11 @@ import time
 import uvicorn
 
 from engine.clock import ScaledClock
-from engine.config import RuntimeConfig, role_token
+from engine.config import RuntimeConfig
 from engine.coordinator.coordinator import open_coordinator
 from engine.coordinator.rights import Rights
 from engine.coordinator.server import CoordinatorServer, Front, bind
+from engine.node_spec import role_token
 from engine.worker.transport import HttpTransport
 from tests.engine.fleet import TOKEN
 

@@ -11,11 +11,12 @@ import time
 import psutil
 import pytest
 
-from engine.config import ClockConfig, EngineConfig, NodeSpec, RuntimeConfig, role_token
+from engine.config import EngineConfig, RuntimeConfig
 from engine.events import Market
 from engine.mark import MARK, marked
 from engine.node.agent import EXIT_BROKEN, EXIT_MONEY, EXIT_REFUSED, other_setup
 from engine.node.spend_guard import boot_id
+from engine.node_spec import ClockConfig, NodeSpec, role_token
 from engine.storage.metadata import GCE_HOST
 from tests.engine.fleet import TOKEN, free_port, newest_pid
 from tests.engine.metadata_faces import FakeCompute, FakeGceMetadata

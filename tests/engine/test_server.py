@@ -12,13 +12,14 @@ import pytest
 import uvicorn
 
 from engine.clock import ScaledClock
-from engine.config import RuntimeConfig, role_token
+from engine.config import RuntimeConfig
 from engine.coordinator.coordinator import open_coordinator
 from engine.coordinator.journal import Journal
 from engine.coordinator.rights import CALLS_OF_A_SPOT_NODE, Rights
 from engine.coordinator.server import CoordinatorServer, Front, bind
 from engine.coordinator.weight_book import digest_of
 from engine.events import Capacity, Market, NodeCapacity, NodeState
+from engine.node_spec import role_token
 from engine.protocol.request import Finished, Kind, RequestId, Score, WeightsKey, request_to_list
 from engine.protocol.task import Task
 from engine.protocol.wire import finished_to_dict, pack, task_to_dict, weights_to_list

@@ -8,10 +8,11 @@ import pytest
 import uvicorn
 
 from engine.clock import ScaledClock
-from engine.config import RuntimeConfig, role_token
+from engine.config import RuntimeConfig
 from engine.coordinator.coordinator import open_coordinator
 from engine.coordinator.rights import Rights
 from engine.coordinator.server import CoordinatorServer, Front, bind
+from engine.node_spec import role_token
 from engine.storage.ship import PIECE_BYTES, NotShippable, Shipping, StoreCopy, begin_shipping, keep_piece
 from tests.engine.fleet import TOKEN, free_port
 from tests.engine.test_machine import spec_of

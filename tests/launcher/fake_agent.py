@@ -27,7 +27,7 @@ seconds = float(os.environ.get("FAKE_SECONDS", "0.05"))
 trouble = os.environ.get("FAKE_TROUBLE", "")
 stopping = threading.Event()
 of_controller = hmac.new(spec["token"].encode(), b"controller", "sha256").hexdigest()
-"""As engine.config.role_token, which takes a second to import."""
+"""As engine.node_spec.role_token, which takes a second to import."""
 
 
 def now_ms():

@@ -2,7 +2,6 @@
 
 import http.server
 import io
-import json
 import threading
 import zipfile
 from dataclasses import dataclass, field, replace
@@ -22,6 +21,7 @@ from launcher.market.prices import Fetched, PricePoint, RawPrice
 from launcher.market.quality import Quality
 from launcher.services import refresh as refresh_module
 from launcher.services.refresh_catalog import changes, merged, offers_from, replace_tables
+from tests.launcher.printed import printed
 
 NOW_MS = 1_795_348_800_000  # 2026-11-22 12:00 UTC
 HOUR_MS = 3_600_000
@@ -295,7 +295,7 @@ def test_of_two_sources_of_a_cloud_one_that_fails_is_enough(run):
     broken.name = "aws spot"
     code, text = run("refresh", "--cloud", "aws", "--json", sources=[FakeSource("aws", AWS_PRICES[:1]), broken])
     assert code == ExitCode.FAILURE
-    answer = json.loads(text)
+    answer = printed("catalog-refresh", text)
     assert answer["written"] == []
     assert "throttled" in answer["failures"]
     assert not run.folder.exists()
@@ -330,7 +330,7 @@ def test_diff_shows_what_a_refresh_changed(run):
     _, text = run("diff")
     assert "~ aws us-east-2a p5.48xlarge spot: $17.29/h -> $17.50/h" in text
     _, text = run("diff", "--json")
-    assert json.loads(text)["changes"][0]["kind"] in ("price", "quality")
+    assert printed("catalog-diff", text)["changes"][0]["kind"] in ("price", "quality")
 
 
 def test_show_tells_price_age_source_and_verdict(run):
@@ -342,7 +342,7 @@ def test_show_tells_price_age_source_and_verdict(run):
     _, text = run("show", "--gpu", "h100")
     assert "aws fake: 0ms old" in text
     _, text = run("show", "--shipped", "--json")
-    shown = json.loads(text)
+    shown = printed("catalog-show", text)
     assert len(shown["offers"]) == len(read_catalog())
     assert {offer["age"] for offer in shown["offers"]} == {"unknown", "expired"}
 
@@ -356,6 +356,13 @@ def test_validate_passes_what_ships_and_lists_what_is_doubted(run):
     code, text = run("validate")
     assert code == ExitCode.OK
     assert "aws apse3-az1 p5.48xlarge spot: tenth-of-on-demand, $7.60/h" in text
+
+
+def test_validate_with_json_counts_rows_by_quality(run):
+    code, text = run("validate", "--json")
+    answer = printed("catalog-validate", text)
+    assert code == ExitCode.OK
+    assert sum(answer["quality"].values()) == answer["rows"] > 0
 
 
 def test_a_corrected_table_is_judged_and_sealed(run, tmp_path):

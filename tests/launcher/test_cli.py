@@ -1,6 +1,5 @@
 """The command line: how commands are found, what they print, how they end. Runs are made up; nothing is started."""
 
-import json
 import signal
 import subprocess
 import sys
@@ -26,6 +25,7 @@ from launcher.job.schema import Job
 from launcher.ledger.store import open_ledger
 from launcher.runs.start import StartWeights
 from launcher.runs.views import NodeView, RunView
+from tests.launcher.printed import printed
 
 
 def node(name: str = "quickstart-spot-0-g1", status: str = "ready", groups=()) -> NodeView:
@@ -166,7 +166,7 @@ def test_init_with_json_names_the_files_it_wrote(tmp_path):
     path = tmp_path / "mine.yaml"
     result = CliRunner().invoke(cli, ["init", str(path), "--example", "qwen_image_ocr", "--json"])
     beside = [tmp_path / f"qwen_image_ocr_{kind}.txt" for kind in ("prompts", "test_prompts")]
-    assert json.loads(result.output) == {"file": str(path), "beside": [str(one) for one in beside]}
+    assert printed("init", result.output) == {"file": str(path), "beside": [str(one) for one in beside]}
     assert all(one.exists() for one in (path, *beside))
 
 
@@ -210,7 +210,7 @@ def test_config_shows_where_each_value_comes_from(tmp_path, monkeypatch):
     (tmp_path / "user.yaml").write_text("iterations: 9\n")
     (tmp_path / "job.yaml").write_text("clock_factor: 30\n")
     result = CliRunner().invoke(cli, ["config", "show", str(tmp_path / "job.yaml"), "--json"])
-    fields = json.loads(result.output)["fields"]
+    fields = printed("config-show", result.output)["fields"]
     assert fields["seed"] == {"value": 7, "origin": "SPOTRL_SEED"}
     assert fields["iterations"] == {"value": 9, "origin": "user.yaml, line 1"}
     assert fields["clock_factor"] == {"value": 30.0, "origin": "job.yaml, line 1"}
@@ -348,7 +348,7 @@ def test_what_is_left_after_the_end_may_cost_money_and_is_named(launch):
 
 def test_json_is_one_object_on_stdout_and_the_rest_goes_to_stderr(launch):
     result = launch(FakeRuns([VIEW, DONE]), "-y", "--json")
-    answer = json.loads(result.stdout)
+    answer = printed("launch", result.stdout)
     assert (answer["name"], answer["status"], answer["started"], answer["exit_code"]) == (
         "quickstart",
         "finished",
@@ -382,7 +382,7 @@ def test_no_line_of_a_local_plan_is_longer_than_80_columns(launch, accelerators)
 def test_a_dry_run_starts_nothing(launch):
     runs = FakeRuns([VIEW])
     result = launch(runs, "--dry-run", "--json")
-    assert json.loads(result.stdout)["started"] is False
+    assert printed("launch", result.stdout)["started"] is False
     assert runs.started == []
 
 

@@ -1,103 +1,128 @@
-"""Real JSON outputs follow their schemas, and outputs of version 1 keep following them."""
+"""The JSON that spotrl reads and prints has a written schema (docs/json.md).
+
+Tests of the commands check real outputs against the closed schemas (tests/launcher/printed.py). A golden file is an
+output of the version of the schema in its name. A golden file is never changed: a schema that refuses one needs a new
+version, and golden files of its own.
+"""
 
 import json
+import re
 from pathlib import Path
 
-import jsonschema
 import pytest
-from sqlalchemy.orm import sessionmaker
+from click.testing import CliRunner
+from jsonschema import Draft202012Validator
 
-from launcher.cli.main import cli, run
-from launcher.job.load import load_job
-from launcher.report.result import result_dict
-from tests.launcher.made_ledger import a_long_run, a_session
+from engine.events import Capacity, Market, NodeCapacity, NodeState, Progress
+from launcher.cli.config import schema as schema_command
+from launcher.job.layers import read
+from launcher.schemas.documents import DIALECT, VERSION, documents, text
+from tests.engine.test_events import EVENTS
+from tests.launcher.printed import FOLDER, NAMES, check, printed, schema
 
-ROOT = Path(__file__).parents[2]
-SCHEMAS = ROOT / "launcher" / "schemas"
-GOLDEN = ROOT / "tests" / "data" / "json"
-
-
-def check(name, value):
-    schema = json.loads((SCHEMAS / f"{name}.schema.json").read_text())
-    jsonschema.Draft202012Validator.check_schema(schema)
-    jsonschema.Draft202012Validator(schema).validate(value)
+ROOT = Path(__file__).parent.parent.parent
+GOLDEN = ROOT / "tests/data/json"
+EXAMPLES = sorted((ROOT / "sky_yamls").glob("*.yaml"))
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    path = tmp_path_factory.mktemp("ledger") / "ledger.sqlite"
-    with a_session(path) as session:
-        made = a_long_run(session)
-        made.job = {**load_job(None).job.model_dump(mode="json"), **made.job}
-        name = made.name
-        session.commit()
-        return sessionmaker(session.get_bind()), name
+def test_the_schema_files_are_those_of_the_code():
+    made = documents()
+    assert sorted(made) == NAMES
+    stale = [name for name in NAMES if (FOLDER / f"{name}.schema.json").read_text("utf-8") != text(made[name])]
+    assert not stale, "run `python -m launcher.schemas.documents`"
 
 
-def printed(made, capsys, *arguments):
-    cli.main(list(arguments), obj=made[0], standalone_mode=False)
-    return capsys.readouterr().out
+@pytest.mark.parametrize("name", NAMES)
+def test_a_schema_is_valid_and_has_a_version(name):
+    found = schema(name)
+    Draft202012Validator.check_schema(found)
+    assert (found["$schema"], found["$id"]) == (DIALECT, f"urn:spotrl:schema:{name}:{VERSION}")
+    assert set(re.findall(r'"#/\$defs/(\w+)"', json.dumps(found))) <= set(found.get("$defs", {}))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_output_may_grow_and_a_job_file_may_not(name):
+    is_open = '"additionalProperties": false' not in json.dumps(schema(name))
+    assert is_open == (name != "job")
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "job"])
+def test_an_output_has_a_golden_file(name):
+    assert (GOLDEN / f"{name}.{VERSION}.json").exists()
+
+
+@pytest.mark.parametrize("path", sorted(GOLDEN.glob("*.json")), ids=lambda path: path.stem)
+def test_a_golden_file_is_valid(path):
+    name, _, version = path.stem.rpartition(".")
+    assert int(version) == VERSION
+    Draft202012Validator(schema(name)).validate(json.loads(path.read_text("utf-8")))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_command_prints_each_schema_and_the_page_names_it(name):
+    told = CliRunner().invoke(schema_command, [name])
+    assert told.exit_code == 0, told.output
+    assert json.loads(told.output) == schema(name)
+    assert f"`{name}`" in (ROOT / "docs/json.md").read_text("utf-8")
+
+
+def test_the_schema_of_the_job_file_is_the_default():
+    assert json.loads(CliRunner().invoke(schema_command, []).output) == schema("job")
+
+
+# --- the job file ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_job_is_valid(path):
+    check("job", json.loads(json.dumps(read(path).values)))
 
 
 @pytest.mark.parametrize(
-    ("schema", "arguments"),
+    "values",
     [
-        ("runs", ["ls", "--json"]),
-        ("status", ["status", "RUN", "--json"]),
-        ("report", ["report", "RUN", "--json"]),
-        ("config", ["config", "show", "--json"]),
-        ("catalog", ["catalog", "show", "--shipped", "--json"]),
-        ("catalog-validate", ["catalog", "validate", "--json"]),
+        {"reward": "ocr"},
+        {"reward": {"name": "my_reward:score"}},
+        {"budget": {"max_total": "$40", "max_hourly": 4, "deadline": "12h30m"}},
+        {"store": "s3://bucket/folder"},
+        {"store": {"aws": "s3://bucket/folder"}},
+        {"resources": {"rollout": {"accelerators": {"L4": 1}}}},
+        {"model": {"name": "digits-ocr", "from": "digits"}},
+        {"exploration": {"budget": {"candidates": 144}}},
     ],
+    ids=str,
 )
-def test_an_output_follows_its_schema(made, capsys, schema, arguments):
-    value = json.loads(printed(made, capsys, *[made[1] if word == "RUN" else word for word in arguments]))
-    assert value
-    check(schema, value)
+def test_what_people_write_is_valid(values):
+    check("job", values)
 
 
-def test_every_event_follows_its_schema(made, capsys):
-    lines = printed(made, capsys, "events", made[1], "--json").splitlines()
-    assert lines
-    for line in lines:
-        check("event", json.loads(line))
+@pytest.mark.parametrize(
+    "values",
+    [{"rewards": "ocr"}, {"iterations": 0}, {"spot": "maybe"}, {"budget": {"deadline": 3}}, {"exploration": "always"}],
+    ids=str,
+)
+def test_a_mistake_is_marked(values):
+    assert list(Draft202012Validator(schema("job")).iter_errors(values))
 
 
-def test_a_result_follows_its_schema(made):
-    with made[0]() as session:
-        check("result", json.loads(json.dumps(result_dict(session, made[1], []))))
+def test_every_default_of_the_job_file_is_valid():
+    whole = schema("job")
+    for part in (whole, *whole["$defs"].values()):
+        for name, field in part.get("properties", {}).items():
+            if "default" in field:
+                rules = {**field, "$defs": whole["$defs"]}
+                assert Draft202012Validator(rules).is_valid(field["default"]), name
 
 
-def test_a_written_job_file_follows_its_schema(tmp_path, capsys):
-    cli.main(["init", str(tmp_path / "job.yaml"), "--json"], standalone_mode=False)
-    check("init", json.loads(capsys.readouterr().out))
+# --- messages between engine and launcher ------------------------------------------------------------
 
 
-@pytest.mark.parametrize("example", sorted((ROOT / "sky_yamls").glob("*.yaml")), ids=lambda path: path.stem)
-def test_the_shipped_jobs_follow_the_jobs_schema(example):
-    from ruamel.yaml import YAML
-
-    check("job", YAML(typ="safe").load(example.read_text()))
-
-
-@pytest.mark.parametrize("field", [{"iteratons": 3}, {"model": {"name": "gpt"}}, {"budget": {"max_total": [1]}}])
-def test_a_wrong_job_does_not_follow_the_jobs_schema(field):
-    with pytest.raises(jsonschema.ValidationError):
-        check("job", field)
+@pytest.mark.parametrize("event", EVENTS, ids=lambda event: event.KIND)
+def test_a_progress_line_is_valid(event):
+    line = Progress(run="digits", source="trainer", lineage=0, seq=1, at_ms=5, event=event).to_json()
+    assert printed("progress", line)["kind"] == event.KIND
 
 
-def test_an_error_follows_its_schema(monkeypatch, tmp_path, capsys):
-    monkeypatch.setenv("SPOTRL_HOME", str(tmp_path))
-    assert run(["status", "nothing", "--json"]) == 1
-    check("error", json.loads(capsys.readouterr().out))
-
-
-@pytest.mark.parametrize("golden", sorted(GOLDEN.glob("*.json")), ids=lambda path: path.stem)
-def test_an_output_of_version_1_still_follows_its_schema(golden):
-    name = golden.stem.partition(".")[0]
-    check(name, json.loads(golden.read_text()))
-
-
-def test_there_is_an_output_of_version_1_for_the_main_schemas():
-    kept = {golden.stem.partition(".")[0] for golden in GOLDEN.glob("*.json")}
-    assert {"check", "config", "event", "report", "result", "runs", "status"} <= kept
+def test_a_capacity_snapshot_is_valid():
+    node = NodeCapacity(node="digits-spot-0-g0", market=Market.SPOT, state=NodeState.READY, workers=1)
+    printed("capacity", Capacity(generation=3, nodes=(node,)).to_json())

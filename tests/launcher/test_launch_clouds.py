@@ -1,6 +1,5 @@
 """`spotrl launch` on clouds: the plan is printed, from the tables alone, and nothing is bought."""
 
-import json
 import resource
 import shutil
 import subprocess
@@ -21,6 +20,7 @@ from launcher.market.prices import AdviceKind, CapacityAdvice, iso
 from launcher.money import HOUR_MS
 from launcher.services.refresh_catalog import replace_tables
 from tests.fakes.market import FakeMarket, Product, Tick
+from tests.launcher.printed import printed
 
 ROOT = Path(__file__).parents[2]
 JOB = "qwen_image_ocr.yaml"
@@ -84,7 +84,7 @@ def test_a_dry_run_shows_the_whole_plan_from_the_shipped_tables(launch):
 
 def test_a_script_gets_the_plan_and_its_sums_add_up(launch):
     _, text, _ = launch("--dry-run", "--json")
-    answer = json.loads(text)
+    answer = printed("launch", text)
     plan = answer["plan"]
     assert answer["started"] is False
     rates = [slot["placement"]["micro_usd_per_hour"] for slot in plan["slots"]]
@@ -97,7 +97,7 @@ def test_a_script_gets_the_plan_and_its_sums_add_up(launch):
 
 def test_every_zone_of_the_plan_is_one_that_a_cloud_knows(launch):
     _, text, _ = launch("--dry-run", "--json")
-    zones = {slot["placement"]["zone"] for slot in json.loads(text)["plan"]["slots"]}
+    zones = {slot["placement"]["zone"] for slot in printed("launch", text)["plan"]["slots"]}
     assert not [zone for zone in zones if "cheapest" in zone or "dearest" in zone or "-zone-" in zone]
 
 
@@ -144,12 +144,12 @@ def test_a_job_whose_iterations_nobody_timed_is_planned_as_it_says_and_called_a_
 
 def test_one_cloud_is_planned_on_that_cloud(launch):
     _, text, _ = launch("--dry-run", "--json", "--infra", "gcp", "--max-total", "9000")
-    assert json.loads(text)["plan"]["cloud"] == "gcp"
+    assert printed("launch", text)["plan"]["cloud"] == "gcp"
 
 
 def test_spot_never_buys_no_spot(launch):
     _, text, _ = launch("--dry-run", "--json", "--spot", "never", "--max-hourly", "400", "--max-total", "40000")
-    assert {slot["placement"]["market"] for slot in json.loads(text)["plan"]["slots"]} == {"on_demand"}
+    assert {slot["placement"]["market"] for slot in printed("launch", text)["plan"]["slots"]} == {"on_demand"}
 
 
 def test_what_you_pay_is_said_on_the_lines_that_it_changes(launch):
@@ -162,7 +162,7 @@ def test_what_you_pay_is_said_on_the_lines_that_it_changes(launch):
 
 def test_refreshed_prices_come_before_shipped_ones(launch):
     _, before, _ = launch("--dry-run", "--json")
-    region = json.loads(before)["plan"]["region"]
+    region = printed("launch", before)["plan"]["region"]
     now_ms = time.time_ns() // 1_000_000
     dated = [replace(offer, observed_at=iso(now_ms), source="asked today") for offer in read_catalog()]
     replace_tables(launch.folder / "home" / "catalogs", dated, {}, source="test", now_ms=now_ms)

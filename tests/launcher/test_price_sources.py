@@ -3,7 +3,6 @@
 The clients are boto3's and Google's own, unmodified; the server is tests/fakes/market.py.
 """
 
-import json
 import time
 from decimal import Decimal
 from types import SimpleNamespace
@@ -25,6 +24,7 @@ from launcher.market.sources.gcp import GcpAdvice, GcpCatalog, hours_of
 from launcher.market.sources.gcp_catalog import Sku, assemble, market_of
 from launcher.services.refresh import ask, build_sources, refresh
 from tests.fakes.market import FakeMarket, Fault, Product, Tick, iso, read_trace, sku
+from tests.launcher.printed import printed
 
 NOW_MS = 1_763_726_400_000  # 2025-11-21T12:00:00Z
 HOUR_MS = 3_600_000
@@ -501,13 +501,13 @@ def test_the_command_records_both_clouds_and_shows_source_and_age(market, cli, c
 
 def test_the_command_speaks_json(market, cli, capsys):
     assert cli("refresh", "--gpu", "H100", "--cloud", "aws", "--json") == ExitCode.OK
-    told = json.loads(capsys.readouterr().out)
+    told = printed("prices-refresh", capsys.readouterr().out)
     assert [(one["source"], one["prices"], one["new"]) for one in told["sources"]] == [
         ("aws pricing GetProducts", 3, 3),
         ("aws ec2 DescribeSpotPriceHistory", 5, 5),
     ]
     assert cli("show", "--json") == ExitCode.OK
-    rows = json.loads(capsys.readouterr().out)["prices"]
+    rows = printed("prices-show", capsys.readouterr().out)["prices"]
     row = next(row for row in rows if row["zone"] == "us-east-1a")
     assert row["usd_per_hour"] == "$15"
     assert (row["accelerator"], row["gpus"], row["age_seconds"]) == ("H100", 8, 0)
@@ -531,7 +531,7 @@ def test_the_history_of_a_zone_is_shown_and_drawn(market, cli, capsys, tmp_path)
     lines = capsys.readouterr().out.splitlines()
     assert ["10:00" in lines[1] and "$14.25" in lines[1], "11:00" in lines[2] and "$15.00" in lines[2]] == [True, True]
     assert cli("history", "use1-aza", "--json") == ExitCode.OK
-    assert len(json.loads(capsys.readouterr().out)["prices"]) == 2
+    assert len(printed("prices-history", capsys.readouterr().out)["prices"]) == 2
     page = tmp_path / "chart.html"
     assert cli("history", "us-east-1a", "--html", str(page)) == ExitCode.OK
     html = page.read_text()
@@ -580,6 +580,8 @@ def test_watching_says_what_moved(market, cli, capsys, monkeypatch):
     assert "1 moved or new" in out
     assert "spot p5.48xlarge in us-east-1a (use1-aza) (us-east-1): $15.00/h -> $16.00/h" in out
     assert naps == [300.0]
+    assert cli("watch", "--gpu", "H100", "--cloud", "aws", "--times", "1", "--json") == ExitCode.OK
+    printed("prices-watch", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("command", [["show"], ["refresh"], ["watch", "--times", "1"], ["show", "--json"]])

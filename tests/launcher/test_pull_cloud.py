@@ -22,6 +22,7 @@ from tests.engine.test_checkpoint import at
 from tests.engine.test_machine import spec_of
 from tests.launcher.cluster.test_stores import s3  # noqa: F401 (a fixture)
 from tests.launcher.made_ledger import a_run, a_session
+from tests.launcher.printed import printed
 
 URL = "s3://runs/ours/demo"
 
@@ -56,7 +57,7 @@ def pulled_to(sessions, folder):
     )
     if told.exception is not None:
         raise told.exception
-    return json.loads(told.stdout)
+    return printed("pull", told.stdout)
 
 
 def test_weights_of_a_cloud_run_are_pulled_and_load_in_the_engine(engine_store, sessions, tmp_path):

@@ -1,6 +1,5 @@
 """`spotrl rm`: the files of a run go, its money stays, and no run is removed that may still cost something."""
 
-import json
 import os
 import time
 from pathlib import Path
@@ -17,6 +16,7 @@ from launcher.ledger.models import ControllerLease, NodeEvent, Run
 from launcher.ledger.store import append_status, find_run, nodes_of, open_ledger, writing
 from tests.launcher.cluster.stage import made_run
 from tests.launcher.made_ledger import START_MS, a_long_run
+from tests.launcher.printed import printed
 from tests.launcher.test_report_cli import a_checkpoint
 
 RUN = "digits-ocr"
@@ -49,7 +49,7 @@ def answer(capsys, *words: str) -> dict:
     """What a command that ends well prints as JSON."""
     capsys.readouterr()
     assert run([*words, "--json"]) == ExitCode.OK
-    return json.loads(capsys.readouterr().out)
+    return printed(words[0], capsys.readouterr().out)
 
 
 def refusal(capsys, *words: str) -> str:

@@ -15,6 +15,7 @@ from launcher.report.terminal import print_report
 from launcher.report.values import SCHEMA
 from launcher.report.words import drift_words, headline
 from tests.launcher.made_ledger import HOUR_MS, JOB, MINUTE_MS, START_MS, a_long_run, a_run, a_session
+from tests.launcher.printed import printed
 
 
 @pytest.fixture
@@ -229,7 +230,7 @@ def test_the_report_says_which_run_this_is_and_what_its_money_is_worth(session):
 
 def test_the_json_has_a_schema_version_and_only_plain_values(session):
     report = build_report(session, a_long_run(session), START_MS + 9 * HOUR_MS)
-    read = json.loads(json.dumps(report.to_dict(), allow_nan=False))
+    read = printed("report", json.dumps(report.to_dict(), allow_nan=False))
     assert read["schema"] == SCHEMA == 1
     assert set(read) == {
         "schema", "run", "money_basis", "money_note", "target", "costs", "curve", "drift", "gains",
@@ -294,7 +295,7 @@ def test_the_result_of_a_finished_run(session):
     assert result["money_basis"] == "assumed"
     assert result["leftovers"] == {"processes": []}
     assert (result["seed"], result["iterations"], result["clock_factor"]) == (7, 42, 60.0)
-    json.dumps(result, allow_nan=False)
+    printed("result", json.dumps(result, allow_nan=False))
 
 
 def test_a_node_that_is_still_paid_for_is_in_the_result(session):

@@ -15,6 +15,7 @@ from launcher.report.card import model_card
 from launcher.report.weights import Pulled, pull_weights
 from launcher.storage.stores import open_store
 from tests.launcher.made_ledger import a_long_run, a_run, a_session
+from tests.launcher.printed import printed
 
 
 @pytest.fixture
@@ -61,7 +62,7 @@ def test_the_json_is_one_object_and_the_page_is_written_beside_it(sessions, tmp_
         report, ["digits-ocr", "--target-reward", "0.7", "--json", "--html", str(page)], obj=sessions
     )
     assert told.exit_code == 0, told.output
-    assert json.loads(told.output[told.output.index("{") :])["target"]["value"] == 0.7
+    assert printed("report", told.output[told.output.index("{") :])["target"]["value"] == 0.7
     assert page.read_text().startswith("<!doctype html>")
     assert list(tmp_path.glob("*.part")) == []
 
@@ -112,7 +113,7 @@ def test_pull_copies_the_newest_complete_checkpoint(sessions, tmp_path, monkeypa
     )
     assert told.exit_code == 0, told.stderr
     assert told.stderr == "The weights are there, but not for diffusers: ema.safetensors is not a model\n"
-    answer = json.loads(told.stdout)
+    answer = printed("pull", told.stdout)
     assert answer["diffusers"] is None
     assert (answer["checkpoint"], answer["iteration"]) == ("l0002-i000009", 9)
     assert (tmp_path / "out" / "ema.safetensors").read_bytes() == b"ema l0002-i000009"

@@ -23,6 +23,7 @@ from launcher.ledger.models import Node
 from launcher.ledger.store import current_status, find_run, open_ledger, writing
 from tests.launcher.cluster.fake_cloud import ACCOUNT, FakeCloud, machine, thing
 from tests.launcher.made_ledger import a_run
+from tests.launcher.printed import printed
 
 Run = Callable[..., Result]
 
@@ -206,7 +207,7 @@ def test_json_is_one_object_with_everything(home, run_command):
     cloud = FakeCloud(silent={"us-west-2"}).add(machine("i-1"), machine("i-2", run="old"), thing(run="old"))
     result = run_command(reap, "-y", "--json", "--timeout", "3", clouds=[cloud])
     assert code_of(result) == ExitCode.TEARDOWN_INCOMPLETE
-    said = json.loads(result.output.splitlines()[-1])
+    said = printed("cleanup", result.output.splitlines()[-1])
     assert [one["id"] for one in said["found"]] == ["i-2", "vol-1"]
     assert [one["id"] for one in said["kept"]] == ["i-1"]
     assert said["ended"] == ["machine i-2 (aws/us-east-1)", "disk vol-1 (aws/us-east-1)"]
@@ -363,7 +364,7 @@ def test_a_node_of_this_machine_is_a_folder_in_json_and_runs_no_command(home, ca
     a_ledger(home, here=("local", "running"))
     assert run(["ssh", "here", "trainer", "--json"]) == ExitCode.OK
     folder = f"{home}/runs/here/nodes/here-trainer-g2"
-    assert json.loads(capsys.readouterr().out) == {"node": "here-trainer-g2", "folder": folder}
+    assert printed("ssh", capsys.readouterr().out) == {"node": "here-trainer-g2", "folder": folder}
     assert run(["ssh", "here", "trainer", "--", "nvidia-smi"]) == ExitCode.FAILURE
     assert f"its disk is the folder {folder}; run nvidia-smi there yourself" in capsys.readouterr().err
 
@@ -401,7 +402,7 @@ def test_ssh_is_run_in_place_of_the_command_and_its_exit_code_is_ours(call_ssh):
 
 def test_ssh_with_json_says_how_the_command_ended(call_ssh):
     done = call_ssh("--json", "--", "ls", "--json")
-    answer = json.loads(done.stdout)
+    answer = printed("ssh", done.stdout)
     assert (done.returncode, answer["exit_code"], answer["stderr"]) == (7, 7, "trouble\n")
     assert answer["stdout"].splitlines()[-2:] == ["ls", "--json"], "what follows -- is the node's"
     assert (answer["node"], answer["command"]) == ("digits-trainer-g2", ["ls", "--json"])
@@ -409,7 +410,7 @@ def test_ssh_with_json_says_how_the_command_ended(call_ssh):
 
 def test_ssh_with_json_and_no_command_says_how_to_log_in(call_ssh):
     done = call_ssh("--json")
-    answer = json.loads(done.stdout)
+    answer = printed("ssh", done.stdout)
     assert done.returncode == 0
     assert (answer["node"], answer["host"], answer["user"]) == ("digits-trainer-g2", "192.0.2.1", "ubuntu")
     assert (answer["ssh"][0], answer["ssh"][-1]) == ("ssh", "ubuntu@192.0.2.1")
@@ -461,7 +462,7 @@ def test_a_bad_job_is_a_line_and_an_exit_code(home):
     (home / "job.yaml").write_text("infra: azure\n")
     result = check(str(home / "job.yaml"), "--json")
     assert result.return_value == ExitCode.INVALID_JOB
-    said = json.loads(result.output.splitlines()[-1])
+    said = printed("check", result.output.splitlines()[-1])
     assert said["exit_code"] == 3
     assert [one["verdict"] for one in said["checks"] if one["what"] == "job"] == ["FAIL"]
 

@@ -16,6 +16,7 @@ from launcher.cli.sample import sample
 from launcher.exit_codes import Failure
 from launcher.ledger.store import find_run
 from tests.launcher.made_ledger import a_run, a_session
+from tests.launcher.printed import printed
 
 
 @pytest.fixture
@@ -51,7 +52,7 @@ def test_pictures_of_the_newest_checkpoint_are_written(sessions, tmp_path):
         adapter.transformer.proj_out.bias -= 9.0
     a_checkpoint(tmp_path / "store", get_weights(dict(adapter.transformer.named_parameters())))
     out = tmp_path / "out"
-    told = json.loads(sampled(sessions, "12", "34", "--count", "2", "--seed", "5", "--to", str(out), "--json"))
+    told = printed("sample", sampled(sessions, "12", "34", "--count", "2", "--seed", "5", "--to", str(out), "--json"))
     assert (told["checkpoint"], told["iteration"], told["steps"]) == ("l0001-i000012", 12, 8)
     assert [(one["prompt"], one["seed"]) for one in told["pictures"]] == [("12", 5), ("12", 6), ("34", 5), ("34", 6)]
     names = ["001-seed5.png", "001-seed6.png", "002-seed5.png", "002-seed6.png"]

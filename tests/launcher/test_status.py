@@ -1,7 +1,5 @@
 """`spotrl status` and `spotrl events` of a run whose workers share pictures."""
 
-import json
-
 import pytest
 from click.testing import CliRunner
 from sqlalchemy.orm import sessionmaker
@@ -10,6 +8,7 @@ from launcher.cli.events import events
 from launcher.cli.status import status
 from launcher.ledger.models import NodeEvent
 from tests.launcher.made_ledger import JOB, MINUTE_MS, START_MS, a_run, a_session
+from tests.launcher.printed import printed
 
 
 @pytest.fixture
@@ -30,7 +29,7 @@ def show(made, command, *arguments):
 
 
 def groups_of(made):
-    return {node["name"]: node["groups"] for node in json.loads(show(made, status, "--json"))["nodes"]}
+    return {node["name"]: node["groups"] for node in printed("status", show(made, status, "--json"))["nodes"]}
 
 
 def test_a_node_shows_its_newest_groups(made):
@@ -79,7 +78,7 @@ def test_regroups_are_events_in_words_and_do_not_crowd_out_others_in_the_status(
     for minute in range(20):
         made.regrouped(made.nodes["demo-spot-0-g1"], (0, 1), (2,), at=minute * MINUTE_MS, reason="a worker came")
     assert "regrouped demo-spot-0-g1: groups 0+1 2 (a worker came)" in show(made, events)
-    shown = json.loads(show(made, status, "--json"))
+    shown = printed("status", show(made, status, "--json"))
     assert "regrouped" not in {event["kind"] for event in shown["events"]}
     assert "running" in {event["kind"] for event in shown["events"]}
     assert not shown["last_event"].startswith("trainer: regrouped")

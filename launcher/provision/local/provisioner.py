@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from engine.clock import Clock
-from engine.config import NodeSpec
 from engine.durable import write_durably
 from engine.events import Market
 from engine.mark import ENDING, read_exits
+from engine.node_spec import NodeSpec
 from launcher.decide.node_facts import NodeFact, NodeStatus
 from launcher.money import duration
 from launcher.placement.placement import Placement

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 from pydantic import TypeAdapter
 
-from engine.config import NodeSpec
 from engine.durable import write_durably
+from engine.node_spec import NodeSpec
 from launcher.clouds.base import Machine
 from launcher.decide.node_facts import NodeFact
 from launcher.placement.placement import Placement

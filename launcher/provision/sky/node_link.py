@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from engine.clock import boot_ms
-from engine.config import NodeSpec
 from engine.durable import write_durably
+from engine.node_spec import NodeSpec
 
 BEAT_SECONDS = 1.0
 SILENCE_SECONDS = 5.0

@@ -29,8 +29,8 @@ from threading import Lock
 from typing import Any
 
 from engine.clock import Clock
-from engine.config import NodeSpec
 from engine.durable import sync_folder
+from engine.node_spec import NodeSpec
 from launcher.clouds.base import (
     NODE_LABEL,
     OWNER_LABEL,

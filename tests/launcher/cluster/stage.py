@@ -10,8 +10,9 @@ from typing import Any
 from sqlalchemy import select
 from sqlalchemy.orm import Session, sessionmaker
 
-from engine.config import ClockConfig, EngineConfig, NodeSpec
+from engine.config import EngineConfig
 from engine.events import Market
+from engine.node_spec import ClockConfig, NodeSpec
 from launcher.decide.facts import ENDS
 from launcher.decide.node_facts import NodeFact, NodeStatus
 from launcher.job.checked import CheckedJob

@@ -10,8 +10,8 @@ import pytest
 from sqlalchemy import select
 
 from engine.clock import ScaledClock
-from engine.config import role_token
 from engine.events import Capacity, Market, NodeState
+from engine.node_spec import role_token
 from launcher.controller import controller as controller_module
 from launcher.controller.controller import Controller
 from launcher.controller.lease import LEASE_MS, take_lease

@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import itertools
-import json
 import os
 import plistlib
 import signal
@@ -35,6 +34,7 @@ from launcher.runs.service import (
 from launcher.runs.views import is_controlled, run_clock, run_view
 from launcher.storage.stores import StoreError
 from tests.launcher.cluster.stage import FAKE_AGENT, ledger, made_run, wait_until
+from tests.launcher.printed import printed
 
 CONTROLLED = (sys.executable, str(Path(__file__).parent / "controlled.py"))
 FAKE_SYSTEMCTL = Path(__file__).parent / "fake_systemctl.py"
@@ -179,7 +179,7 @@ def test_a_launch_without_systemd_says_what_was_found_and_starts_nothing(
     assert isinstance(result.exception, NoService)
     assert words in str(result.exception)
     assert "spotrl resume" in str(result.exception)
-    assert json.loads(CliRunner().invoke(ls, ["--json"], obj=sessions, standalone_mode=False).output) == []
+    assert printed("ls", CliRunner().invoke(ls, ["--json"], obj=sessions, standalone_mode=False).output) == []
 
 
 def test_a_service_is_for_detached_runs(sessions, tmp_path):

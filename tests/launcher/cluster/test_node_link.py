@@ -17,8 +17,9 @@ from typing import Any
 import psutil
 import pytest
 
-from engine.config import ClockConfig, EngineConfig, NodeSpec
+from engine.config import EngineConfig
 from engine.events import Market
+from engine.node_spec import ClockConfig, NodeSpec
 from launcher.provision.sky.node_link import Login, NodeLink
 from tests.engine.fleet import free_port
 from tests.launcher.cluster.sshd import Sshd, through_proxy, why_no_sshd
@@ -491,7 +492,7 @@ def test_what_a_login_shell_says_of_its_own_accord_is_no_trouble(node, tmp_path)
 LAUNCHER = """
 import sys, time
 from pathlib import Path
-from engine.config import NodeSpec
+from engine.node_spec import NodeSpec
 from launcher.provision.sky.node_link import Login, NodeLink
 link = NodeLink(Login(host={host!r}, user={user!r}, key=Path({key!r}), port={port}), Path({mirror!r}), {folder!r},
     sys.executable, agent_command={agent!r})

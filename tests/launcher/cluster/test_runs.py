@@ -1,7 +1,6 @@
 """Runs as commands see them: controllers are processes of their own, killed and started again."""
 
 import contextlib
-import json
 import os
 import random
 import signal
@@ -43,6 +42,7 @@ from launcher.runs.runs import (
 from launcher.runs.views import is_controlled, node_logs, run_view
 from launcher.storage.store_lease import LeaseHeld
 from tests.launcher.cluster.stage import assert_consistent, cloud_run, ledger, made_run, wait_until
+from tests.launcher.printed import printed
 
 CONTROLLED = (sys.executable, str(Path(__file__).parent / "controlled.py"))
 
@@ -120,12 +120,12 @@ def test_a_stopped_run_resumes_from_its_checkpoint(sessions):
     start_controller(sessions, run.name)
     wait_until(lambda: iterations(sessions, run) >= 2)
     result = invoke(down, sessions, run.name, "--json")
-    assert json.loads(result.output) == {"run": "demo", "left": []}
+    assert printed("down", result.output) == {"run": "demo", "left": []}
     assert result.return_value == 0
     assert run_view(sessions, run.name).status == "stopped"
     reached = iterations(sessions, run)
     wait_until(lambda: not is_controlled(sessions, run.name))
-    assert json.loads(invoke(resume, sessions, run.name, "--json").output)["run"] == "demo"
+    assert printed("resume", invoke(resume, sessions, run.name, "--json").output)["run"] == "demo"
     wait_until(lambda: iterations(sessions, run) > reached)
     with sessions() as session:
         starts = session.scalars(select(ProgressRow).where(ProgressRow.kind == "engine_started")).all()
@@ -208,20 +208,23 @@ def test_commands_show_a_run_and_its_lost_nodes(sessions):
         os.kill(pid, signal.SIGKILL)
     wait_until(lambda: any(node.name == "demo-spot-0-g1" for node in run_view(sessions, run.name).nodes))
     wait_until(lambda: run_view(sessions, run.name).eta_seconds is not None)
-    [listed] = json.loads(invoke(ls, sessions, "--json").output)
+    [listed] = printed("ls", invoke(ls, sessions, "--json").output)
     assert (listed["name"], listed["status"], listed["controlled"]) == ("demo", "running", True)
     assert "demo" in invoke(ls, sessions).output
     shown = invoke(status, sessions, run.name).output
     assert "spot-0-g1" in shown
-    assert json.loads(invoke(status, sessions, run.name, "--json").output)["micro_usd_per_hour"] > 0
+    assert printed("status", invoke(status, sessions, run.name, "--json").output)["micro_usd_per_hour"] > 0
     assert bring_down(sessions, run.name, 20) == []
-    told = [json.loads(line) for line in invoke(events, sessions, run.name, "--json", "--follow").output.splitlines()]
+    shown = invoke(events, sessions, run.name, "--json", "--follow").output
+    told = [printed("events", line) for line in shown.splitlines()]
     assert ("demo-spot-0-g0", "gone") in [(line["source"], line["kind"]) for line in told]
     assert (told[0]["source"], told[0]["kind"]) == ("run", "planned")
     (node_folder(Path(run.folder), "demo-spot-0-g0") / "logs" / "worker.log").write_text("last words\n")
     text = invoke(logs, sessions, run.name, "--node", "spot-0", "--follow").output
     assert "==> demo-spot-0-g0/worker.log <==\nlast words" in text
-    assert "controller.log" in invoke(logs, sessions, run.name, "--json").output
+    shown = invoke(logs, sessions, run.name, "--json").output
+    assert "controller.log" in shown
+    assert [printed("logs", line)["line"] for line in shown.splitlines()]
     with pytest.raises(LookupError, match="demo-trainer-g0"):
         node_logs(sessions, run.name, "spot-9")
 

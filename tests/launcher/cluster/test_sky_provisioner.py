@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.config import ClockConfig, EngineConfig, NodeSpec
+from engine.config import EngineConfig
 from engine.events import Market
+from engine.node_spec import ClockConfig, NodeSpec
 from launcher.clouds.base import (
     CloudRefused,
     CloudUnreachable,

@@ -1,0 +1,85 @@
+"""Define the start instructions of a node, and the tokens of a run's roles.
+
+The module does not import torch, because the launcher writes the instructions.
+"""
+
+import hmac
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from engine.clock import ScaledClock
+from engine.config import EngineConfig, Positive, Strict
+from engine.events import Market
+
+
+class ClockConfig(Strict):
+    origin_ms: int
+    factor: Annotated[float, Field(gt=0.0)] = 1.0
+
+    def clock(self) -> ScaledClock:
+        return ScaledClock(origin_ms=self.origin_ms, factor=self.factor)
+
+
+Role = Literal["trainer", "rollout", "controller"]
+"""Role of a caller of the coordinator. engine/coordinator/rights.py lists the calls allowed to each role."""
+
+
+def role_token(run_token: str, role: Role) -> str:
+    """Return the token of one role of a run. The token reveals neither the run's token nor another role's token."""
+    return hmac.new(run_token.encode(), role.encode(), "sha256").hexdigest()
+
+
+class NodeSpec(Strict):
+    """Start instructions of a node: `python -m engine.node.agent FILE` reads the specification from a JSON file.
+
+    The agent takes a lock in `folder` and writes `agent.json` (pid, create_time). After its workers have called in, the
+    agent writes `ready.json`. The agent watches for `notice.json` ({"deadline_ms": ...}), appends progress to
+    `progress/SOURCE.jsonl` (trainer only) and logs to `logs/`. The agent exits 0 when the engine is finished, and
+    writes the outcome to `exit.json` ({"code", "at_ms", "text"}).
+    """
+
+    run: str
+    node: str
+    role: Literal["trainer", "rollout"]
+    market: Market
+    workers: Positive = 1
+    folder: str
+    """Folder on the node's own disk."""
+    store: str
+    """Checkpoint store: an obstore URL, file:///... on the local infra."""
+    coordinator_host: str = "127.0.0.1"
+    coordinator_port: int
+    token: str
+    """Token of the node. On the trainer's node: the run's token, from which the coordinator derives the token of every
+    role. On a rollout node: the rollout role's token, which allows only the calls of a spot node."""
+    clock: ClockConfig
+    engine: EngineConfig
+    weights: str = ""
+    """Location of the model's folder in the run's bucket (obstore URL). The node downloads the folder to its own disk.
+    Empty: `model.path` is a folder of this node, or the model ships with spotrl."""
+    workdir: str | None = None
+    """Folder of the user's reward module and prompt file."""
+    money_deadline_ms: int | None = None
+    """Spend deadline (run's clock): the node terminates itself at this moment, even if no controller is left."""
+    money_left_ms: int | None = None
+    """Spend deadline on a cloud's node, instead of `money_deadline_ms`: milliseconds left from the moment of receipt,
+    on the node's own boot clock, which no clock jump moves. `money.json` ({"left_ms": ..., "told": N}) replaces the
+    deadline."""
+    money_longest_ms: int | None = None
+    """Upper bound on every later spend deadline, in milliseconds from the first order on the node's own boot clock. A
+    node running alone would have used up the run's money by then. None: the run has no limit."""
+    cloud: Literal["local", "aws", "gcp"] = "local"
+    """Cloud of the node. On `local`, the node is a process session on a machine shared with other programs."""
+    digest: str = ""
+    """Digest of the node's setup (launcher/provision/sky/bundle.py). An agent with another digest does not start."""
+
+    @property
+    def own_token(self) -> str:
+        """Return the token with which this node's processes call the coordinator."""
+        return role_token(self.token, "trainer") if self.role == "trainer" else self.token
+
+    @property
+    def rollout_token(self) -> str:
+        """Return the rollout role's token. Every node of the run has or can derive the token."""
+        return role_token(self.token, "rollout") if self.role == "trainer" else self.token
