@@ -42,6 +42,11 @@ def models_in(annotation: Any) -> Iterator[type[BaseModel]]:
         yield from models_in(part)
 
 
+def plain(number: float) -> str:
+    """Return a bound as people write it: 1,000,000 and not 1e+06."""
+    return f"{int(number):,}" if float(number).is_integer() and abs(number) >= 1e6 else f"{number:g}"
+
+
 def allowed(schema: dict[str, Any], definitions: dict[str, Any]) -> str:
     """Return the allowed values of a field as text, from its JSON schema."""
     if "$ref" in schema:
@@ -61,10 +66,10 @@ def allowed(schema: dict[str, Any], definitions: dict[str, Any]) -> str:
     low, high = schema.get("minimum"), schema.get("maximum")
     above, below = schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum")
     bounds = [
-        f"at least {low:g}" if low is not None else "",
-        f"above {above:g}" if above is not None else "",
-        f"at most {high:g}" if high is not None else "",
-        f"below {below:g}" if below is not None and below < 2**60 else "",
+        f"at least {plain(low)}" if low is not None else "",
+        f"above {plain(above)}" if above is not None else "",
+        f"at most {plain(high)}" if high is not None else "",
+        f"below {plain(below)}" if below is not None and below < 2**60 else "",
     ]
     return ", ".join(filter(None, [text, *bounds]))
 

@@ -199,7 +199,12 @@ def test_everything_that_is_imported_is_asked_for():
     def is_allowed(_: Path, name: str) -> bool:
         module = top(name)
         known = INSTALLED_AS.get(module, module.replace("_", "-").lower())
-        return module in sys.stdlib_module_names or module in {*ours, "docs"} or known in asked or name.startswith("ruamel.")
+        return (
+            module in sys.stdlib_module_names
+            or module in {*ours, "docs"}
+            or known in asked
+            or name.startswith("ruamel.")
+        )
 
     assert not [line for room in sorted(ours) for line in forbidden(room, is_allowed)]
 
