@@ -56,7 +56,8 @@ def marked(process: "psutil.Process") -> str | None:
     title, _, rest = " ".join(process.cmdline()).partition(" ")
     if title == TITLE:
         return rest.partition(" ")[2].strip() or None
-    return process.environ().get(MARK)
+    mark: str | None = process.environ().get(MARK)
+    return mark
 
 
 def read_exits(folder: Path) -> dict[int, int]:

@@ -688,4 +688,4 @@ def is_nothing(answer: Mapping[str, Any]) -> bool:
     """Return True if the answer holds no news. The server may then keep a patient caller waiting."""
     if answer["do"] == "results":
         return not answer["results"] and not answer["stop"] and not answer["poisoned"]
-    return answer["do"] == "wait"
+    return bool(answer["do"] == "wait")

@@ -29,7 +29,8 @@ def noise(seed: int, step: int, shape: tuple[int, ...]) -> NDArray[np.float32]:
     seed, step  64 bits each, unsigned: the key of the Philox generator
     returns     float32 of the given shape
     """
-    return _rows([seed], step, shape)[0]
+    row: np.ndarray = _rows([seed], step, shape)[0]
+    return row
 
 
 def noise_rows(seeds: Sequence[int], step: int, shape: tuple[int, ...]) -> Tensor:

@@ -93,7 +93,8 @@ def velocity(transformer: nn.Module, x: Tensor, sigma: Tensor, text: Tensor) -> 
     output = transformer(
         hidden_states=x, encoder_hidden_states=text, timestep=sigma, img_shapes=grids, return_dict=False
     )[0]
-    return output.float()
+    velocity: Tensor = output.float()
+    return velocity
 
 
 def build_transformer() -> nn.Module:

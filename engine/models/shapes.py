@@ -112,7 +112,8 @@ def velocity(transformer: nn.Module, x: Tensor, sigma: Tensor, text: Tensor) -> 
     picture = transformer(
         hidden_states=tokens, encoder_hidden_states=text, timestep=sigma, img_shapes=grids, return_dict=False
     )[0]
-    return (x.float() - picture.float()) / sigma.float().clamp_min(SIGMA_FLOOR)[:, None, None]
+    velocity: Tensor = (x.float() - picture.float()) / sigma.float().clamp_min(SIGMA_FLOOR)[:, None, None]
+    return velocity
 
 
 @cache

@@ -91,7 +91,7 @@ class CoordinatorActor:
 
     async def ping(self) -> bool:
         """Return True if the state machine's own thread is alive too."""
-        return await self._in_loop(asyncio.sleep(0, result=True))
+        return bool(await self._in_loop(asyncio.sleep(0, result=True)))
 
     async def call(self, token: str, head: dict[str, Any], arrays: dict[str, np.ndarray]) -> tuple[str, Any, Any]:
         """Answer ("ok", answer, blobs), ("full", text, None) or ("refused", text, None)."""
@@ -114,7 +114,7 @@ class CoordinatorActor:
             await asyncio.to_thread(self._shelf.put, weights_from_list(head["weights"]), answer["digest"], blobs)
         return "ok", answer, {name: _array(data) for name, data in answer_blobs.items()}
 
-    async def weights(self, raw: list[Any], digest: str) -> list[ray.ObjectRef]:
+    async def weights(self, raw: list[Any], digest: str) -> "list[ray.ObjectRef[Any]]":
         """Return the reference to the weights, in a list because Ray would resolve a bare reference.
 
         Empty: the weights are obsolete.
@@ -139,7 +139,7 @@ class _Shelf:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._refs: dict[WeightsKey, tuple[str, ray.ObjectRef]] = {}
+        self._refs: dict[WeightsKey, tuple[str, ray.ObjectRef[Any]]] = {}
 
     def put(self, weights: WeightsKey, digest: str, blobs: Mapping[str, Any]) -> None:
         with self._lock:
@@ -149,7 +149,7 @@ class _Shelf:
             for key in same[:-VERSIONS_KEPT]:
                 del self._refs[key]
 
-    def find(self, weights: WeightsKey, digest: str) -> ray.ObjectRef | None:
+    def find(self, weights: WeightsKey, digest: str) -> "ray.ObjectRef[Any] | None":
         known, ref = self._refs.get(weights, ("", None))
         return ref if known == digest else None
 
@@ -210,7 +210,7 @@ class RayWeights:
         yield None if array is None else array.data
 
     def _fetch(self, weights: WeightsKey, digest: str) -> np.ndarray | None:
-        found: Sequence[ray.ObjectRef] = self._transport.request("weights", weights_to_list(weights), digest)
+        found: Sequence[ray.ObjectRef[Any]] = self._transport.request("weights", weights_to_list(weights), digest)
         if not found:
             return None
         try:

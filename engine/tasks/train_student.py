@@ -174,7 +174,8 @@ def spoilt(pictures: Tensor) -> Tensor:
     """Degrade each image [B, 1, 12, 32] with its own amount of blur and noise."""
     blur, noise = torch.rand(2, len(pictures), 1, 1, 1)
     blurred = pictures.lerp(functional.avg_pool2d(pictures, 3, stride=1, padding=1), BLUR * blur)
-    return blurred + CLEAN_NOISE * noise * torch.randn_like(pictures)
+    soiled: Tensor = blurred + CLEAN_NOISE * noise * torch.randn_like(pictures)
+    return soiled
 
 
 # --- quality --------------------------------------------------------------------------------------------------

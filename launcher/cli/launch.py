@@ -105,6 +105,7 @@ from launcher.settings import config_path, home, runs_folder
 @click.pass_obj
 def launch(
     sessions: sessionmaker[Session],
+    /,
     job: Path,
     settings: tuple[str, ...],
     allow_old_prices: bool,

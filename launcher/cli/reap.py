@@ -15,7 +15,7 @@ from launcher.settings import runs_folder
 @click.command()
 @what_to_take
 @click.pass_obj
-def reap(sessions: sessionmaker[Session], **options: Any) -> ExitCode:
+def reap(sessions: sessionmaker[Session], /, **options: Any) -> ExitCode:
     """Terminate nodes and delete resources that no live run owns.
 
     The command finds your nodes, disks and other resources in every region by their labels on the cloud, and nodes on

@@ -14,8 +14,9 @@ from botocore.exceptions import BotoCoreError, ClientError
 from botocore.parsers import ResponseParserError
 
 from engine.events import Market
-from launcher.clouds.aws import HOME_REGION, AwsApi
+from launcher.clouds.aws import AwsApi
 from launcher.clouds.aws_calls import code_of, errors_named
+from launcher.clouds.aws_role import HOME_REGION
 from launcher.clouds.base import RUN_LABEL, CloudRefused, CloudUnreachable
 from launcher.clouds.limits import Permissions, Quota
 from launcher.clouds.policies import aws_policy

@@ -87,7 +87,7 @@ def job_schema() -> Schema:
 
     Editors check names, types and ranges. Rules that join several fields are checked by `spotrl launch --dry-run` only.
     """
-    schema = _plain(Job.model_json_schema(by_alias=True))
+    schema: Schema = _plain(Job.model_json_schema(by_alias=True))
     fields = schema["properties"]
     for section, field in SHORT_FORMS.items():
         short = _definition(schema, fields[section])["properties"][field]

@@ -141,7 +141,8 @@ def bucket_region(url: str) -> str:
         place = boto3.client("s3").get_bucket_location(Bucket=bucket).get("LocationConstraint")
     except (BotoCoreError, ClientError) as error:
         raise StoreError(f"nobody says in which region {bucket} is ({_first_line(error)}); does it exist?") from None
-    return {None: "us-east-1", "": "us-east-1", "EU": "eu-west-1"}.get(place, place)
+    region: str = {None: "us-east-1", "": "us-east-1", "EU": "eu-west-1"}.get(place, place)
+    return region
 
 
 def newest_checkpoint(store: ObjectStore) -> str | None:
