@@ -57,3 +57,8 @@ def boot_ms() -> int:
     The count goes on while a laptop sleeps, and cannot be set.
     """
     return time.clock_gettime_ns(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)) // 1_000_000
+
+
+def run_ms(clock: Clock, wall_seconds: float) -> int:
+    """Convert wall time to milliseconds of the run's clock."""
+    return round(wall_seconds / clock.wall_seconds(1))

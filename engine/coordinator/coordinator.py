@@ -13,20 +13,20 @@ import contextlib
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
-from engine.clock import Clock
-from engine.config import RuntimeConfig
+from engine.clock import Clock, run_ms
+from engine.coordinator.idle_time import IdleTime
 from engine.coordinator.journal import Journal
 from engine.coordinator.membership import alone
 from engine.coordinator.regrouping import Regrouping
+from engine.coordinator.usage import NodeUsageBook
 from engine.coordinator.weight_book import WeightBook, digest_of
-from engine.events import Capacity, NodeUsage, Phase, WorkerSpan
+from engine.events import Capacity, Phase
 from engine.exploration.batch import BatchExploration, ExplorationOrder
-from engine.exploration.budget import PHASES, candidates_that_fit, seconds_until_trained
+from engine.protocol.lease import Head, lease_from_dict, lease_to_dict
 from engine.protocol.request import (
     ALONE,
     Finished,
@@ -61,8 +61,6 @@ ones. The time of day ensures uniqueness on a new machine with an empty journal.
 uniqueness after a clock was set back."""
 
 USAGE_EVERY_WALL_SECONDS = 1.0
-
-Head = dict[str, Any]
 
 
 class Coordinator:
@@ -104,17 +102,17 @@ class Coordinator:
         self._tasks: list[Task] = []
         self._digests: dict[WeightsKey, str] = {}
         self._order: dict[tuple[Kind, int], list[RequestId]] = defaultdict(list)
-        self._usage: dict[str, _NodeBook] = defaultdict(_NodeBook)
+        self._usage: dict[str, NodeUsageBook] = defaultdict(NodeUsageBook)
         self._usage_told_ms = clock.now_ms()
         self._poisoned_known: set[RequestId] = set()
         self._exploration: BatchExploration | None = None
-        self._idle = _IdleTime()
+        self._idle = IdleTime()
         self.queue = Queue(rules)
         self._restore()
         self.groups = Regrouping(
             lambda: self.queue.demand(clock.now_ms()),
             sp_degree=sp_degree,
-            run_ms=partial(_run_ms, clock),
+            run_ms=partial(run_ms, clock),
             first=self._first_lease,
         )
 
@@ -560,132 +558,3 @@ class Coordinator:
         # On a full disk, the obsolete records stay in the journal until the next compaction.
         with contextlib.suppress(OSError):
             self.journal.rewrite(records)
-
-
-@dataclass
-class _IdleTime:
-    """Estimate of the time in which spot workers have nothing better to do.
-
-    The exploration budget is computed from the estimate.
-
-    The estimate is not stored: a restarted coordinator begins with no measurements, like a new run.
-    """
-
-    explorers: dict[str, str] = field(default_factory=dict)
-    """Node of each exploring worker."""
-    phase_seconds: list[float] = field(default_factory=list)
-    """Wall seconds of the last training phases, each from the last rollout of a batch to the next weights."""
-    since_ms: int | None = None
-    """Arrival of the last rollout of the open batch (run's clock); None while rollouts are missing."""
-    exploring_ms: float = 0.0
-    candidates: int = 0
-
-    def begins(self, now_ms: int) -> None:
-        if self.since_ms is None:
-            self.since_ms = now_ms
-
-    def ends(self, clock: Clock) -> None:
-        if self.since_ms is not None:
-            self.phase_seconds = [*self.phase_seconds[1 - PHASES :], clock.wall_seconds(clock.now_ms() - self.since_ms)]
-            self.since_ms = None
-
-    def fit(self, nodes: Sequence[str], pending: int, clock: Clock, now_ms: int) -> int:
-        """Return the number of candidates to add, given the live nodes and `pending` candidates in progress."""
-        elapsed = 0.0 if self.since_ms is None else clock.wall_seconds(now_ms - self.since_ms)
-        per_candidate = clock.wall_seconds(round(self.exploring_ms)) / self.candidates if self.candidates else None
-        return candidates_that_fit(
-            seconds_until_trained(self.phase_seconds, elapsed_seconds=elapsed),
-            gpus=sum(node in nodes for node in self.explorers.values()),
-            gpu_seconds_per_candidate=per_candidate or None,
-            pending=pending,
-        )
-
-
-@dataclass
-class _NodeBook:
-    """Usage of one node's workers since the last `NodeUsage` event."""
-
-    phase_ms: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    spans: list[WorkerSpan] = field(default_factory=list)
-    from_ms: int | None = None
-
-    def add(self, worker: str, spans: Sequence[Sequence[Any]], of: int) -> None:
-        for phase, begun, ended in spans:
-            self.phase_ms[phase] += (ended - begun) / of
-            self.spans.append((worker, phase, round(begun), round(ended)))
-            self.from_ms = round(begun) if self.from_ms is None else self.from_ms
-
-    def tell(self, node: str, now_ms: int) -> NodeUsage | None:
-        """Return the usage event, or None if no phase has a whole millisecond. Fractions stay for the next event."""
-        whole = {phase: int(spent) for phase, spent in self.phase_ms.items() if spent >= 1}
-        if not whole or self.from_ms is None:
-            return None
-        event = NodeUsage(
-            node=node, from_ms=self.from_ms, to_ms=now_ms, phase_ms=whole, spans=tuple(sorted(self.spans, key=_begin))
-        )
-        for phase, spent in whole.items():
-            self.phase_ms[phase] -= spent
-        self.spans, self.from_ms = [], now_ms
-        return event
-
-
-def _begin(span: WorkerSpan) -> int:
-    return span[2]
-
-
-def open_coordinator(
-    folder: Path, *, clock: Clock, runtime: RuntimeConfig, progress: ProgressLog | None = None
-) -> Coordinator:
-    """Open the coordinator with its journal and weights in `folder`."""
-    rules = Rules(
-        lease_ms=_run_ms(clock, runtime.lease_seconds),
-        first_lease_ms=_run_ms(clock, runtime.first_lease_seconds),
-        commit_every=_commit_every(runtime),
-        preemption_ms=round(runtime.hours_to_preemption * 3_600_000),
-    )
-    return Coordinator(
-        Journal(folder),
-        WeightBook(folder / "weights"),
-        clock=clock,
-        rules=rules,
-        progress=progress,
-        sp_degree=runtime.sp_degree,
-    )
-
-
-def _commit_every(runtime: RuntimeConfig) -> int | None:
-    if runtime.resume == "restart":
-        return 0  # with `restart`, no worker resumes from a commit
-    return None if runtime.commit_every == "auto" else runtime.commit_every
-
-
-def _run_ms(clock: Clock, wall_seconds: float) -> int:
-    return round(wall_seconds / clock.wall_seconds(1))
-
-
-def lease_to_dict(record: LeaseRecord) -> Head:
-    return {
-        "op": "lease",
-        "number": record.number,
-        "worker": record.worker,
-        "node": record.node,
-        "boot": record.boot,
-        "seq": record.seq,
-        "weights": weights_to_list(record.weights),
-        "requests": [request_to_list(request) for request in record.requests],
-        "lease_ms": record.lease_ms,
-        "copy": record.copy,
-    }
-
-
-def lease_from_dict(raw: Mapping[str, Any]) -> LeaseRecord:
-    requests = tuple(request_from_list(request) for request in raw["requests"])
-    fields = {name: value for name, value in raw.items() if name not in ("op", "requests", "weights")}
-    return LeaseRecord(**fields, requests=requests, weights=weights_from_list(raw["weights"]))
-
-
-def is_nothing(answer: Mapping[str, Any]) -> bool:
-    """Return True if the answer holds no news. The server may then keep a patient caller waiting."""
-    if answer["do"] == "results":
-        return not answer["results"] and not answer["stop"] and not answer["poisoned"]
-    return bool(answer["do"] == "wait")

@@ -34,9 +34,10 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from engine.coordinator.coordinator import Coordinator, is_nothing
+from engine.coordinator.coordinator import Coordinator
 from engine.coordinator.rights import NotAllowed, Rights, WrongToken
 from engine.events import Capacity
+from engine.protocol.answers import is_nothing
 from engine.protocol.wire import Blobs, pack, unpack
 from engine.storage.ship import PIECE_BYTES, keep_piece
 

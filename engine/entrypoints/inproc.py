@@ -12,7 +12,8 @@ from typing import Any
 
 from engine.clock import Clock
 from engine.config import EngineConfig
-from engine.coordinator.coordinator import Coordinator, open_coordinator
+from engine.coordinator.coordinator import Coordinator
+from engine.coordinator.open import open_coordinator
 from engine.models.adapter import DiTAdapter
 from engine.models.load import load_adapter, trainable
 from engine.prompts import prompt_source

@@ -15,7 +15,8 @@ from pathlib import Path
 import torch
 
 import engine.rewards.ocr  # noqa: F401  preloaded
-from engine.coordinator.coordinator import Coordinator, open_coordinator
+from engine.coordinator.coordinator import Coordinator
+from engine.coordinator.open import open_coordinator
 from engine.coordinator.rights import Rights
 from engine.coordinator.server import CoordinatorServer, Front, bind
 from engine.node.build_worker import load_model, make_worker

@@ -23,7 +23,7 @@ import ray
 import stamina
 from ray.exceptions import RayError, RayTaskError
 
-from engine.coordinator.coordinator import open_coordinator
+from engine.coordinator.open import open_coordinator
 from engine.coordinator.rights import NotAllowed, Rights, WrongToken
 from engine.coordinator.server import CoordinatorServer, Front, bind
 from engine.coordinator.weight_book import digest_of

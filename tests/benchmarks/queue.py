@@ -28,7 +28,7 @@ import torch
 
 from engine.clock import ScaledClock
 from engine.config import EngineConfig, RuntimeConfig
-from engine.coordinator.coordinator import open_coordinator
+from engine.coordinator.open import open_coordinator
 from engine.coordinator.rights import Rights
 from engine.coordinator.server import CoordinatorServer, Front, bind
 from engine.coordinator.weight_book import digest_of

@@ -51,7 +51,8 @@ from pathlib import Path
 from engine.events import Market
 from launcher.clouds.base import NODE_LABEL, OWNER_LABEL, RUN_LABEL
 from launcher.clouds.build import build_cloud_api
-from launcher.provision.sky.sky import Launch, Sky
+from launcher.provision.sky.task import Launch
+from launcher.provision.sky.sky import Sky
 from launcher.ledger.store import open_ledger, writing
 from launcher.placement.placement import Placement
 from tests.launcher.made_ledger import a_run

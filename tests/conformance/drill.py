@@ -11,7 +11,7 @@ from shutil import copyfile
 from typing import Any, TypeVar
 
 from engine.clock import ScaledClock
-from engine.coordinator.coordinator import open_coordinator
+from engine.coordinator.open import open_coordinator
 from engine.diffusion.sampler import plan_to_dict
 from engine.diffusion.trajectory import Trajectory
 from engine.events import Capacity, Market, NodeCapacity, NodeState

@@ -13,10 +13,12 @@ from typing import Any
 
 import torch
 
-from engine.coordinator.coordinator import Coordinator, is_nothing, open_coordinator
+from engine.coordinator.coordinator import Coordinator
+from engine.coordinator.open import open_coordinator
 from engine.events import Capacity
 from engine.models.load import load_adapter, trainable
 from engine.node_spec import ClockConfig
+from engine.protocol.answers import is_nothing
 from engine.protocol.request import Work
 from engine.protocol.wire import Blobs, pack, unpack
 from engine.rewards.load import load_reward

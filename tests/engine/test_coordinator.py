@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from engine.config import RuntimeConfig
-from engine.coordinator.coordinator import open_coordinator
+from engine.coordinator.open import open_coordinator
 from engine.coordinator.weight_book import digest_of
 from engine.events import NodeUsage, Progress
 from engine.exploration.batch import ExplorationOrder

@@ -13,8 +13,8 @@ import uvicorn
 
 from engine.clock import ScaledClock
 from engine.config import RuntimeConfig
-from engine.coordinator.coordinator import open_coordinator
 from engine.coordinator.journal import Journal
+from engine.coordinator.open import open_coordinator
 from engine.coordinator.rights import CALLS_OF_A_SPOT_NODE, Rights
 from engine.coordinator.server import CoordinatorServer, Front, bind
 from engine.coordinator.weight_book import digest_of

@@ -9,7 +9,7 @@ import uvicorn
 
 from engine.clock import ScaledClock
 from engine.config import RuntimeConfig
-from engine.coordinator.coordinator import open_coordinator
+from engine.coordinator.open import open_coordinator
 from engine.coordinator.rights import Rights
 from engine.coordinator.server import CoordinatorServer, Front, bind
 from engine.node_spec import role_token

@@ -15,8 +15,8 @@ import pytest
 
 from engine.clock import ScaledClock
 from engine.config import RuntimeConfig
-from engine.coordinator.coordinator import open_coordinator
 from engine.coordinator.journal import Journal
+from engine.coordinator.open import open_coordinator
 from engine.protocol.request import WeightsKey
 from engine.protocol.wire import pack, unpack, weights_to_list
 from engine.storage import disk

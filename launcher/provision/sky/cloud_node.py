@@ -18,7 +18,7 @@ from launcher.clouds.base import Machine
 from launcher.decide.node_facts import NodeFact
 from launcher.placement.placement import Placement
 from launcher.provision.sky.node_link import Login
-from launcher.provision.sky.sky import Outcome
+from launcher.provision.sky.outcome import Outcome
 
 
 class Link(Protocol):

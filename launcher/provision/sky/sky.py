@@ -1,6 +1,6 @@
 """The few SkyPilot calls that spotrl uses: start a one-VM cluster, read the outcome, terminate, log in.
 
-The only module that imports SkyPilot (5 s, so imported late). SkyPilot provisions and does nothing else: the task has
+SkyPilot is imported late, because the import takes 5 s, and only in this folder. SkyPilot provisions and does nothing else: the task has
 a set-up, no `run`, one resource and no choice, so SkyPilot buys exactly the decided offer. Promises:
 
 Configuration goes with each request and is written to no file of the user. No credential file of any cloud is uploaded.
@@ -20,18 +20,14 @@ import socket
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from engine.events import Market
-from launcher.clouds.base import NODE_LABEL, OWNER_LABEL, RUN_LABEL, Place
-from launcher.decide.node_facts import QUOTA_WORDS
+from launcher.clouds.base import NODE_LABEL, OWNER_LABEL, RUN_LABEL
 from launcher.exit_codes import Failure
-from launcher.market.refusals import REFUSAL_WORDS, advice_on
-from launcher.market.side_prices import DISK_GIB
-from launcher.placement.placement import Placement
+from launcher.provision.sky.outcome import ANSI, LOG_CHARACTERS, Failed, Outcome, outcome_of, text_of
+from launcher.provision.sky.task import IDENTITY_LABEL, IDENTITY_PROJECT_LABEL, Launch, config_of, task_of
 
 log = logging.getLogger(__name__)
 
@@ -45,50 +41,9 @@ SERVER_ENVIRONMENT: Mapping[str, str] = {
 
 PLUGINS = "SKYPILOT_SERVER_PLUGINS_CONFIG"
 
-IDENTITY_LABEL, IDENTITY_PROJECT_LABEL = "spotrl-identity", "spotrl-identity-project"
-"""Labels for `OurNodes` on Google Cloud: the service account of the VM, and the account's project. Two labels are
-needed, because a label allows neither the @ nor the dots of an e-mail address."""
-
-LOG_CHARACTERS = 4000
-"""Characters kept from the end of a failed launch's log, as evidence of the failure."""
-
-UPLOADED = (
-    "~/.aws/credentials",
-    "~/.config/gcloud",
-    "~/.cache/huggingface/token",
-    "~/.cloudflare",
-    "~/.coreweave",
-    "~/.vastdata",
-    "~/.ssh/sky-cluster-key",
-)
-"""Files that SkyPilot may have copied to a VM if the API server was not started by spotrl."""
-
-FIRST_OF_ALL = f"rm -rf {' '.join(UPLOADED)}"
-
 
 class SkyUnreachable(Failure):
     """SkyPilot's API server did not answer. The state is unknown; ask again."""
-
-
-class Failed(StrEnum):
-    """The reason of a failed launch."""
-
-    NO_CAPACITY = "no_capacity"
-    DENIED = "denied"
-    SETUP = "setup"
-    CANCELLED = "cancelled"
-    UNKNOWN = "unknown"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
-    """The result of a request.
-
-    Without `failed` the request succeeded. `text` is evidence: the cloud's error, the log's end.
-    """
-
-    failed: Failed | None = None
-    text: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,20 +55,6 @@ class SkyLogin:
     private_key: str
     address: str
     """The VM's private address."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Launch:
-    """One VM to start. `files`: folder on the VM -> local folder."""
-
-    name: str
-    want: Placement
-    place: Place
-    labels: Mapping[str, str]
-    setup: str
-    files: Mapping[str, str]
-    autostop_minutes: int
-    image: str | None = None
 
 
 @dataclass(slots=True)
@@ -195,7 +136,7 @@ class Sky:
         handle, credentials = records[0].handle, records[0].credentials or {}
         external = handle.cached_external_ips or []
         internal = handle.cached_internal_ips or []
-        key = credentials.get("ssh_private_key_content") or _text_of(credentials.get("ssh_private_key"))
+        key = credentials.get("ssh_private_key_content") or text_of(credentials.get("ssh_private_key"))
         if not external or not internal or not key:
             return None
         return SkyLogin(host=external[0], user=credentials["ssh_user"], private_key=key, address=internal[0])
@@ -282,160 +223,6 @@ class Sky:
         return ANSI.sub("", text.getvalue())
 
 
-# --- requests -----------------------------------------------------------------------------------------
-
-
-def task_of(launch: Launch) -> dict[str, Any]:
-    """Return SkyPilot's task: one resource, a set-up, no `run`.
-
-    Secrets are not part: the order to the agent carries secrets.
-    """
-    want, labels = launch.want, dict(launch.labels)
-    resources: dict[str, Any] = {
-        "infra": "/".join(filter(None, [want.cloud, want.region, want.zone_name])),
-        "instance_type": want.instance_type,
-        "use_spot": want.market is Market.SPOT,
-        "disk_size": DISK_GIB,
-        "autostop": {"idle_minutes": launch.autostop_minutes, "down": True, "wait_for": "none"},
-    }
-    if want.cloud == "gcp":
-        account, _, domain = launch.place.identity.partition("@")
-        labels |= {IDENTITY_LABEL: account, IDENTITY_PROJECT_LABEL: domain.partition(".")[0]}
-        if want.gpus:
-            resources["accelerators"] = {want.accelerator: want.gpus}  # on AWS the instance type implies the GPUs
-    if launch.image:
-        resources["image_id"] = launch.image
-    return {
-        "name": "node",
-        "resources": {**resources, "labels": labels},
-        "file_mounts": dict(launch.files),
-        "setup": f"{FIRST_OF_ALL}\n{launch.setup}",
-    }
-
-
-def config_of(place: Place) -> dict[str, Any]:
-    """Return SkyPilot's configuration for the request: our group and identity, and no credential upload."""
-    from sky.utils import schemas
-
-    known = schemas.get_config_schema()["properties"]
-    config: dict[str, Any] = {
-        cloud: {"remote_identity": "NO_UPLOAD"}
-        for cloud, schema in known.items()
-        if "remote_identity" in schema.get("properties", {})
-    }
-    if place.cloud == "aws":
-        config["aws"] = {"remote_identity": place.identity, "security_group_name": place.group}
-    else:
-        config["gcp"] = {"remote_identity": "NO_UPLOAD", "vpc_name": place.network}
-    if place.named.network:
-        config[place.cloud] |= network_config(place)
-    return config
-
-
-def network_config(place: Place) -> dict[str, Any]:
-    """Return the configuration of a network named in the job. Every key is set, so no key of the user's own applies."""
-    named = place.named
-    told: dict[str, Any] = {
-        "vpc_name": place.network,
-        "subnet_names": list(place.subnets) or None,
-        "use_internal_ips": not named.public_addresses,
-        "ssh_proxy_command": named.ssh_proxy or None,
-    }
-    # Without a proxy, SkyPilot would reach private AWS addresses through the Session Manager, unless disabled.
-    return told | {"vpc_names": None, "use_ssm": False} if place.cloud == "aws" else told
-
-
-# --- outcomes ------------------------------------------------------------------------------------------
-
-NO_CAPACITY_WORDS = (
-    "InsufficientInstanceCapacity",
-    "InsufficientHostCapacity",
-    "InsufficientReservedInstanceCapacity",
-    "InsufficientCapacityOnHost",
-    "InsufficientFreeAddressesInSubnet",
-    "SpotMaxPriceTooLow",
-    "ZONE_RESOURCE_POOL_EXHAUSTED",
-    "insufficientCapacity",
-    "does not have enough resources available",
-    "no more capacity in the zone",
-    "RESOURCE_NOT_READY",
-)
-
-DENIED_WORDS = (
-    *QUOTA_WORDS,
-    *REFUSAL_WORDS,
-    "Found no quota",
-    "UnauthorizedOperation",
-    "AccessDenied",
-    "AuthFailure",
-    "OptInRequired",
-    "InvalidAMIID",
-    "IAM_PERMISSION_DENIED",
-    "PERMISSION_DENIED",
-    "Required '",
-    "is not found or access is unauthorized",
-    "InvalidParameterValue",
-    "UnsupportedOperation",
-)
-
-UNREACHABLE_WORDS = (
-    # New identities become known everywhere with a delay.
-    "Invalid IAM Instance Profile",
-    "iam.gserviceaccount.com' was not found",
-    "iam.gserviceaccount.com' does not exist",
-    "RequestLimitExceeded",
-    "Throttling",
-    "EndpointConnectionError",
-    "ConnectTimeoutError",
-    "ReadTimeoutError",
-    "ServiceUnavailable",
-    "InternalError",
-    "backendError",
-    "rateLimitExceeded",
-    "Connection refused",
-    "ServerUnavailable",
-)
-
-LOGGED = re.compile(r"^[DIWE] \d\d-\d\d [\d:.]+ (?:PID=\d+ )?[\w.]+:\d+\] ")
-
-ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-
-
-def outcome_of(error: str, log: str) -> Outcome:
-    """Return the meaning of a failed launch, from the cloud's own codes in SkyPilot's error and log.
-
-    A lack of capacity in one zone outweighs a refusal in another: a request elsewhere, or later, may succeed.
-    """
-    said = f"{error}\n{log}"
-    if any(word in said for word in NO_CAPACITY_WORDS):
-        return Outcome(failed=Failed.NO_CAPACITY, text=_sentence(said, NO_CAPACITY_WORDS))
-    if any(word in said for word in UNREACHABLE_WORDS):
-        return Outcome(failed=Failed.UNKNOWN, text=_sentence(said, UNREACHABLE_WORDS))
-    if any(word in said for word in DENIED_WORDS):
-        return Outcome(failed=Failed.DENIED, text=_where_to_ask(_sentence(said, DENIED_WORDS)))
-    if error.startswith("CommandError"):
-        return Outcome(failed=Failed.SETUP, text=f"{error.strip()}\n{log.strip()}"[-LOG_CHARACTERS:])
-    return Outcome(failed=Failed.UNKNOWN, text=f"{error.strip()}\n{log.strip()}"[-LOG_CHARACTERS:])
-
-
-def _sentence(text: str, words: Sequence[str]) -> str:
-    """Return the line with one of the words, without the log prefix."""
-    lines = (LOGGED.sub("", line.strip()) for line in ANSI.sub("", text).splitlines())
-    return next((line[-1000:] for line in lines if any(word in line for word in words)), "")
-
-
-def _where_to_ask(reason: str) -> str:
-    """Return the reason with advice for the user."""
-    if any(word in reason for word in ("QUOTA", "quota", "LimitExceeded", "CountExceeded")):
-        return (
-            f"{reason}\nThe account's quota does not allow it. Ask for more: AWS, Service Quotas, Amazon EC2; "
-            "Google Cloud, IAM & Admin, Quotas (CPUS, PREEMPTIBLE_NVIDIA_..._GPUS, GPUS_ALL_REGIONS)"
-        )
-    if advice := advice_on(reason):
-        return f"{reason}\n{advice}"
-    return f"{reason}\n`spotrl check --print-policy aws` (or gcp) prints the permissions that are needed"
-
-
 def email_of(labels: Mapping[str, str], project: str) -> str:
     """Return the service account in the labels. `project`: the VM's project, used if the labels name no project."""
     return f"{labels[IDENTITY_LABEL]}@{labels.get(IDENTITY_PROJECT_LABEL, project)}.iam.gserviceaccount.com"
@@ -443,10 +230,6 @@ def email_of(labels: Mapping[str, str], project: str) -> str:
 
 def _is_over(status: str) -> bool:
     return status.rpartition(".")[2] in ("SUCCEEDED", "FAILED", "CANCELLED")
-
-
-def _text_of(path: str | None) -> str:
-    return Path(path).expanduser().read_text() if path and Path(path).expanduser().exists() else ""
 
 
 def _wait_for_nothing() -> Any:
@@ -495,9 +278,6 @@ def _said(what: str) -> Iterator[None]:
         yield
     except (requests.exceptions.RequestException, exceptions.ApiServerConnectionError, ConnectionError) as error:
         raise SkyUnreachable(f"{what}: SkyPilot's API server did not answer ({error}); it is asked again") from None
-
-
-# --- inside SkyPilot's API server ---------------------------------------------------------------------
 
 
 def __getattr__(name: str) -> Any:

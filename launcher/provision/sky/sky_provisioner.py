@@ -51,8 +51,10 @@ from launcher.provision.sky.bundle import REMOTE_BUNDLE, Bundle
 from launcher.provision.sky.chores import Chores, NotYet
 from launcher.provision.sky.cloud_node import CloudNode, Link
 from launcher.provision.sky.node_link import Login
+from launcher.provision.sky.outcome import Failed, Outcome
 from launcher.provision.sky.set_up import MachineUnreachable, SetUp, ask_set_up
-from launcher.provision.sky.sky import Failed, Launch, Outcome, Sky
+from launcher.provision.sky.sky import Sky
+from launcher.provision.sky.task import Launch
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,9 @@ from launcher.clouds.base import Place
 from launcher.decide.node_facts import is_quota_used_up
 from launcher.job.company import Named
 from launcher.placement.placement import Placement
-from launcher.provision.sky.sky import Failed, Launch, email_of, is_node_of, network_config, outcome_of, task_of
+from launcher.provision.sky.outcome import Failed, outcome_of
+from launcher.provision.sky.sky import email_of, is_node_of
+from launcher.provision.sky.task import Launch, network_config, task_of
 
 
 def launch(cloud="aws", zone="us-east-1a", gpus=1, market=Market.SPOT, image=None):
@@ -106,7 +108,7 @@ def test_skypilot_is_told_every_key_of_a_network_that_the_job_names():
 
 SCHEMA = """
 from launcher.clouds.base import Place
-from launcher.provision.sky.sky import config_of
+from launcher.provision.sky.task import config_of
 from launcher.job.company import Named
 from sky.utils import common_utils, schemas
 

@@ -25,8 +25,9 @@ from launcher.decide.node_facts import NodeStatus
 from launcher.job.company import NOTHING_NAMED, Named
 from launcher.placement.placement import Placement
 from launcher.provision.sky.bundle import Bundle
+from launcher.provision.sky.outcome import Failed, Outcome
 from launcher.provision.sky.set_up import MachineUnreachable, SetUp
-from launcher.provision.sky.sky import Failed, Outcome, SkyLogin, SkyUnreachable
+from launcher.provision.sky.sky import SkyLogin, SkyUnreachable
 from launcher.provision.sky.sky_provisioner import Purchases, SkyProvisioner
 
 START_MS = 1_800_000_000_000

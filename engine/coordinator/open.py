@@ -1,0 +1,37 @@
+"""Open a coordinator in a folder, with the rules of a job."""
+
+from pathlib import Path
+
+from engine.clock import Clock, run_ms
+from engine.config import RuntimeConfig
+from engine.coordinator.coordinator import Coordinator
+from engine.coordinator.journal import Journal
+from engine.coordinator.weight_book import WeightBook
+from engine.queue.pace import Rules
+from engine.storage.progress import ProgressLog
+
+
+def open_coordinator(
+    folder: Path, *, clock: Clock, runtime: RuntimeConfig, progress: ProgressLog | None = None
+) -> Coordinator:
+    """Open the coordinator with its journal and weights in `folder`."""
+    rules = Rules(
+        lease_ms=run_ms(clock, runtime.lease_seconds),
+        first_lease_ms=run_ms(clock, runtime.first_lease_seconds),
+        commit_every=_commit_every(runtime),
+        preemption_ms=round(runtime.hours_to_preemption * 3_600_000),
+    )
+    return Coordinator(
+        Journal(folder),
+        WeightBook(folder / "weights"),
+        clock=clock,
+        rules=rules,
+        progress=progress,
+        sp_degree=runtime.sp_degree,
+    )
+
+
+def _commit_every(runtime: RuntimeConfig) -> int | None:
+    if runtime.resume == "restart":
+        return 0  # with `restart`, no worker resumes from a commit
+    return None if runtime.commit_every == "auto" else runtime.commit_every

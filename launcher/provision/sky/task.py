@@ -1,0 +1,101 @@
+"""The task and the configuration of one launch, in SkyPilot's words."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from engine.events import Market
+from launcher.clouds.base import Place
+from launcher.market.side_prices import DISK_GIB
+from launcher.placement.placement import Placement
+
+IDENTITY_LABEL, IDENTITY_PROJECT_LABEL = "spotrl-identity", "spotrl-identity-project"
+"""Labels for `OurNodes` on Google Cloud: the service account of the VM, and the account's project. Two labels are
+needed, because a label allows neither the @ nor the dots of an e-mail address."""
+
+UPLOADED = (
+    "~/.aws/credentials",
+    "~/.config/gcloud",
+    "~/.cache/huggingface/token",
+    "~/.cloudflare",
+    "~/.coreweave",
+    "~/.vastdata",
+    "~/.ssh/sky-cluster-key",
+)
+"""Files that SkyPilot may have copied to a VM if the API server was not started by spotrl."""
+
+FIRST_OF_ALL = f"rm -rf {' '.join(UPLOADED)}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launch:
+    """One VM to start. `files`: folder on the VM -> local folder."""
+
+    name: str
+    want: Placement
+    place: Place
+    labels: Mapping[str, str]
+    setup: str
+    files: Mapping[str, str]
+    autostop_minutes: int
+    image: str | None = None
+
+
+def task_of(launch: Launch) -> dict[str, Any]:
+    """Return SkyPilot's task: one resource, a set-up, no `run`.
+
+    Secrets are not part: the order to the agent carries secrets.
+    """
+    want, labels = launch.want, dict(launch.labels)
+    resources: dict[str, Any] = {
+        "infra": "/".join(filter(None, [want.cloud, want.region, want.zone_name])),
+        "instance_type": want.instance_type,
+        "use_spot": want.market is Market.SPOT,
+        "disk_size": DISK_GIB,
+        "autostop": {"idle_minutes": launch.autostop_minutes, "down": True, "wait_for": "none"},
+    }
+    if want.cloud == "gcp":
+        account, _, domain = launch.place.identity.partition("@")
+        labels |= {IDENTITY_LABEL: account, IDENTITY_PROJECT_LABEL: domain.partition(".")[0]}
+        if want.gpus:
+            resources["accelerators"] = {want.accelerator: want.gpus}  # on AWS the instance type implies the GPUs
+    if launch.image:
+        resources["image_id"] = launch.image
+    return {
+        "name": "node",
+        "resources": {**resources, "labels": labels},
+        "file_mounts": dict(launch.files),
+        "setup": f"{FIRST_OF_ALL}\n{launch.setup}",
+    }
+
+
+def config_of(place: Place) -> dict[str, Any]:
+    """Return SkyPilot's configuration for the request: our group and identity, and no credential upload."""
+    from sky.utils import schemas
+
+    known = schemas.get_config_schema()["properties"]
+    config: dict[str, Any] = {
+        cloud: {"remote_identity": "NO_UPLOAD"}
+        for cloud, schema in known.items()
+        if "remote_identity" in schema.get("properties", {})
+    }
+    if place.cloud == "aws":
+        config["aws"] = {"remote_identity": place.identity, "security_group_name": place.group}
+    else:
+        config["gcp"] = {"remote_identity": "NO_UPLOAD", "vpc_name": place.network}
+    if place.named.network:
+        config[place.cloud] |= network_config(place)
+    return config
+
+
+def network_config(place: Place) -> dict[str, Any]:
+    """Return the configuration of a network named in the job. Every key is set, so no key of the user's own applies."""
+    named = place.named
+    told: dict[str, Any] = {
+        "vpc_name": place.network,
+        "subnet_names": list(place.subnets) or None,
+        "use_internal_ips": not named.public_addresses,
+        "ssh_proxy_command": named.ssh_proxy or None,
+    }
+    # Without a proxy, SkyPilot would reach private AWS addresses through the Session Manager, unless disabled.
+    return told | {"vpc_names": None, "use_ssm": False} if place.cloud == "aws" else told
