@@ -17,8 +17,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from hashlib import blake2b
 from statistics import median
 from typing import Any, Literal, assert_never
 
@@ -28,10 +26,10 @@ from torch import Tensor
 
 from engine.clock import Clock
 from engine.diffusion.images import as_bytes
-from engine.diffusion.sampler import Plan, advance, initial, plan_from_dict
+from engine.diffusion.sampler import Plan, advance, initial
 from engine.diffusion.trajectory import Trajectory
 from engine.events import Phase
-from engine.models.adapter import Conditioning, DiTAdapter, rows
+from engine.models.adapter import DiTAdapter
 from engine.models.half import half_precision
 from engine.models.weights import set_weights
 from engine.parallel.communicator import TornGroup
@@ -45,30 +43,22 @@ from engine.protocol.request import (
     LoadWeights,
     Regroup,
     Reply,
-    RequestId,
     Score,
-    Scorer,
     Wait,
     WeightsKey,
     Work,
     request_class,
-    request_to_list,
 )
 from engine.protocol.wire import Blobs, finished_to_dict, reply_from_dict, reply_to_dict, weights_to_list
 from engine.rewards.reward import Reward
+from engine.worker.commits import CommitSender, blob_name
+from engine.worker.image_inputs import ImageInputs
+from engine.worker.memory import is_out_of_memory
+from engine.worker.phases import IDLE_KINDS, PHASE_OF
+from engine.worker.scoring import ImageScorer
 from engine.worker.transport import Transport
 from engine.worker.usage import Usage
 from engine.worker.weight_source import FromCoordinator, WeightSource
-
-PHASE_OF = {
-    Kind.TRAIN: Phase.ROLLOUT,
-    Kind.EVALUATE: Phase.EVALUATION,
-    Kind.CONTROL: Phase.EXPLORATION,
-    Kind.EXPLORE: Phase.EXPLORATION,
-}
-
-IDLE_KINDS = (Kind.CONTROL, Kind.EXPLORE)
-"""Kinds of requests the trainer does not wait for during the rollout of a batch."""
 
 MOST_FAULTS = 10
 """Failures in a row after which the process ends. The node's agent then starts a new process."""
@@ -83,40 +73,6 @@ class _Made:
     scoring: "Future[tuple[list[Score], Tensor]]"
     paced: tuple[int, float]
     """Number of workers that shared the lease, and seconds per step."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Pictures:
-    """Inputs shared by all workers that sample the images of one lease."""
-
-    plan: Plan
-    filled: list[int]
-    """Attempt index of each row: the full shape, padded with copies of the last attempt."""
-    seeds: list[int]
-    conditioning: Conditioning
-
-    @classmethod
-    def of(cls, work: Work, adapter: DiTAdapter) -> "_Pictures":
-        attempts = work.attempts
-        filled = [min(i, len(attempts) - 1) for i in range(work.shape)]
-        prompts = list(dict.fromkeys(attempt.request.prompt for attempt in attempts))
-        place = torch.tensor([prompts.index(attempts[i].request.prompt) for i in filled])
-        device = next(adapter.transformer.parameters()).device
-        return cls(
-            plan=plan_from_dict(json.loads(work.sampler)),
-            filled=filled,
-            seeds=[attempts[i].request.seed for i in filled],
-            conditioning=rows(adapter.encode(prompts), place.to(device)),
-        )
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Commit:
-    """A commit in progress. `answer` gives the coordinator's reply and the commit's cost (run's clock ms)."""
-
-    lease: int
-    step: int
-    answer: "Future[tuple[Reply, float]]"
 
 
 @dataclass(kw_only=True)
@@ -172,13 +128,12 @@ class Worker:
         self.source = self.source or FromCoordinator(self.transport)
         self._pulls = 0
         self._pending: list[_Made] = []
-        self._commit: _Commit | None = None
-        self._last_commit = (0, 0)
-        """Lease and step of the newest commit sent."""
-        self._commit_ms: float | None = None
+        self._commits = CommitSender(
+            self._send_commit, self.clock, overlaps=self.overlap_commits, is_preemptible=self.may_load
+        )
         self._paced = (1, 0.0)
-        self._scorer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="score")
-        self._committer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="commit")
+        self.scorer = ImageScorer(self.adapter, self.reward, self.student)
+        self._scoring_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="score")
         self._called = time.perf_counter()
         self._faults_in_a_row = 0
 
@@ -262,7 +217,7 @@ class Worker:
                     return
                 latents = torch.stack([trajectory.x for trajectory in trajectories])
                 prompts = [a.request.prompt for a in work.attempts]
-                scoring = self._scorer.submit(self._score, latents, prompts, work.scorer)
+                scoring = self._scoring_thread.submit(self.scorer, latents, prompts, work.scorer)
                 made = _Made(work=work, trajectories=trajectories, scoring=scoring, paced=self._paced)
             self._pending.append(made)
             self._settle(block=True, keep=1 if self.overlap_scoring else 0)
@@ -278,7 +233,7 @@ class Worker:
 
     def _denoise(self, work: Work) -> list[Trajectory] | None:
         """Denoise all images of a lease, step by step. Returns None if the lease was revoked or given back."""
-        made = _Pictures.of(work, self.adapter)
+        made = ImageInputs.of(work, self.adapter)
         trajectories = self._begin(work, made.seeds)
         x = torch.stack([trajectories[i].x for i in made.filled]).to(self._device)
         seconds: list[float] = []
@@ -337,20 +292,6 @@ class Worker:
         kept = zip(trajectories, x.cpu(), log_probs.cpu(), strict=False)
         return [t.then(plan, row, p, self._degree) for t, row, p in kept]
 
-    def _score(self, latents: Tensor, prompts: list[str], scorer: Scorer) -> tuple[list[Score], Tensor]:
-        pictures = self.adapter.decode(latents).cpu()
-        reward = self.reward if scorer == "reward" else self._student_or_reward
-        return list(reward(pictures, prompts)), pictures
-
-    @cached_property
-    def _student_or_reward(self) -> Reward:
-        """Return the scorer for candidates. Only the scoring thread may call this property."""
-        student = self.student()
-        if student is not None:
-            return student
-        print("this job has no student: the reward itself scores what is explored, which takes longer", flush=True)
-        return self.reward
-
     # --- in a sequence-parallel group ----------------------------------------------------------------------
 
     def _group_report(self) -> dict[str, Any]:
@@ -383,7 +324,7 @@ class Worker:
         assert isinstance(work, Work)
         try:
             self._hold(work.attempts[0].weights, message["digest"])
-            made = _Pictures.of(work, self.adapter)
+            made = ImageInputs.of(work, self.adapter)
             x = torch.empty(len(made.seeds), *self.adapter.latent_shape(), device=self._device)
             with self.usage.measure(PHASE_OF[work.attempts[0].request.kind]), self._precision(work):
                 self.elastic.share(x)
@@ -414,7 +355,7 @@ class Worker:
         """Return True if the worker may take the next step. Gives the work back when the node drains."""
         self._settle(block=False)
         drain = self.draining()
-        replies = [self._committed(wait=False)]
+        replies = [self._commits.answer(wait=False)]
         if not drain and time.perf_counter() - self._called >= self.heartbeat_seconds:
             leases = {str(made.work.lease): made.trajectories[0].step for made in self._pending}
             leases[str(work.lease)] = trajectories[0].step
@@ -433,69 +374,20 @@ class Worker:
                     pass
         if drain:
             self._hand_back(work, trajectories)
-        elif self._is_commit_due(work, trajectories[0].step):
+        elif self._commits.is_due(work, trajectories[0].step):
             with self.usage.measure(Phase.SYNC):
-                self._begin_commit(work, trajectories)
+                self._commits.begin(work, trajectories)
         return not drain
 
     def _hand_back(self, work: Work, trajectories: list[Trajectory]) -> None:
         """Make the in-flight state durable, then give the lease back. The next worker resumes from this step."""
         if work.attempts[0].request.kind is Kind.TRAIN and self.resume != "restart":
             with self.usage.measure(Phase.SYNC):
-                self._committed(wait=True)
-                if self._last_commit != (work.lease, trajectories[0].step):
-                    self._begin_commit(work, trajectories)
-                    self._committed(wait=True)
+                self._commits.answer(wait=True)
+                if self._commits.last != (work.lease, trajectories[0].step):
+                    self._commits.begin(work, trajectories)
+                    self._commits.answer(wait=True)
         self._call({"call": "give_back", "lease": work.lease})
-
-    # --- commits ------------------------------------------------------------------------------------------
-
-    def _is_commit_due(self, work: Work, step: int) -> bool:
-        """Return True if a commit is due and no commit is in progress.
-
-        The trainer's worker only commits on drain, because a preemption does not take the trainer's disk.
-        """
-        if not work.commit_every or not self.may_load or self._commit is not None:
-            return False
-        lease, committed = self._last_commit
-        since = step - (committed if lease == work.lease else work.attempts[0].step)
-        return work.attempts[0].request.kind is Kind.TRAIN and since >= work.commit_every
-
-    def _begin_commit(self, work: Work, trajectories: list[Trajectory]) -> None:
-        """Send the current state of the lease.
-
-        A thread may read trajectories, because code replaces and never changes them.
-        """
-        step = trajectories[0].step
-        if self.overlap_commits:
-            answer = self._committer.submit(self._send_commit, work, trajectories, self._commit_ms)
-        else:
-            answer = Future()
-            answer.set_result(self._send_commit(work, trajectories, self._commit_ms))
-        self._commit = _Commit(lease=work.lease, step=step, answer=answer)
-        self._last_commit = (work.lease, step)
-
-    def _send_commit(self, work: Work, trajectories: list[Trajectory], commit_ms: float | None) -> tuple[Reply, float]:
-        begun = time.perf_counter()
-        states, blobs = [], {}
-        for attempt, trajectory in zip(work.attempts, trajectories, strict=True):
-            name = _blob_name(attempt.request, trajectory.step)
-            states.append([request_to_list(attempt.request), trajectory.step, name])
-            blobs[name] = trajectory.to_bytes()
-        head = {"call": "commit", "lease": work.lease, "states": states, "commit_ms": commit_ms}
-        answer, _ = self.transport.call(self._signed(head), blobs)
-        return reply_from_dict(answer), (time.perf_counter() - begun) / self.clock.wall_seconds(1)
-
-    def _committed(self, *, wait: bool) -> Reply | None:
-        """Return the answer to the commit in progress, or None if the answer is not there yet.
-
-        Raises the error of the call.
-        """
-        if self._commit is None or not (wait or self._commit.answer.done()):
-            return None
-        commit, self._commit = self._commit, None
-        reply, self._commit_ms = commit.answer.result()
-        return reply
 
     # --- scoring ------------------------------------------------------------------------------------------
 
@@ -543,10 +435,10 @@ class Worker:
         for i, (attempt, score) in enumerate(zip(made.work.attempts, scores, strict=True)):
             name = None
             if attempt.request.kind is Kind.TRAIN:
-                name = _blob_name(attempt.request, made.trajectories[i].step)
+                name = blob_name(attempt.request, made.trajectories[i].step)
                 blobs[name] = made.trajectories[i].to_bytes()
             elif made.work.pictures[i]:
-                name = _blob_name(attempt.request, made.trajectories[i].step)
+                name = blob_name(attempt.request, made.trajectories[i].step)
                 blobs[name] = save({"picture": as_bytes(pictures[i])})
             results.append(finished_to_dict(Finished(request=attempt.request, score=score, trajectory=name)))
         head = {"call": "finish", "lease": made.work.lease, "results": results}
@@ -596,18 +488,10 @@ class Worker:
         self._called = time.perf_counter()
         return reply_from_dict(answer)
 
+    def _send_commit(self, head: dict[str, Any], blobs: Blobs) -> Reply:
+        """Send a commit from the commits' own thread."""
+        answer, _ = self.transport.call(self._signed(head), blobs)
+        return reply_from_dict(answer)
+
     def _signed(self, head: dict[str, Any]) -> dict[str, Any]:
         return {**head, "worker": self.name, "boot": self.boot, "node": self.node, "of": self.workers_of_node}
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return True if the error means that a device or the host ran out of memory."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    # torch has no exception class for a failed CPU allocation.
-    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
-
-
-def _blob_name(request: RequestId, step: int) -> str:
-    text = json.dumps([*request_to_list(request), step])
-    return blake2b(text.encode(), digest_size=12).hexdigest()

@@ -31,7 +31,8 @@ from engine.protocol.request import (
 )
 from engine.protocol.task import Task
 from engine.protocol.wire import reply_to_dict, task_to_dict, weights_to_list
-from engine.worker.worker import Worker, is_out_of_memory
+from engine.worker.memory import is_out_of_memory
+from engine.worker.worker import Worker
 from tests.engine.served import Served
 
 V0 = WeightsKey(version=0)
@@ -335,7 +336,7 @@ def test_a_reward_that_runs_out_of_memory_is_nobodys_fault_either():
     def reward(pictures, prompts):
         raise torch.OutOfMemoryError("no room to decode")
 
-    serving.reward = reward
+    serving.scorer.reward = reward
     serving.serve()
     assert line.names() == ["pull", "give_back", "pull"]
 
@@ -374,7 +375,7 @@ def test_the_scorer_that_the_work_names_scores_and_a_student_is_loaded_once_when
         return Always(0.25)
 
     serving = worker(line, student=load)
-    serving.reward = Always(1.0)
+    serving.scorer.reward = Always(1.0)
     serving.serve()
     assert rewards_sent(line) == [1.0, 0.25, 1.0, 0.25]
     assert loaded == [1]  # after the first lease was finished
@@ -383,7 +384,7 @@ def test_the_scorer_that_the_work_names_scores_and_a_student_is_loaded_once_when
 def test_without_a_student_the_reward_scores_and_the_log_says_so_once(capsys):
     line = Line(*[order(kind=Kind.EXPLORE, scorer="student")] * 3)
     serving = worker(line)
-    serving.reward = Always(1.0)
+    serving.scorer.reward = Always(1.0)
     serving.serve()
     assert rewards_sent(line) == [1.0, 1.0, 1.0]
     assert capsys.readouterr().out.count("no student") == 1

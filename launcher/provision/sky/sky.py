@@ -1,7 +1,7 @@
 """The few SkyPilot calls that spotrl uses: start a one-VM cluster, read the outcome, terminate, log in.
 
-SkyPilot is imported late, because the import takes 5 s, and only in this folder. SkyPilot provisions and does nothing else: the task has
-a set-up, no `run`, one resource and no choice, so SkyPilot buys exactly the decided offer. Promises:
+SkyPilot is imported late, because the import takes 5 s, and only in this folder. SkyPilot provisions and does nothing
+else: the task has a set-up, no `run`, one resource and no choice, so SkyPilot buys exactly the decided offer. Promises:
 
 Configuration goes with each request and is written to no file of the user. No credential file of any cloud is uploaded.
 A VM runs with our own identity, in our own group, in our own network; never with SkyPilot's wide role.
