@@ -21,6 +21,7 @@ CONTRACT = {"engine.events", "engine.config", "engine.clock", "engine.durable", 
 PURE = {
     "engine.queue.queue",
     "engine.parallel.groups",
+    "engine.parallel.worker_group",
     "engine.parallel.forecast",
     "engine.parallel.latency",
     "engine.exploration.planner",

@@ -48,8 +48,10 @@ from engine.protocol.wire import (
     weights_from_list,
     weights_to_list,
 )
+from engine.queue.leases import LeaseRecord
 from engine.queue.pace import Rules
-from engine.queue.queue import PRIORITY, LeaseRecord, Queue, Task
+from engine.queue.queue import PRIORITY, Queue
+from engine.queue.task import Task
 from engine.storage.progress import ProgressLog
 
 LEASES_PER_MS = 10_000

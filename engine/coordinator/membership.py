@@ -21,20 +21,13 @@ Pure: no clock, no I/O. The caller passes in the calls, the lost workers and the
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from engine.parallel.groups import WorkerGroup, aligned_subsets
+from engine.coordinator.communicators import Communicators
+from engine.coordinator.settling import SettlingPeers
+from engine.parallel.worker_group import WorkerGroup, aligned_subsets, node_of
 from engine.protocol.request import Regroup
 
 ALONE = 0
 """The epoch of a worker outside every group."""
-
-SETTLING_SECONDS = 0.3
-"""Wall time in seconds. Peers of a dead process notice the death within 30 to 120 ms (research notes engine 3.4). A
-group formed without one of the peers must regroup again when the missing peer calls in."""
-
-
-def node_of(worker: str) -> str:
-    """Return the node of a worker named NODE/PLACE."""
-    return worker.rpartition("/")[0]
 
 
 def alone(worker: str) -> Regroup:
@@ -76,20 +69,16 @@ class Membership:
     def __init__(self, *, settling_ms: int, first: int = 1) -> None:
         """Start without members.
 
-        `settling_ms`: `SETTLING_SECONDS` on the run's clock. `first`: first number for epochs and communicators, above
-        every number issued by an earlier coordinator.
+        `settling_ms`: `SETTLING_SECONDS` (settling.py) on the run's clock.
+        `first`: first number for epochs and communicators, above every number issued by an earlier coordinator.
         """
-        self._settling_ms = settling_ms
-        self._next = max(first, ALONE + 1)
+        self._settling = SettlingPeers(settling_ms=settling_ms)
+        self.communicators = Communicators(first=max(first, ALONE + 1))
         self._members: dict[str, _Member] = {}
         self._wanted: dict[str, tuple[str, ...]] = {}
         """By worker: the members of the worker's wanted group."""
         self._formed: dict[int, Formed] = {}
         """By epoch: groups ordered to form and not yet ordered to leave."""
-        self._communicators: dict[tuple[tuple[str, int], ...], int] = {}
-        """By processes in rank order: the number of their communicator. Torn communicators are removed."""
-        self._missing: dict[str, int] = {}
-        """Peers of a torn group without a call since the tear, and the end of the wait for each, in ms."""
 
     # --- calls and losses
 
@@ -108,12 +97,13 @@ class Membership:
         elif boot < member.boot:
             return False  # a newer process of this worker has called in
         member.live, member.waits = True, True
-        self._missing.pop(worker, None)
+        self._settling.called(worker)
         for number in torn:
             changed |= self._tore(number, worker, now_ms)
         member.epoch = epoch
-        if epoch == ALONE and member.ordered != ALONE and self._has_left(worker, member.ordered):
-            member.ordered = ALONE
+        ordered = self._formed.get(member.ordered)
+        if epoch == ALONE and (ordered is None or worker not in ordered.members):
+            member.ordered = ALONE  # the worker has left; otherwise the order has not arrived yet
         return changed
 
     def busy(self, worker: str) -> None:
@@ -125,7 +115,7 @@ class Membership:
         """Record the death of workers, or the drain of their node. Return True if the set of live workers changed."""
         changed = False
         for worker in workers:
-            self._missing.pop(worker, None)
+            self._settling.called(worker)
             member = self._members.get(worker)
             if member is not None and member.live:
                 self._forget(worker, member)
@@ -135,10 +125,7 @@ class Membership:
 
     def settled(self, now_ms: int) -> bool:
         """Stop waiting for overdue peers. Return True if a worker may now go on."""
-        overdue = [worker for worker, until_ms in self._missing.items() if until_ms <= now_ms]
-        for worker in overdue:
-            del self._missing[worker]
-        return bool(overdue)
+        return self._settling.drop_overdue(now_ms)
 
     # --- wanted groups
 
@@ -173,7 +160,7 @@ class Membership:
         Nodes with a worker not yet in its wanted group are left out.
         """
         found: dict[str, set[tuple[str, ...]]] = {}
-        unsettled = {node_of(worker) for worker in self._missing}
+        unsettled = self._settling.nodes()
         for worker, member in self._members.items():
             if member.live:
                 here = self._here(worker, member)
@@ -204,7 +191,7 @@ class Membership:
             return True  # not a worker that can join groups
         if member.epoch == ALONE:
             alone = member.ordered == ALONE and len(self._wanted.get(worker, (worker,))) == 1
-            return alone and not self._is_settling(worker)
+            return alone and node_of(worker) not in self._settling.nodes()
         formed = self._formed.get(member.epoch)
         return formed is not None and formed.members[0] == worker
 
@@ -225,7 +212,7 @@ class Membership:
             return None
         if member.epoch != ALONE and member.epoch not in self._formed:
             member.ordered = ALONE
-            return replace(alone(worker), keep=self._kept(worker, member))
+            return replace(alone(worker), keep=self.communicators.of_process((worker, member.boot)))
         if member.epoch == ALONE and member.ordered == ALONE:
             self._form(self._wanted.get(worker, (worker,)))
         formed = self._formed.get(member.ordered)
@@ -238,45 +225,31 @@ class Membership:
             members=formed.members,
             communicator=formed.communicator,
             prepare=tuple((n, some.index(worker), len(some)) for n, some in formed.prepare if worker in some),
-            keep=self._kept(worker, member),
+            keep=self.communicators.of_process((worker, member.boot)),
         )
-
-    def _kept(self, worker: str, member: "_Member") -> tuple[int, ...]:
-        """Return the process's communicators not known to be broken."""
-        process = (worker, member.boot)
-        return tuple(sorted(number for known, number in self._communicators.items() if process in known))
 
     def _form(self, wanted: tuple[str, ...]) -> None:
         """Order the members to form a group if all of them wait."""
         members = [self._members.get(worker) for worker in wanted]
         ready = [m for m in members if m and m.live and m.waits and m.epoch == m.ordered == ALONE]
-        if len(wanted) < 2 or len(ready) < len(wanted) or self._is_settling(wanted[0]):
+        if len(wanted) < 2 or len(ready) < len(wanted) or node_of(wanted[0]) in self._settling.nodes():
             return
-        epoch = self._number()
-        before = self._next
-        communicators = [(self._communicator(some), some) for some in (*_aligned_in(wanted), wanted)]
+        epoch = self.communicators.issue_number()
+        before = self.communicators.next_number
+        communicators = [
+            (self.communicators.shared_by([(worker, self._members[worker].boot) for worker in some]), some)
+            for some in (*_aligned_in(wanted), wanted)
+        ]
         prepare = tuple((number, some) for number, some in communicators[:-1] if number >= before)
         self._formed[epoch] = Formed(epoch=epoch, communicator=communicators[-1][0], members=wanted, prepare=prepare)
         for member in ready:
             member.ordered = epoch
 
-    def _communicator(self, workers: tuple[str, ...]) -> int:
-        """Return the number of the communicator of these processes. Issue a new number if they share none."""
-        processes = tuple((worker, self._members[worker].boot) for worker in workers)
-        if processes not in self._communicators:
-            self._communicators[processes] = self._number()
-        return self._communicators[processes]
-
-    def _number(self) -> int:
-        self._next += 1
-        return self._next - 1
-
     # --- torn groups and dead processes
 
     def _tore(self, number: int, worker: str, now_ms: int) -> bool:
         """Retire a broken communicator. The other members of its group count as gone until their next call."""
-        for processes in [known for known, one in self._communicators.items() if one == number]:
-            del self._communicators[processes]
+        self.communicators.retire(number)
         torn = [formed for formed in self._formed.values() if formed.communicator == number]
         for formed in torn:
             del self._formed[formed.epoch]
@@ -284,23 +257,12 @@ class Membership:
                 member = self._members[other]
                 if other != worker and member.live and (member.epoch, member.ordered) != (ALONE, ALONE):
                     member.live = member.waits = False
-                    self._missing[other] = now_ms + self._settling_ms
+                    self._settling.wait_for(other, now_ms)
         return bool(torn)
-
-    def _is_settling(self, worker: str) -> bool:
-        """Return True if a peer on the worker's node is still waited for."""
-        return any(node_of(other) == node_of(worker) for other in self._missing)
-
-    def _has_left(self, worker: str, epoch: int) -> bool:
-        """Return True if a worker outside every group has left the epoch. False: the order has not arrived yet."""
-        formed = self._formed.get(epoch)
-        return formed is None or worker not in formed.members
 
     def _forget(self, worker: str, member: _Member) -> None:
         """Remove a dead process, its groups and its communicators."""
-        process = (worker, member.boot)
-        for processes in [known for known in self._communicators if process in known]:
-            del self._communicators[processes]
+        self.communicators.forget((worker, member.boot))
         for epoch, formed in list(self._formed.items()):
             if worker in formed.members:
                 del self._formed[epoch]

@@ -14,11 +14,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any, Literal
 
-from engine.coordinator.membership import SETTLING_SECONDS, Membership, node_of
+from engine.coordinator.membership import Membership
+from engine.coordinator.settling import SETTLING_SECONDS
 from engine.events import ProgressEvent, Regrouped
 from engine.parallel.forecast import Demand
-from engine.parallel.groups import WorkerGroup, plan_groups
+from engine.parallel.groups import plan_groups
 from engine.parallel.latency import LAST, with_measured
+from engine.parallel.worker_group import WorkerGroup, node_of
 
 PLAN_SECONDS = 0.5
 """Wall time between two plans without a change of workers. A plan for 1,000 nodes takes a tenth of `PLAN_SECONDS`."""

@@ -30,8 +30,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from engine.parallel.communicator import SPGroup
-from engine.parallel.groups import allowed_degrees
 from engine.parallel.sp_plans import Attend, Plan, SharedAttention, Stream, make_shareable, plan_for, share
+from engine.parallel.worker_group import allowed_degrees
 
 BUCKET_ELEMENTS = 1 << 24
 """Elements summed in a single all-reduce. Assumed: 64 MB in fp32, large enough to hide the latency."""

@@ -27,7 +27,7 @@ from engine.protocol.request import (
     request_from_list,
     request_to_list,
 )
-from engine.queue.queue import Task
+from engine.queue.task import Task
 
 Blobs = Mapping[str, bytes]
 _LENGTH = struct.Struct("<Q")

@@ -39,10 +39,12 @@ class Pace:
     slowest_ms: float = 0.0
     """The slowest reported step, decaying slowly. 0: no step was reported."""
 
-    def hear(self, step_ms: float) -> None:
+    def observe_step(self, step_ms: float) -> None:
+        """Record the time of a reported step."""
         self.slowest_ms = max(step_ms, 0.98 * self.slowest_ms)
 
-    def learn(self, step_ms: float) -> None:
+    def observe_lease(self, step_ms: float) -> None:
+        """Record the mean step time of a finished lease."""
         self.step_ms = 0.8 * self.step_ms + 0.2 * step_ms if self.step_ms else step_ms
 
 

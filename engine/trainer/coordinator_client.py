@@ -16,7 +16,7 @@ from engine.diffusion.sampler import Plan, plan_to_dict
 from engine.exploration.batch import ExplorationOrder
 from engine.protocol.request import Finished, Kind, RequestId, WeightsKey
 from engine.protocol.wire import finished_from_dict, task_to_dict, weights_to_list
-from engine.queue.queue import Task
+from engine.queue.task import Task
 from engine.trainer.ending import Stopped, Unhealthy
 from engine.worker.transport import Transport
 from engine.worker.usage import Usage

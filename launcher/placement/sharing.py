@@ -1,6 +1,6 @@
 """Check the job's sequence-parallel degree against the workers of a rollout node, which share images. Pure."""
 
-from engine.parallel.groups import Degrees, allowed_degrees
+from engine.parallel.worker_group import Degrees, allowed_degrees
 from launcher.job.checked import CheckedJob
 from launcher.job.schema import Job
 

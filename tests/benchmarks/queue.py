@@ -37,7 +37,8 @@ from engine.models.load import load_adapter, trainable
 from engine.protocol.request import Finished, Kind, RequestId, Score, WeightsKey, Work
 from engine.protocol.wire import pack, task_to_dict, weights_to_list
 from engine.queue.pace import Rules
-from engine.queue.queue import Queue, Task
+from engine.queue.queue import Queue
+from engine.queue.task import Task
 from engine.rewards.load import load_reward
 from engine.worker.transport import HttpTransport
 from engine.worker.worker import Worker, get_weights

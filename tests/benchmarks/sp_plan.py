@@ -19,8 +19,9 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from engine.parallel.forecast import Requests, StepSeconds
-from engine.parallel.groups import WorkerGroup, allowed_degrees, plan_groups, regroups
+from engine.parallel.groups import plan_groups
 from engine.parallel.latency import QWEN_IMAGE, WAN_14B, Network, modelled_step_seconds
+from engine.parallel.worker_group import WorkerGroup, allowed_degrees, regroups
 from tests.benchmarks.page import load_now, publish
 
 TEXT = 128

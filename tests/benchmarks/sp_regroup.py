@@ -38,7 +38,7 @@ from engine.parallel.elastic import Elastic
 from engine.parallel.ulysses import Ulysses
 from engine.protocol.request import Kind, Regroup, RequestId, WeightsKey
 from engine.protocol.wire import task_to_dict, weights_to_list
-from engine.queue.queue import Task
+from engine.queue.task import Task
 from engine.worker.worker import get_weights
 from tests.benchmarks.page import load_now, publish
 from tests.benchmarks.sp_parity import GROUPS, Member, Ranks, switch_ms

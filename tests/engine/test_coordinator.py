@@ -14,7 +14,7 @@ from engine.events import NodeUsage, Progress
 from engine.exploration.batch import ExplorationOrder
 from engine.protocol.request import Finished, Kind, RequestId, Score, Wait, WeightsKey, Work, request_to_list
 from engine.protocol.wire import finished_to_dict, reply_from_dict, task_to_dict, weights_to_list
-from engine.queue.queue import Task
+from engine.queue.task import Task
 from engine.storage.progress import ProgressLog
 from engine.worker.transport import InprocTransport
 from tests.engine.power import Power

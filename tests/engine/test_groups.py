@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from engine.parallel import groups as planner
 from engine.parallel.forecast import Requests, Seat, Table, finish_us, spread
-from engine.parallel.groups import WorkerGroup, aligned_subsets, allowed_degrees, plan_groups, regroups
+from engine.parallel.groups import plan_groups
 from engine.parallel.latency import (
     FLUX,
     HUNYUAN_VIDEO,
@@ -22,6 +22,7 @@ from engine.parallel.latency import (
     modelled_step_seconds,
     with_measured,
 )
+from engine.parallel.worker_group import WorkerGroup, aligned_subsets, allowed_degrees, regroups
 from tests.benchmarks.sp_plan import FLEETS, REGROUP_SECONDS, STEP_SECONDS, STEPS, Node, longest
 
 SMALL = {1: 1.0, 2: 0.625, 4: 0.4, 8: 0.3}

@@ -75,7 +75,7 @@ class World:
         if self.membership.pulled(name, process.boot, process.epoch, torn, now_ms=self.now_ms):
             self.membership.plan(fixed(self.degree))
         order = self.membership.order(name)
-        for processes, number in self.membership._communicators.items():
+        for processes, number in self.membership.communicators.numbers().items():
             assert self.communicators.setdefault(number, dict(processes)) == dict(processes)
         if order is None:
             if self.membership.leads(name):

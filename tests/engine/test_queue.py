@@ -20,7 +20,8 @@ from engine.protocol.request import (
     Work,
 )
 from engine.queue.pace import Rules, commit_interval
-from engine.queue.queue import Queue, Task
+from engine.queue.queue import Queue
+from engine.queue.task import Task
 
 LEASE_MS = 1000
 STEPS = 8

@@ -21,7 +21,7 @@ from engine.coordinator.weight_book import digest_of
 from engine.events import Capacity, Market, NodeCapacity, NodeState
 from engine.protocol.request import Finished, Kind, RequestId, Score, WeightsKey, request_to_list
 from engine.protocol.wire import finished_to_dict, pack, task_to_dict, weights_to_list
-from engine.queue.queue import Task
+from engine.queue.task import Task
 from engine.worker.transport import CallRefused, CoordinatorLost, HttpTransport
 
 TOKEN = "a token"

@@ -30,7 +30,7 @@ from engine.protocol.wire import (
     task_to_dict,
     unpack,
 )
-from engine.queue.queue import Task
+from engine.queue.task import Task
 
 REQUEST = RequestId(run="run", lineage=2, batch=3, prompt='Zwölf "Boxkämpfer"\n', seed=2**64 - 1, kind=Kind.TRAIN)
 CANDIDATE = replace(REQUEST, kind=Kind.EXPLORE)

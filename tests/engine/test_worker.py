@@ -29,7 +29,7 @@ from engine.protocol.request import (
     Work,
 )
 from engine.protocol.wire import reply_to_dict, task_to_dict, weights_to_list
-from engine.queue.queue import Task
+from engine.queue.task import Task
 from engine.worker.worker import Worker, get_weights, is_out_of_memory, set_weights
 from tests.engine.served import Served
 

@@ -12,7 +12,13 @@ from engine.coordinator.coordinator import Coordinator
 from engine.protocol.request import Exit, Fenced, Finished, Reply, RequestId, Wait, request_from_list
 from engine.protocol.wire import finished_from_dict, finished_to_dict
 from engine.queue import queue as queue_module
-from engine.queue.queue import LeaseRecord, Queue
+from engine.queue import suspects
+from engine.queue.backlog import Backlog
+from engine.queue.leases import LeaseRecord
+from engine.queue.queue import Queue
+from engine.queue.speculation import slowest_requests
+from engine.queue.state import QueueState
+from engine.queue.weights import PublishedWeights
 from tests.mutants.planted_bug import PlantedBug
 
 MUTANTS: dict[str, PlantedBug] = {}
@@ -42,29 +48,29 @@ def forgotten(title: str, where: Any, name: str, forgets: str, instead: Any = _n
 
 @mutant(Coordinator, "_finish", "whether the one who says that it is finished still holds the lease")
 def no_fence_on_finish(self: Coordinator, head: Mapping[str, Any], blobs: Any, now_ms: int) -> Reply:
-    results = [r for r in map(finished_from_dict, head["results"]) if r.request in self.queue._items]
+    results = [r for r in map(finished_from_dict, head["results"]) if r.request in self.queue.state.requests]
     if results:
         kept = {r.trajectory: blobs[r.trajectory] for r in results if r.trajectory is not None}
         self._record({"op": "finish", "results": [finished_to_dict(r) for r in results]}, kept)
     for result in results:
-        self.queue._done(result)
+        self.queue.state.finish(result)
     self._in_order(results)
     return Wait()
 
 
 @mutant(Coordinator, "_commit", "whether the one who commits still holds the lease")
 def no_fence_on_commit(self: Coordinator, head: Mapping[str, Any], blobs: Any, now_ms: int) -> Reply:
-    kept = [s for s in head["states"] if request_from_list(s[0]) in self.queue._items]
+    kept = [s for s in head["states"] if request_from_list(s[0]) in self.queue.state.requests]
     if kept:
         self._record({"op": "commit", "states": kept}, {name: blobs[name] for _, _, name in kept})
     for raw, step, name in kept:
-        self.queue._commit_state(self.queue._items[request_from_list(raw)], step, name)
+        self.queue.state.commit(self.queue.state.requests[request_from_list(raw)], step, name)
     return self.queue._pending(head["node"])
 
 
 @mutant(Queue, "_meet", "that a newer process of this worker has called in")
 def old_boot_accepted(self: Queue, worker: str, name: str, boot: int, now_ms: int, real: Any = Queue._meet) -> Any:
-    known = self._workers.get(worker)
+    known = self.state.members.workers.get(worker)
     return real(self, worker, name, max(boot, known.boot if known else 0), now_ms)
 
 
@@ -72,23 +78,23 @@ def old_boot_accepted(self: Queue, worker: str, name: str, boot: int, now_ms: in
 def death_of_an_old_boot_counts(
     self: Queue, worker: str, boot: int, reason: str, *, now_ms: int, real: Any = Queue.died
 ) -> None:
-    known = self._workers.get(worker)
+    known = self.state.members.workers.get(worker)
     real(self, worker, known.boot if known else boot, reason, now_ms=now_ms)
 
 
 @mutant(Queue, "held", "which requests left the lease since it was given")
 def what_left_a_lease_is_taken(self: Queue, worker: str, number: int) -> Any:
-    return tuple(self._items) if self.may_finish(worker, number) else ()
+    return tuple(self.state.requests) if self.may_finish(worker, number) else ()
 
 
-@mutant(Queue, "_leave", "the second maker of a request, when the first one finished it")
-def tail_copy_accepted_twice(self: Queue, item: Any) -> None:
-    if item.place is not None:
-        self._stop_waiting(item)
+@mutant(QueueState, "leave", "the second maker of a request, when the first one finished it")
+def tail_copy_accepted_twice(self: QueueState, item: Any) -> None:
+    if item.slot is not None:
+        self.backlog.remove(item)
     for number in item.leases[:1]:
-        del self._leases[number].requests[item.attempt.request]
-        if not self._leases[number].requests:
-            self._end(number)
+        del self.leases.open[number].requests[item.attempt.request]
+        if not self.leases.open[number].requests:
+            self.end_lease(number)
     item.leases = []
 
 
@@ -97,21 +103,21 @@ def withdraw_leaves_leases_alive(self: Queue, requests: Any) -> None:
     for request in requests:
         self.finished.pop(request, None)
         self.poisoned.pop(request, None)
-        item = self._items.pop(request, None)
-        if item is not None and item.place is not None:
-            self._stop_waiting(item)
+        item = self.state.requests.pop(request, None)
+        if item is not None and item.slot is not None:
+            self.state.backlog.remove(item)
 
 
 # --- exactly once
 
 
-@mutant(Queue, "_done", "to take what is finished out of the queue")
-def finished_work_is_given_out_again(self: Queue, result: Finished, real: Any = Queue._done) -> None:
-    item = self._items.get(result.request)
+@mutant(QueueState, "finish", "to take what is finished out of the queue")
+def finished_work_is_given_out_again(self: QueueState, result: Finished, real: Any = QueueState.finish) -> None:
+    item = self.requests.get(result.request)
     real(self, result)
     if item is not None:
-        self._items[result.request] = item
-        self._wait(item)
+        self.requests[result.request] = item
+        self.backlog.add(item)
 
 
 @mutant(Queue, "finish", "the requests of a lease but the first")
@@ -119,31 +125,31 @@ def half_a_lease_is_lost(
     self: Queue, worker: str, node: str, number: int, results: Any, *, now_ms: int, real: Any = Queue.finish
 ) -> Reply:
     reply: Reply = real(self, worker, node, number, results[:1], now_ms=now_ms)
-    if number in self._leases:
-        for request in list(self._leases[number].requests):
-            self._leave(self._items.pop(request))
+    if number in self.state.leases.open:
+        for request in list(self.state.leases.open[number].requests):
+            self.state.leave(self.state.requests.pop(request))
     return reply
 
 
 @mutant(Queue, "begin_leases", "which lease numbers an earlier coordinator gave")
 def lease_number_reused(self: Queue, first: int) -> None:
-    self._next_lease = 1
+    self.state.leases.next_number = 1
 
 
 @mutant(Queue, "pull", "what it answered when its answer is asked for again")
 def pull_replay_forgotten(self: Queue, worker: str, node: str, *, real: Any = Queue.pull, **asked: Any) -> Reply:
-    known = self._workers.get(worker)
+    known = self.state.members.workers.get(worker)
     if known is not None and known.boot == asked["boot"] and known.seq == asked["seq"]:
         known.seq -= 1
         known.work = None
         for number in known.leases:
-            self._leases[number].seq = -1
+            self.state.leases.open[number].seq = -1
     return real(self, worker, node, **asked)  # type: ignore[no-any-return]
 
 
 @mutant(Queue, "pull", "that a pull which comes late is answered already")
 def late_pull_gets_work(self: Queue, worker: str, node: str, *, real: Any = Queue.pull, **asked: Any) -> Reply:
-    known = self._workers.get(worker)
+    known = self.state.members.workers.get(worker)
     if known is not None and known.boot == asked["boot"] and asked["seq"] < known.seq:
         asked["seq"] = known.seq + 1
     return real(self, worker, node, **asked)  # type: ignore[no-any-return]
@@ -194,35 +200,37 @@ def late_orders_are_obeyed(
 
 @mutant(Queue, "submit", "that committed state belongs to the weights it was made with")
 def version_ignored_at_resume(self: Queue, task: Any, real: Any = Queue.submit) -> None:
-    before = {r: self._items[r].attempt for r in task.requests if r in self._items}
+    before = {r: self.state.requests[r].attempt for r in task.requests if r in self.state.requests}
     real(self, task)
     for request, attempt in before.items():
-        if request in self._items and attempt.state is not None:
-            self._commit_state(self._items[request], attempt.step, attempt.state)
+        if request in self.state.requests and attempt.state is not None:
+            self.state.commit(self.state.requests[request], attempt.step, attempt.state)
 
 
 @mutant(Queue, "restore_lease", "with which weights a lease was given, when it starts again")
 def version_ignored_in_a_restored_lease(
     self: Queue, record: LeaseRecord, *, now_ms: int, real: Any = Queue.restore_lease
 ) -> None:
-    wanted = [self._items[request].attempt.weights for request in record.requests if request in self._items]
+    wanted = [
+        self.state.requests[request].attempt.weights for request in record.requests if request in self.state.requests
+    ]
     real(self, replace(record, weights=wanted[0]) if wanted else record, now_ms=now_ms)
 
 
-@mutant(Queue, "_load", "to look at the bytes: the same version may have been published anew")
-def digest_ignored(self: Queue, weights: Any, holds: Any, real: Any = Queue._load) -> Any:
+@mutant(PublishedWeights, "order", "to look at the bytes: the same version may have been published anew")
+def digest_ignored(self: PublishedWeights, weights: Any, holds: Any, real: Any = PublishedWeights.order) -> Any:
     return None if holds is not None and holds[0] == weights else real(self, weights, holds)
 
 
-@mutant(Queue, "_commit_state", "that a commit may come late")
-def commit_goes_backwards(self: Queue, item: Any, step: int, blob: str, real: Any = Queue._commit_state) -> None:
+@mutant(QueueState, "commit", "that a commit may come late")
+def commit_goes_backwards(self: QueueState, item: Any, step: int, blob: str, real: Any = QueueState.commit) -> None:
     if step < item.attempt.step:
         item.attempt = replace(item.attempt, step=0)
     real(self, item, step, blob)
 
 
-@mutant(Queue, "_place_of", "that pictures of one lease must stand at one step")
-def steps_mixed_in_a_lease(self: Queue, item: Any) -> Any:
+@mutant(Backlog, "slot_of", "that pictures of one lease must stand at one step")
+def steps_mixed_in_a_lease(self: Backlog, item: Any) -> Any:
     return (item.of.number, 0, None)
 
 
@@ -240,7 +248,7 @@ def drain_forgotten(self: Queue, name: str) -> Reply:
 
 @mutant(Queue, "capacity", "that snapshots may come in another order")
 def older_generation_accepted(self: Queue, snapshot: Any, *, now_ms: int, real: Any = Queue.capacity) -> None:
-    self._capacity_generation = -1
+    self.state.members.generation = -1
     real(self, snapshot, now_ms=now_ms)
 
 
@@ -257,7 +265,7 @@ def freeze_gap_not_granted(self: Queue, now_ms: int, real: Any = Queue.tick) -> 
 
 @mutant(Queue, "heartbeat", "to renew a lease when its worker calls in")
 def heartbeat_renews_nothing(self: Queue, worker: str, node: str, leases: Any, *, now_ms: int) -> Reply:
-    self._see(node, now_ms)
+    self.state.members.call(node, now_ms)
     for number in leases:
         if not self.may_finish(worker, number):
             return Fenced(lease=number)
@@ -274,35 +282,42 @@ def room_ignored(
 # --- what cannot be made
 
 
-forgotten("poison_never_reported", queue_module, "MOST_DEATHS", "that some requests can never be made", 10**9)
+forgotten("poison_never_reported", suspects, "CRASHES_TO_POISON", "that some requests can never be made", 10**9)
 
 
-@mutant(Queue, "_blame", "to make suspects one at a time before one is reported")
+@mutant(QueueState, "record_crash", "to make suspects one at a time before one is reported")
 def innocent_reported_with_the_guilty(
-    self: Queue, request: RequestId, text: str, *, alone: bool, real: Any = Queue._blame
+    self: QueueState, request: RequestId, text: str, *, alone: bool, real: Any = QueueState.record_crash
 ) -> None:
     real(self, request, text, alone=True)
 
 
-@mutant(Queue, "_place_of", "to make suspects one at a time")
-def suspects_never_parted(self: Queue, item: Any) -> Any:
+@mutant(Backlog, "slot_of", "to make suspects one at a time")
+def suspects_never_parted(self: Backlog, item: Any) -> Any:
     return (item.of.number, item.attempt.step, None)
 
 
-@mutant(Queue, "_slowest", "that a suspect made twice at once brings down two workers at a time, and is never alone")
-def suspects_are_copied(self: Queue, *asked: Any, real: Any = Queue._slowest) -> Any:
-    suspects = [(item, item.deaths) for item in self._items.values() if item.deaths]
-    for item, _ in suspects:
-        item.deaths = 0
-    found = real(self, *asked)
-    for item, deaths in suspects:
-        item.deaths = deaths
+@mutant(
+    queue_module,
+    "slowest_requests",
+    "that a suspect made twice at once brings down two workers at a time, and is never alone",
+)
+def suspects_are_copied(leases: Any, *asked: Any, real: Any = slowest_requests) -> Any:
+    leases = list(leases)
+    spared = [(item, item.crashes) for lease in leases for item in lease.requests.values() if item.crashes]
+    for item, _ in spared:
+        item.crashes = 0
+    found = real(leases, *asked)
+    for item, crashes in spared:
+        item.crashes = crashes
     return found
 
 
-@mutant(Queue, "_blame", "that two of three deaths may be the cloud's")
-def reported_too_early(self: Queue, request: RequestId, text: str, *, alone: bool, real: Any = Queue._blame) -> None:
-    if request in self._items:
-        self._items[request].deaths += 1
-        self._items[request].died_at = self._items[request].attempt.step
+@mutant(QueueState, "record_crash", "that two of three deaths may be the cloud's")
+def reported_too_early(
+    self: QueueState, request: RequestId, text: str, *, alone: bool, real: Any = QueueState.record_crash
+) -> None:
+    if request in self.requests:
+        self.requests[request].crashes += 1
+        self.requests[request].crashed_at = self.requests[request].attempt.step
     real(self, request, text, alone=alone)

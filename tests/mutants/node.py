@@ -142,7 +142,7 @@ _fault(
 
 
 def _heartbeat_of_anybody(self: Queue, worker: str, node: str, leases: Mapping[int, int], *, now_ms: int) -> Reply:
-    owned = {number: self._leases[number].worker for number in leases if number in self._leases}
+    owned = {number: self.state.leases.open[number].worker for number in leases if number in self.state.leases.open}
     return _heartbeat(self, next(iter(owned.values()), worker), node, leases, now_ms=now_ms)
 
 
@@ -156,7 +156,7 @@ _fault(
 
 
 def _commit_of_anybody(self: Queue, worker: str, node: str, number: int, states: Any, **more: Any) -> Reply:
-    lease = self._leases.get(number)
+    lease = self.state.leases.open.get(number)
     return _commit(self, worker if lease is None else lease.worker, node, number, states, **more)
 
 
@@ -170,11 +170,11 @@ _fault(
 
 
 def _drains_for_good(self: Queue, snapshot: Capacity, *, now_ms: int) -> None:
-    before = {fact.node: self._node(fact.node, now_ms).told_ms for fact in snapshot.nodes}
+    before = {fact.node: self.state.members.node(fact.node, now_ms).drain_ms for fact in snapshot.nodes}
     _capacity(self, snapshot, now_ms=now_ms)
     for fact in snapshot.nodes:
         if fact.state is NodeState.READY:
-            self._node(fact.node, now_ms).told_ms = before[fact.node]
+            self.state.members.node(fact.node, now_ms).drain_ms = before[fact.node]
 
 
 _capacity = Queue.capacity

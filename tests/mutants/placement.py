@@ -57,8 +57,7 @@ def nothing_beside(*_: Any) -> int:
 
 
 def blamed_when_it_comes_back(self: Queue, node: str, reason: str, *, now_ms: int) -> None:
-    numbers = {number for number, lease in self._leases.items() if lease.node == node}
-    self._give_away(numbers, node, reason, now_ms)
+    self.state.revoke(self.state.leases.of_node(node), node, reason, now_ms)
 
 
 FAULTS = {

@@ -1,0 +1,105 @@
+"""Backlog of the pull queue: the requests that wait for a worker, by kind and slot.
+
+    kind -> slots, the next first -> requests of the slot, the next first
+
+The promises: a request waits at most once, requests of one lease come from one slot and so resume at one step, and no
+slot is empty.
+"""
+
+import math
+from collections import OrderedDict
+from collections.abc import Collection, Iterator
+
+from engine.parallel.forecast import Requests
+from engine.protocol.request import Kind, RequestId, WeightsKey
+from engine.queue.suspects import must_run_alone
+from engine.queue.task import QueuedRequest, Slot
+
+
+class Backlog:
+    """The waiting requests. The module docstring lists the promises."""
+
+    def __init__(self) -> None:
+        self._slots: dict[Kind, OrderedDict[Slot, OrderedDict[RequestId, QueuedRequest]]] = {
+            kind: OrderedDict() for kind in Kind
+        }
+
+    def add(self, item: QueuedRequest, *, first: bool = False) -> None:
+        """Let a request wait. `first`: in front of all requests of its kind."""
+        request = item.attempt.request
+        slots = self._slots[request.kind]
+        item.slot = self.slot_of(item)
+        bucket = slots.get(item.slot)
+        if bucket is None:
+            bucket = slots[item.slot] = OrderedDict()
+        bucket[request] = item
+        if first:
+            bucket.move_to_end(request, last=False)
+            slots.move_to_end(item.slot, last=False)
+
+    def remove(self, item: QueuedRequest) -> None:
+        """Remove a waiting request."""
+        request = item.attempt.request
+        assert item.slot is not None
+        bucket = self._slots[request.kind][item.slot]
+        del bucket[request]
+        if not bucket:
+            del self._slots[request.kind][item.slot]
+        item.slot = None
+
+    def slot_of(self, item: QueuedRequest) -> Slot:
+        """Return the slot where a request has to wait. A suspect that must run alone gets its own slot."""
+        return (item.of.number, item.attempt.step, item.attempt.request if must_run_alone(item) else None)
+
+    def __len__(self) -> int:
+        return sum(len(bucket) for slots in self._slots.values() for bucket in slots.values())
+
+    def has(self, item: QueuedRequest) -> bool:
+        """Return True if this very request waits in its slot."""
+        request, slot = item.attempt.request, item.slot
+        bucket = None if slot is None else self._slots[request.kind].get(slot)
+        return bucket is not None and bucket.get(request) is item
+
+    def holds(self, kind: Kind) -> bool:
+        """Return True if a request of this kind waits."""
+        return bool(self._slots[kind])
+
+    def next_batch(self, kind: Kind, room: int | None, published: Collection[WeightsKey]) -> list[QueuedRequest] | None:
+        """Return the requests of the next lease: up to `shape` requests of the first slot that fits the worker.
+
+        `room`: the most images of a forward pass. Requests whose weights are not published are left out.
+        """
+        for bucket in self._slots[kind].values():
+            first = next(iter(bucket.values()))
+            task = first.of.task
+            if first.attempt.weights in published and (room is None or task.shape <= room):
+                if len(bucket) <= task.shape:
+                    return list(bucket.values())
+                items = iter(bucket.values())
+                return [next(items) for _ in range(task.shape)]
+        return None
+
+    def too_large(self, kind: Kind, room: int | None) -> int:
+        """Return the batch shape of waiting work too large for this worker, or 0 if there is no such work."""
+        if room is None:
+            return 0
+        firsts = (next(iter(bucket.values())) for bucket in self._slots[kind].values())
+        return next((first.of.task.shape for first in firsts if first.of.task.shape > room), 0)
+
+    def demand(self) -> Iterator[tuple[Requests, int]]:
+        """Yield the waiting leases of each slot, with the batch shape of the slot's task."""
+        for slots in self._slots.values():
+            for (_, step, _), bucket in slots.items():
+                task = next(iter(bucket.values())).of.task
+                leases = math.ceil(len(bucket) / task.shape)
+                yield Requests(request_class=task.request_class, steps=task.steps - step, count=leases), task.shape
+
+    def check(self) -> None:
+        """Raise AssertionError if the backlog contradicts itself."""
+        for kind, slots in self._slots.items():
+            for slot, bucket in slots.items():
+                assert bucket, "an empty slot"
+                for request, item in bucket.items():
+                    assert request.kind is kind, f"{request} waits among requests of another kind"
+                    assert item.slot == slot, f"{request} waits twice"
+                    assert slot == self.slot_of(item), f"{request} waits in the wrong slot"

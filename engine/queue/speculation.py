@@ -1,0 +1,35 @@
+"""Speculative copies: a second execution of a slow request by an idle worker.
+
+The promise: no suspect is copied, because a copy could crash two workers at a time, and a request has two executions
+at most. The first result to arrive counts (engine/queue/leases.py).
+"""
+
+from collections.abc import Iterable
+
+from engine.protocol.request import Kind
+from engine.queue.leases import Lease
+from engine.queue.pace import Rules
+from engine.queue.task import QueuedRequest
+
+
+def slowest_requests(
+    leases: Iterable[Lease], rules: Rules, kind: Kind, worker: str, now_ms: int, room: int | None
+) -> list[QueuedRequest] | None:
+    """Return the leased requests with the latest predicted end, for a speculative copy by `worker`.
+
+    Return None if a copy from the committed step would not end sooner.
+    """
+    found: list[QueuedRequest] | None = None
+    latest = 0.0
+    for lease in leases:
+        task, pace = lease.of.task, lease.of.pace.step_ms
+        if lease.worker == worker or not pace or task.requests[0].kind is not kind:
+            continue
+        items = list(lease.requests.values())
+        if any(len(item.leases) > 1 or item.crashes for item in items) or (room is not None and task.shape > room):
+            continue
+        step = min(item.attempt.step for item in items)
+        end_ms = lease.end_ms(now_ms, rules.lease_of(lease.of.pace) // 2)
+        if end_ms > latest and now_ms + pace * (task.steps - step + 1) < end_ms:
+            found, latest = [item for item in items if item.attempt.step == step], end_ms
+    return found

@@ -1,0 +1,186 @@
+"""State of the pull queue, and the transitions that touch several of its parts.
+
+    submit -> waiting -> leased -> finished
+                 ^          |
+                 +-- requeue: expired, revoked, given back, failed
+                            +-> poisoned (engine/queue/suspects.py)
+
+The promise: an unfinished request is in exactly one of three states: leased, waiting or poisoned. A finished request is
+in none of the three.
+"""
+
+from collections.abc import Iterable
+
+from engine.events import NodeMissed, ProgressEvent, Warned
+from engine.parallel.forecast import Demand, Requests
+from engine.protocol.request import Finished, RequestId
+from engine.queue.backlog import Backlog
+from engine.queue.leases import Lease, LeaseTable
+from engine.queue.members import Members, WorkerRecord
+from engine.queue.pace import Rules
+from engine.queue.suspects import count_crash
+from engine.queue.task import QueuedRequest
+
+REPORTED_LOST = "reported by the launcher"
+
+
+class QueueState:
+    """The requests with their backlog, leases and members. The module docstring lists the promises."""
+
+    def __init__(self, rules: Rules) -> None:
+        self.rules = rules
+        self.requests: dict[RequestId, QueuedRequest] = {}
+        """The unfinished requests."""
+        self.finished: dict[RequestId, Finished] = {}
+        self.poisoned: dict[RequestId, str] = {}
+        """The error text of each poisoned request."""
+        self.backlog = Backlog()
+        self.leases = LeaseTable(rules)
+        self.members = Members()
+        self.events: list[ProgressEvent] = []
+
+    def grant(
+        self, number: int, worker: WorkerRecord, items: list[QueuedRequest], step: int, now_ms: int, *, copy: bool
+    ) -> Lease:
+        """Open a lease on these requests. `copy`: another worker holds a lease on the same requests."""
+        of = items[0].of
+        for item in items:
+            if item.slot is not None:
+                self.backlog.remove(item)
+            item.leases.append(number)
+        lease = self.leases.open[number] = Lease(
+            worker=worker.name,
+            node=worker.node,
+            boot=worker.boot,
+            seq=worker.seq,
+            of=of,
+            requests={item.attempt.request: item for item in items},
+            first_step=step,
+            granted_ms=now_ms,
+            last_step_ms=now_ms,
+            expires_ms=now_ms + self.rules.lease_of(of.pace),
+            step=step,
+            copy=copy,
+        )
+        worker.leases.add(number)
+        return lease
+
+    def end_lease(self, number: int) -> Lease:
+        """Remove a lease from the table and from its worker."""
+        lease = self.leases.open.pop(number)
+        self.members.workers[lease.worker].leases.discard(number)
+        return lease
+
+    def leave(self, item: QueuedRequest) -> None:
+        """Remove the request from the queue and revoke its leases. Results for revoked leases are rejected."""
+        if item.slot is not None:
+            self.backlog.remove(item)
+        for number in item.leases:
+            lease = self.leases.open[number]
+            del lease.requests[item.attempt.request]
+            if not lease.requests:
+                self.end_lease(number)
+        item.leases = []
+
+    def finish(self, result: Finished) -> None:
+        """Record the result of a request. Ignore a request that the queue does not hold."""
+        item = self.requests.pop(result.request, None)
+        if item is not None:
+            self.leave(item)
+            self.poisoned.pop(result.request, None)
+            self.finished[result.request] = result
+
+    def commit(self, item: QueuedRequest, step: int, blob: str) -> None:
+        """Record a durable in-flight state. Ignore a step that is not newer than the last committed step."""
+        if step <= item.attempt.step:
+            return
+        waits = item.slot is not None
+        if waits:
+            self.backlog.remove(item)
+        item.commit(step, blob)
+        if waits:
+            self.backlog.add(item, first=True)
+
+    def requeue(self, number: int, now_ms: int) -> int:
+        """Return a lease's requests to the front of the queue.
+
+        Return the number of denoising steps to repeat: the steps since the last commit. The number is an estimate from
+        the last reported step and the time since the grant, because a dead worker reports nothing.
+        """
+        lease = self.end_lease(number)
+        made, lost = lease.made_by(now_ms), 0
+        for item in reversed(lease.requests.values()):
+            item.leases.remove(number)
+            if item.leases:
+                continue  # another worker holds a lease on the same request
+            lost += max(0, made - item.attempt.step)
+            self.backlog.add(item, first=True)
+        return lost
+
+    def revoke(self, numbers: Iterable[int], node: str, reason: str, now_ms: int) -> None:
+        """Revoke leases of a node and requeue their requests. The requests become suspects of their workers."""
+        ordered = sorted(numbers)
+        held = [(self.leases.open[number].worker, list(self.leases.open[number].requests)) for number in ordered]
+        lost = sum(self.requeue(number, now_ms) for number in reversed(ordered))
+        for worker, requests in held:
+            self.members.workers[worker].suspects += [(request, len(requests) == 1) for request in requests]
+        if ordered or reason == REPORTED_LOST:
+            fenced = sum(len(requests) for _, requests in held)
+            self.events.append(NodeMissed(node=node, reason=reason, lost_steps=lost, fenced_requests=fenced))
+
+    def record_crash(self, request: RequestId, text: str, *, alone: bool) -> None:
+        """Record a worker's crash on this request. `alone`: the request was alone in its lease."""
+        item = self.requests.get(request)
+        if item is None or request in self.poisoned:
+            return
+        waits = item.slot is not None
+        if waits:
+            self.backlog.remove(item)
+        if count_crash(item, alone=alone):
+            self.poisoned[request] = text
+            self.events.append(Warned(text=f"{request.prompt!r} brought down {item.crashes} workers and waits: {text}"))
+        elif waits:
+            self.backlog.add(item, first=True)
+
+    def demand(self, now_ms: int) -> Demand:
+        """Return the waiting and in-flight work, as input for planning SP groups."""
+        waiting: list[Requests] = []
+        in_flight: dict[str, Requests] = {}
+        pictures: dict[str, int] = {}
+        for some, shape in self.backlog.demand():
+            waiting.append(some)
+            pictures[some.request_class] = shape
+        for worker, left, shape in self.leases.demand(now_ms):
+            pictures[left.request_class] = shape
+            # A worker may hold two leases: the images of the first are scored while the second is sampled.
+            if worker not in in_flight or in_flight[worker].steps < left.steps:
+                in_flight[worker] = left
+        return Demand(waiting=waiting, in_flight=in_flight, pictures=pictures)
+
+    def check(self, number: int | None = None) -> None:
+        """Raise AssertionError if the state contradicts itself.
+
+        Check a single open lease, or everything if `number` is None.
+        """
+        table = self.leases.open
+        chosen = table if number is None else {n: table[n] for n in (number,) if n in table}
+        self.leases.check(chosen)
+        for known, lease in chosen.items():
+            assert known in self.members.workers[lease.worker].leases, f"lease {known} is unknown to its worker"
+            for request, item in lease.requests.items():
+                assert self.requests.get(request) is item, f"lease {known} holds an attempt at {request} that is over"
+        if number is not None:
+            return
+        assert all(known < self.leases.next_number for known in table), "a lease number of the future"
+        self.members.check(table)
+        self.backlog.check()
+        waiting = 0
+        for request, item in self.requests.items():
+            states = (bool(item.leases), item.slot is not None, request in self.poisoned)
+            assert sum(states) == 1, f"{request}: leased, waiting, poisoned = {states}"
+            assert len(item.leases) <= 2, f"{request} is made by {len(item.leases)} workers"
+            assert request not in self.finished, f"{request} is finished and wanted"
+            if item.slot is not None:
+                waiting += 1
+                assert self.backlog.has(item), f"{request} does not wait in its slot"
+        assert waiting == len(self.backlog), "a removed request waits"

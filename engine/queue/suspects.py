@@ -1,0 +1,30 @@
+"""Suspects: requests that may crash every worker.
+
+    unsuspected -> suspect (crash) -> runs alone (`CRASHES_TO_POISON - 1` crashes) -> poisoned (crash while alone)
+
+The promise: only a request whose last crash happened alone in a lease is reported as poisoned. Crashes are detected
+late, so an innocent request's third crash may belong to a lease granted before the first crash was known.
+"""
+
+from engine.queue.task import QueuedRequest
+
+CRASHES_TO_POISON = 3
+"""After crashes of this many workers at the same step, a request is reported as poisoned and not retried."""
+
+
+def must_run_alone(item: QueuedRequest) -> bool:
+    """Return True if a further crash would poison the request.
+
+    The crash then identifies the poisoned request, and clears the requests that were leased together with it before.
+    """
+    return item.crashes >= CRASHES_TO_POISON - 1
+
+
+def count_crash(item: QueuedRequest, *, alone: bool) -> bool:
+    """Count a worker's crash on this request. Return True if the request is poisoned.
+
+    A crash at a later step than the last crash resets the count to 1. `alone`: the request was alone in its lease.
+    """
+    item.crashes = 1 if item.attempt.step > item.crashed_at else item.crashes + 1
+    item.crashed_at = item.attempt.step
+    return item.crashes >= CRASHES_TO_POISON and alone and not item.leases
