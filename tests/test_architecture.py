@@ -72,8 +72,6 @@ FLOORS = {
 
 UPWARD = {
     ("engine/models", "worker"),
-    ("engine/parallel", "coordinator"),
-    ("engine/protocol", "queue"),
     ("engine/ray", "entrypoints"),
 }
 """Imports that still run upwards. This list only gets shorter."""

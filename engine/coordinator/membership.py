@@ -19,15 +19,14 @@ Pure: no clock, no I/O. The caller passes in the calls, the lost workers and the
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from engine.coordinator.communicators import Communicators
 from engine.coordinator.settling import SettlingPeers
 from engine.parallel.worker_group import WorkerGroup, aligned_subsets, node_of
-from engine.protocol.request import Regroup
-
-ALONE = 0
-"""The epoch of a worker outside every group."""
+from engine.protocol.request import ALONE, Regroup
 
 
 def alone(worker: str) -> Regroup:

@@ -20,10 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engine.coordinator.membership import ALONE
 from engine.parallel.communicator import Communicators, SPGroup, TornGroup
 from engine.parallel.ulysses import SPBackend
-from engine.protocol.request import Regroup
+from engine.protocol.request import ALONE, Regroup
 
 LEAVE = b"leave"
 

@@ -11,24 +11,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from engine.parallel.forecast import Requests
-from engine.protocol.request import RequestId, WeightsKey
+from engine.protocol.records import LeaseRecord
+from engine.protocol.request import RequestId
 from engine.queue.pace import Rules
 from engine.queue.task import QueuedRequest, Submission
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LeaseRecord:
-    """The facts to restore a lease after a coordinator restart, so the worker still holds the lease."""
-
-    number: int
-    worker: str
-    node: str
-    boot: int
-    seq: int
-    weights: WeightsKey
-    requests: tuple[RequestId, ...]
-    lease_ms: int
-    copy: bool
 
 
 @dataclass(slots=True, eq=False)

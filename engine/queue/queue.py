@@ -24,6 +24,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from engine.events import Capacity, Market, NodeSeen, NodeServed, NodeState, Warned
 from engine.parallel.forecast import Demand
+from engine.protocol.records import LeaseRecord
 from engine.protocol.request import (
     Attempt,
     Drain,
@@ -37,14 +38,15 @@ from engine.protocol.request import (
     WeightsKey,
     Work,
 )
+from engine.protocol.task import Task
 from engine.queue import recovery
 from engine.queue.commits import CommitTimer
-from engine.queue.leases import Lease, LeaseRecord
+from engine.queue.leases import Lease
 from engine.queue.members import WorkerRecord
 from engine.queue.pace import STEPS_PER_LEASE, Pace, Rules
 from engine.queue.speculation import slowest_requests
 from engine.queue.state import REPORTED_LOST, QueueState
-from engine.queue.task import QueuedRequest, Submission, Task
+from engine.queue.task import QueuedRequest, Submission
 from engine.queue.weights import PublishedWeights
 
 PRIORITY = (Kind.TRAIN, Kind.EVALUATE, Kind.CONTROL, Kind.EXPLORE)

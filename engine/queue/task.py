@@ -1,47 +1,13 @@
-"""Tasks and the requests of a task while the requests are in the queue.
+"""Submitted tasks and their requests while the requests are in the queue.
 
-The promise: a task is checked when it is built, before the coordinator writes the task to the journal.
+The promise: a request is in the backlog or in leases, never in both. `slot` and `leases` say where.
 """
 
 from dataclasses import dataclass, field
-from typing import get_args
 
-from engine.protocol.request import Attempt, Kind, RequestId, Scorer, WeightsKey, request_class
+from engine.protocol.request import Attempt, RequestId
+from engine.protocol.task import Task
 from engine.queue.pace import Pace
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Task:
-    """A set of requests that share weights and sampler plan, as submitted by the trainer.
-
-    `sampler` is the plan as JSON (engine/diffusion/sampler.py). `steps` is the plan's number of denoising steps.
-    `pictures` is the number of leading requests whose finished image is sent back. All requests have the same kind.
-    Raises ValueError if the scorer is the student and the kind is not exploration: training and reports use the reward.
-    """
-
-    requests: tuple[RequestId, ...]
-    weights: WeightsKey
-    sampler: str
-    steps: int
-    shape: int
-    dtype: str
-    pictures: int = 0
-    scorer: Scorer = "reward"
-
-    @property
-    def request_class(self) -> str:
-        return request_class(self.shape, self.dtype)
-
-    def __post_init__(self) -> None:
-        # Check here and not in `submit`: a task rejected by the queue must not be in the journal already.
-        if self.scorer not in get_args(Scorer):
-            raise ValueError(f"a task's scorer is {self.scorer!r}; use one of {', '.join(get_args(Scorer))}")
-        others = {str(request.kind) for request in self.requests} - {str(Kind.EXPLORE)}
-        if self.scorer == "student" and others:
-            raise ValueError(
-                f"a task of kind {', '.join(sorted(others))} names the student as its scorer; only exploration may, "
-                "because a student ranks seeds and its scores are not the reward; use scorer='reward'"
-            )
 
 
 @dataclass(slots=True, eq=False)

@@ -51,9 +51,15 @@ from engine.protocol.request import (
     WeightsKey,
     Work,
     request_class,
-    request_to_list,
 )
-from engine.protocol.wire import Blobs, finished_to_dict, reply_from_dict, reply_to_dict, weights_to_list
+from engine.protocol.wire import (
+    Blobs,
+    finished_to_dict,
+    reply_from_dict,
+    reply_to_dict,
+    request_to_list,
+    weights_to_list,
+)
 from engine.rewards.reward import Reward
 from engine.worker.transport import Transport
 from engine.worker.usage import Usage

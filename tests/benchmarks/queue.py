@@ -35,10 +35,10 @@ from engine.coordinator.weight_book import digest_of
 from engine.diffusion.sampler import plan_to_dict, rollout_plan
 from engine.models.load import load_adapter, trainable
 from engine.protocol.request import Finished, Kind, RequestId, Score, WeightsKey, Work
+from engine.protocol.task import Task
 from engine.protocol.wire import pack, task_to_dict, weights_to_list
 from engine.queue.pace import Rules
 from engine.queue.queue import Queue
-from engine.queue.task import Task
 from engine.rewards.load import load_reward
 from engine.worker.transport import HttpTransport
 from engine.worker.worker import Worker, get_weights

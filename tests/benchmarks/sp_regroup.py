@@ -30,15 +30,14 @@ from typing import Any, Literal
 import torch
 
 from engine.config import EngineConfig, ModelConfig, RuntimeConfig, SamplerConfig
-from engine.coordinator.membership import ALONE
 from engine.diffusion.sampler import advance, initial, plan_to_dict, rollout_plan
 from engine.models.load import load_adapter, trainable
 from engine.parallel.communicator import Communicators, join_store
 from engine.parallel.elastic import Elastic
 from engine.parallel.ulysses import Ulysses
-from engine.protocol.request import Kind, Regroup, RequestId, WeightsKey
+from engine.protocol.request import ALONE, Kind, Regroup, RequestId, WeightsKey
+from engine.protocol.task import Task
 from engine.protocol.wire import task_to_dict, weights_to_list
-from engine.queue.task import Task
 from engine.worker.worker import get_weights
 from tests.benchmarks.page import load_now, publish
 from tests.benchmarks.sp_parity import GROUPS, Member, Ranks, switch_ms

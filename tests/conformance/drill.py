@@ -16,8 +16,8 @@ from engine.diffusion.sampler import plan_to_dict
 from engine.diffusion.trajectory import Trajectory
 from engine.events import Capacity, Market, NodeCapacity, NodeState
 from engine.protocol.request import Finished, Kind, RequestId, WeightsKey
+from engine.protocol.task import Task
 from engine.protocol.wire import finished_from_dict, task_to_dict, weights_to_list
-from engine.queue.task import Task
 from tests.conformance.stage import Stage, Step
 from tests.conformance.undisturbed import Undisturbed, equal
 

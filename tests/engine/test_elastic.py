@@ -8,13 +8,12 @@ import pytest
 import torch
 
 from engine.config import ModelConfig
-from engine.coordinator.membership import ALONE
 from engine.diffusion.sampler import initial
 from engine.models.load import load_adapter
 from engine.parallel.communicator import Communicators, TornGroup, join_store
 from engine.parallel.elastic import Elastic
 from engine.parallel.ulysses import Ulysses
-from engine.protocol.request import Regroup
+from engine.protocol.request import ALONE, Regroup
 from tests.benchmarks.sp_parity import Failed, Ranks
 
 TIMEOUT_SECONDS = 2.0

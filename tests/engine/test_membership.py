@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.coordinator.membership import ALONE, Membership
+from engine.coordinator.membership import Membership
 from engine.parallel.groups import plan_groups
-from engine.protocol.request import Regroup
+from engine.protocol.request import ALONE, Regroup
 
 SETTLING_MS = 300
 

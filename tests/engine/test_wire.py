@@ -1,9 +1,9 @@
 """What travels arrives as it was sent, and what is cut short is refused."""
 
 import math
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from engine.protocol.request import (
     Attempt,
@@ -20,6 +20,7 @@ from engine.protocol.request import (
     WeightsKey,
     Work,
 )
+from engine.protocol.task import Task
 from engine.protocol.wire import (
     finished_from_dict,
     finished_to_dict,
@@ -30,7 +31,6 @@ from engine.protocol.wire import (
     task_to_dict,
     unpack,
 )
-from engine.queue.task import Task
 
 REQUEST = RequestId(run="run", lineage=2, batch=3, prompt='Zwölf "Boxkämpfer"\n', seed=2**64 - 1, kind=Kind.TRAIN)
 CANDIDATE = replace(REQUEST, kind=Kind.EXPLORE)

@@ -1,13 +1,14 @@
 """The worker keeps what it holds, makes it durable as it goes, and knows what fits into its memory."""
 
+import dataclasses
 import json
 import threading
 import time
 from contextlib import contextmanager
-from dataclasses import replace
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from engine.clock import ScaledClock
 from engine.config import ModelConfig, RuntimeConfig, SamplerConfig
@@ -28,8 +29,8 @@ from engine.protocol.request import (
     WeightsKey,
     Work,
 )
+from engine.protocol.task import Task
 from engine.protocol.wire import reply_to_dict, task_to_dict, weights_to_list
-from engine.queue.task import Task
 from engine.worker.worker import Worker, get_weights, is_out_of_memory, set_weights
 from tests.engine.served import Served
 
@@ -147,7 +148,9 @@ def half_made(degrees):
     (call,) = line.of("commit")
     names = [name for _, _, name in call["states"]]
     for name in names:
-        state = replace(Trajectory.from_bytes(line.blobs[name]), degrees=torch.tensor(degrees, dtype=torch.uint8))
+        state = dataclasses.replace(
+            Trajectory.from_bytes(line.blobs[name]), degrees=torch.tensor(degrees, dtype=torch.uint8)
+        )
         line.blobs[name] = state.to_bytes()
     work = order(2)
     attempts = tuple(replace(a, step=4, state=name) for a, name in zip(work.attempts, names, strict=True))
