@@ -1,70 +1,79 @@
 """Serve the queue's state machine, with a journal on disk, a weight book and a clock.
 
+    call -> handle: decide -> journal.append(record) -> state.apply(record) -> answer
+
 Each call gets one answer, over any transport (in-process, HTTP, Ray). A call with an effect is written to the journal
 first and applied second, both before the next call is handled. The call is *acknowledged* only after `sync`. Memory and
 journal therefore never disagree, and a worker's acknowledged results are never lost.
 
 The coordinator runs on the on-demand node, beside the trainer. Killed at any moment, the coordinator restarts from its
-journal, leases included: a worker in the middle of an image notices nothing. Every start issues lease numbers from a
-range of its own.
+journal (engine/coordinator/recovery.py), leases included: a worker in the middle of an image notices nothing.
 """
 
 import contextlib
-import math
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Literal, assert_never
+
+import msgspec
 
 from engine.clock import Clock, run_ms
-from engine.coordinator.idle_time import IdleTime
+from engine.coordinator import node_usage
+from engine.coordinator.exploration_desk import ExplorationDesk
 from engine.coordinator.journal import Journal
 from engine.coordinator.membership import alone
+from engine.coordinator.node_usage import UsageBook
+from engine.coordinator.pulls import Pulls
+from engine.coordinator.recovery import recover
 from engine.coordinator.regrouping import Regrouping
-from engine.coordinator.usage import NodeUsageBook
+from engine.coordinator.run_state import RunState
 from engine.coordinator.weight_book import WeightBook, digest_of
-from engine.events import Capacity, Phase
-from engine.exploration.batch import BatchExploration, ExplorationOrder
-from engine.protocol.lease import Head, lease_from_dict, lease_to_dict
-from engine.protocol.request import (
-    ALONE,
-    Finished,
-    Kind,
-    Reply,
-    RequestId,
-    Wait,
-    WeightsKey,
-    Work,
-    request_from_list,
-    request_to_list,
+from engine.events import Capacity
+from engine.protocol.codec import Blobs, encode_record
+from engine.protocol.messages import (
+    Answer,
+    BeginLineage,
+    Call,
+    Collect,
+    Commit,
+    Done,
+    Explore,
+    Fault,
+    FetchStates,
+    FetchWeights,
+    Finish,
+    GiveBack,
+    Heartbeat,
+    Known,
+    Late,
+    LeaseCall,
+    NodeLost,
+    Notice,
+    Order,
+    Peek,
+    Publish,
+    Published,
+    Pull,
+    Result,
+    Results,
+    States,
+    Stop,
+    Submit,
+    WeightsBytes,
+    Withdraw,
+    WorkerDied,
 )
-from engine.protocol.task import LeaseRecord, Task
-from engine.protocol.wire import (
-    Blobs,
-    finished_from_dict,
-    finished_to_dict,
-    reply_to_dict,
-    task_from_dict,
-    task_to_dict,
-    weights_from_list,
-    weights_to_list,
-)
+from engine.protocol.records import Record, ResultsAccepted, StatesCommitted, WeightsPublished, stored
+from engine.protocol.request import ALONE, Kind, Reply, Wait, Work
 from engine.queue.pace import Rules
 from engine.queue.queue import PRIORITY, Queue
 from engine.storage.progress import ProgressLog
 
-LEASES_PER_MS = 10_000
-LEASES_PER_START = 1_000_000
-"""Gap between the first lease numbers of two starts. Every start of a coordinator issues numbers above all earlier
-ones. The time of day ensures uniqueness on a new machine with an empty journal. The journal's newest number ensures
-uniqueness after a clock was set back."""
-
-USAGE_EVERY_WALL_SECONDS = 1.0
+Answered = tuple[Answer, Mapping[str, bytes]]
 
 
 class Coordinator:
-    """Message handler over the queue, the journal and the weights; see the module docstring.
+    """Message handler over the run's state, the journal and the weights; see the module docstring.
 
     Not thread-safe: make one call at a time.
     """
@@ -90,118 +99,50 @@ class Coordinator:
         self.journal = journal
         self.changes = 0
         """Change counter. Grows whenever a repeated call might get a new answer instead of `Wait`."""
-        self.lineage = 0
-        self._pulls: dict[str, tuple[int, int]] = {}
-        """Boot and number of each worker's last pull."""
-        self._unheard: dict[str, tuple[int, int]] = {}
-        """Boot and number of the last pull of each dead worker. The server repeats a waiting pull internally, but a
-        dead worker cannot receive the answer, and so gets no work."""
-        self._first_lease = 0
-        self._heard = [0, 0]
-        """Boot and number of the trainer's newest order. A late order with a smaller number changes nothing."""
-        self._tasks: list[Task] = []
-        self._digests: dict[WeightsKey, str] = {}
-        self._order: dict[tuple[Kind, int], list[RequestId]] = defaultdict(list)
-        self._usage: dict[str, NodeUsageBook] = defaultdict(NodeUsageBook)
-        self._usage_told_ms = clock.now_ms()
-        self._poisoned_known: set[RequestId] = set()
-        self._exploration: BatchExploration | None = None
-        self._idle = IdleTime()
-        self.queue = Queue(rules)
-        self._restore()
+        self.usage = UsageBook(clock.now_ms())
+        self.exploration = ExplorationDesk(clock, rules.lease_ms)
+        self._pulls = Pulls()
+        self.state: RunState = recover(journal, book, rules, clock.now_ms())
         self.groups = Regrouping(
             lambda: self.queue.demand(clock.now_ms()),
             sp_degree=sp_degree,
             run_ms=partial(run_ms, clock),
-            first=self._first_lease,
+            first=self.state.first_lease,
         )
 
-    # --- one call ---------------------------------------------------------------------------------------
+    @property
+    def queue(self) -> Queue:
+        return self.state.queue
 
-    def call(self, head: Mapping[str, Any], blobs: Blobs) -> tuple[Head, dict[str, bytes]]:
-        """Answer one message. Raises ValueError if the call is unknown, OSError if the disk is full."""
+    @property
+    def lineage(self) -> int:
+        return self.state.lineage
+
+    # --- calls ------------------------------------------------------------------------------------------
+
+    def handle(self, call: Call, blobs: Blobs) -> Answered:
+        """Answer one call. Raises OSError if the disk is full, KeyError if a blob is missing."""
         now_ms = self._clock.now_ms()
-        self._note_usage(head, now_ms)
-        match head["call"]:
-            case "pull":
-                return reply_to_dict(self._pull(head, now_ms)), {}
-            case "heartbeat":
-                leases = {int(number): step for number, step in head["leases"].items()}
-                reply = self.queue.heartbeat(head["worker"], head["node"], leases, now_ms=now_ms)
-                if isinstance(reply, Wait) and self.groups.members.must_come(head["worker"]):
-                    reply = alone(head["worker"])
-                return reply_to_dict(reply), {}
-            case "finish":
-                return reply_to_dict(self._finish(head, blobs, now_ms)), {}
-            case "commit":
-                return reply_to_dict(self._commit(head, blobs, now_ms)), {}
-            case "give_back":
-                self.changes += 1
-                return reply_to_dict(self.queue.give_back(head["worker"], head["lease"], now_ms=now_ms)), {}
-            case "fault":
-                self.changes += 1
-                reply = self.queue.fault(head["worker"], head["node"], head["lease"], head["text"], now_ms=now_ms)
-                self._remember_poison()
-                return reply_to_dict(reply), {}
-            case "died":
-                worker = head["worker"]
-                self.queue.died(worker, head["boot"], head["reason"], now_ms=now_ms)
-                if head["boot"] >= self._pulls.get(worker, (0, 0))[0]:  # else a newer process has already called
-                    self._unheard[worker] = self._pulls.get(worker, (0, 0))
-                    self.groups.gone([worker], f"{worker} died", now_ms=now_ms)
-            case "node_lost":
-                self.queue.unreachable(head["node"], head["reason"], now_ms=now_ms)
-                workers = self.groups.members.workers_of(head["node"])
-                self.groups.gone(workers, f"{head['node']} is lost", now_ms=now_ms)
-            case "notice":
-                self.queue.notice(head["node"], head["deadline_ms"], now_ms=now_ms)
-            case "states":
-                return {"do": "states"}, {name: self.journal.blob(name) for name in head["names"]}
-            case "weights":
-                return {"do": "weights"}, {"weights": self._book.read(weights_from_list(head["weights"]))}
+        self._note_usage(call)
+        match call:
+            case Pull() | Heartbeat() | Finish() | Commit() | GiveBack() | Fault():
+                return self._reply(call, blobs, now_ms), {}
+            case FetchStates():
+                return States(), {name: self.journal.blob(name) for name in call.names}
+            case FetchWeights():
+                return WeightsBytes(), {"weights": self._book.read(call.weights)}
+            case Peek():
+                live = self.queue.live
+                return Known(lineage=self.lineage, version=live.version if live else None), {}
+            case Collect():
+                return self._collect(call, now_ms)
+            case WorkerDied() | NodeLost() | Notice():
+                self._observe(call, now_ms)
+                return Done(), {}
+            case BeginLineage() | Submit() | Explore() | Publish() | Withdraw() | Stop():
+                return self._obey(call, blobs, now_ms), {}
             case _:
-                return self._call_of_trainer(head, blobs, now_ms)
-        self.changes += 1
-        return {"do": "done"}, {}
-
-    def _call_of_trainer(self, head: Mapping[str, Any], blobs: Blobs, now_ms: int) -> tuple[Head, dict[str, bytes]]:
-        match head["call"]:
-            case "peek":
-                return self._known(), {}
-            case "collect":
-                return self._collect(head, now_ms)
-        said = [head.get("boot", 0), head.get("seq", 0)]
-        if said < self._heard:
-            return {"do": "late"}, {}
-        self._heard = said
-        match head["call"]:
-            case "hello":
-                self._record({"op": "hello", "lineage": head["lineage"], "said": said})
-                self._hello(head["lineage"])
-                self._compact()
-            case "submit":
-                task = task_from_dict(head["task"])
-                self._record({"op": "submit", "task": head["task"], "said": said})
-                self._submit(task)
-            case "explore":
-                order = ExplorationOrder.from_dict(head["order"])
-                self._record({"op": "explore", "order": order.to_dict(), "said": said})
-                self._explore(order)
-                self._deal(now_ms)
-            case "publish":
-                digest = self._publish(weights_from_list(head["weights"]), blobs["weights"])
-                self.changes += 1
-                return {"do": "published", "digest": digest}, {}
-            case "withdraw":
-                self._record({"op": "withdraw", "batches": head["batches"], "said": said})
-                self._withdraw([(Kind(kind), batch) for kind, batch in head["batches"]])
-                self._compact()
-            case "stop":
-                self.stop(head["reason"])
-            case other:
-                raise ValueError(f"the coordinator does not know the call {other!r}")
-        self.changes += 1
-        return {"do": "done"}, {}
+                assert_never(call)
 
     def set_capacity(self, snapshot: Capacity) -> None:
         """Apply the launcher's snapshot of the nodes."""
@@ -232,329 +173,227 @@ class Coordinator:
             while events:
                 self._progress.write(self.lineage, events[0])
                 events.pop(0)
-        if self._clock.wall_seconds(now_ms - self._usage_told_ms) >= USAGE_EVERY_WALL_SECONDS:
-            self._tell_usage(now_ms)
+        if self._clock.wall_seconds(now_ms - self.usage.reported_ms) >= node_usage.EVERY_WALL_SECONDS:
+            for event in self.usage.events(now_ms):
+                self._progress.write(self.lineage, event)
 
     # --- workers ----------------------------------------------------------------------------------------
 
-    def _pull(self, head: Mapping[str, Any], now_ms: int) -> Reply:
-        holds = head["holds"]
-        kinds = [Kind(kind) for kind in head["kinds"]] if head.get("kinds") else PRIORITY
+    def _reply(self, call: LeaseCall, blobs: Blobs, now_ms: int) -> Reply:
+        match call:
+            case Pull():
+                return self._pull(call, now_ms)
+            case Heartbeat():
+                reply = self.queue.heartbeat(call.worker, call.node, call.leases, now_ms=now_ms)
+                if isinstance(reply, Wait) and self.groups.members.must_come(call.worker):
+                    return alone(call.worker)
+                return reply
+            case Finish():
+                return self._finish(call, blobs, now_ms)
+            case Commit():
+                return self._commit(call, blobs, now_ms)
+            case GiveBack():
+                self.changes += 1
+                return self.queue.give_back(call.worker, call.lease, now_ms=now_ms)
+            case Fault():
+                self.changes += 1
+                reply = self.queue.fault(call.worker, call.node, call.lease, call.text, now_ms=now_ms)
+                self._record_poison(now_ms)
+                return reply
+            case _:
+                assert_never(call)
+
+    def _pull(self, call: Pull, now_ms: int) -> Reply:
+        kinds: Sequence[Kind] = call.kinds or PRIORITY
         if Kind.EXPLORE in kinds:
-            self._idle.explorers[head["worker"]] = head["node"]
+            self.exploration.add_explorer(call.worker, call.node)
             self._deal(now_ms)
-        if not self._may_work(head, now_ms):
+        if not self._may_work(call, now_ms):
             kinds = []
         missed = len(self.queue.events)
         reply = self.queue.pull(
-            head["worker"],
-            head["node"],
-            boot=head["boot"],
-            seq=head["seq"],
+            call.worker,
+            call.node,
+            boot=call.boot,
+            seq=call.seq,
             now_ms=now_ms,
-            holds=(weights_from_list(holds[:2]), holds[2]) if holds else None,
+            holds=(call.holds.weights, call.holds.digest) if call.holds else None,
             kinds=kinds,
-            room=head.get("room"),
+            room=call.room,
         )
         if len(self.queue.events) != missed:
-            self._remember_poison()
+            self._record_poison(now_ms)
             self.changes += 1
         if isinstance(reply, Work):
-            self.groups.members.busy(head["worker"])
-            self._remember_lease(reply.lease)
-        elif isinstance(reply, Wait) and (order := self.groups.members.order(head["worker"])):
+            self.groups.members.busy(call.worker)
+            self._record_lease(reply.lease)
+        elif isinstance(reply, Wait) and (order := self.groups.members.order(call.worker)):
             if order.epoch != ALONE:
                 self.changes += 1  # the other members wait for the same regroup
             return order
         return reply
 
-    def _may_work(self, head: Mapping[str, Any], now_ms: int) -> bool:
+    def _may_work(self, call: Pull, now_ms: int) -> bool:
         """Return True if the pulling worker may get work.
 
         The worker must lead its group, and the group must be the wanted group.
         """
-        worker = head["worker"]
-        pull = self._pulls[worker] = (head["boot"], head["seq"])
-        if self._unheard.get(worker) == pull:
+        if not self._pulls.add(call.worker, call.boot, call.seq):
             return False
-        if "group" not in head:
+        if call.group is None:
             return True
-        if not self.queue.takes_part(head["node"]):
+        if not self.queue.takes_part(call.node):
             return True  # the pull's answer will be drain or exit
-        if self.groups.pulled(worker, head["boot"], head["group"], now_ms=now_ms):
+        if self.groups.pulled(call.worker, call.boot, call.group, now_ms=now_ms):
             self.changes += 1
-        return self.groups.members.leads(worker)
+        return self.groups.members.leads(call.worker)
 
-    def _finish(self, head: Mapping[str, Any], blobs: Blobs, now_ms: int) -> Reply:
-        self._renew(head, now_ms)
+    def _finish(self, call: Finish, blobs: Blobs, now_ms: int) -> Reply:
+        self._renew(call, now_ms)
         # Record only results with a valid lease. Otherwise a restart would accept results of revoked leases.
-        held = set(self.queue.held(head["worker"], head["lease"]))
-        results = [result for result in map(finished_from_dict, head["results"]) if result.request in held]
-        results = [replace(result, node=head["node"]) for result in results]
+        held = set(self.queue.held(call.worker, call.lease))
+        results = [msgspec.structs.replace(r, node=call.node) for r in call.results if r.request in held]
+        accepted = ResultsAccepted(results=tuple(results))
         if results:
-            kept = {name: blobs[name] for name in (r.trajectory for r in results) if name is not None}
-            self._record({"op": "finish", "results": [finished_to_dict(result) for result in results]}, kept)
-        reply = self.queue.finish(head["worker"], head["node"], head["lease"], results, now_ms=now_ms)
+            self._record(accepted, {r.trajectory: blobs[r.trajectory] for r in results if r.trajectory is not None})
+        finished = [result.finished() for result in results]
+        reply = self.queue.finish(call.worker, call.node, call.lease, finished, now_ms=now_ms)
         if isinstance(reply, Wait):
-            if "pace" in head:
-                self.groups.measured(*head["pace"])
-            self._in_order(results)
-            self._explored(results)
+            if call.pace is not None:
+                self.groups.measured(call.pace.request_class, call.pace.degree, call.pace.seconds)
+            self.state.apply(accepted, now_ms)
+            self.exploration.add_candidates(sum(result.request.kind is Kind.EXPLORE for result in results))
             if not self.queue.wanted(Kind.TRAIN):
-                self._idle.begins(now_ms)
+                self.exploration.begin_training_phase(now_ms)
             self.changes += 1
         return reply
 
-    def _commit(self, head: Mapping[str, Any], blobs: Blobs, now_ms: int) -> Reply:
-        self._renew(head, now_ms)
-        held = set(self.queue.held(head["worker"], head["lease"]))
-        named = {request_from_list(raw): (step, name) for raw, step, name in head["states"]}
-        states = {request: state for request, state in named.items() if request in held}
+    def _commit(self, call: Commit, blobs: Blobs, now_ms: int) -> Reply:
+        self._renew(call, now_ms)
+        held = set(self.queue.held(call.worker, call.lease))
+        states = [state for state in call.states if state.request in held]
         if states:
-            kept = [[request_to_list(request), step, name] for request, (step, name) in states.items()]
-            self._record({"op": "commit", "states": kept}, {name: blobs[name] for _, name in states.values()})
-        cost_ms = head.get("commit_ms")
-        return self.queue.commit(head["worker"], head["node"], head["lease"], states, now_ms=now_ms, cost_ms=cost_ms)
+            committed = StatesCommitted(states=tuple(states))
+            self._record(committed, {state.blob: blobs[state.blob] for state in states})
+            self.state.apply(committed, now_ms)
+        steps = {state.request: (state.step, state.blob) for state in states}
+        return self.queue.commit(call.worker, call.node, call.lease, steps, now_ms=now_ms, cost_ms=call.commit_ms)
 
-    def _renew(self, head: Mapping[str, Any], now_ms: int) -> None:
+    def _renew(self, call: Finish | Commit, now_ms: int) -> None:
         """Renew the worker's lease, even if the disk has no room for the results in the message."""
-        self.queue.heartbeat(head["worker"], head["node"], {head["lease"]: 0}, now_ms=now_ms)
+        self.queue.heartbeat(call.worker, call.node, {call.lease: 0}, now_ms=now_ms)
 
-    def _note_usage(self, head: Mapping[str, Any], now_ms: int) -> None:
-        """Add the usage spans of a worker since its last call. `of` is the number of workers of its node."""
-        if head.get("usage"):
-            worker = head.get("worker", f"{head['node']}/trainer")
-            self._usage[head["node"]].add(worker, head["usage"], head["of"])
-            self._idle.exploring_ms += sum(
-                end - begin for name, begin, end in head["usage"] if name == Phase.EXPLORATION
-            )
+    def _observe(self, call: WorkerDied | NodeLost | Notice, now_ms: int) -> None:
+        """Record news of a worker or node from another process."""
+        self.changes += 1
+        match call:
+            case WorkerDied():
+                self.queue.died(call.worker, call.boot, call.reason, now_ms=now_ms)
+                if self._pulls.died(call.worker, call.boot):
+                    self.groups.gone([call.worker], f"{call.worker} died", now_ms=now_ms)
+            case NodeLost():
+                self.queue.unreachable(call.node, call.reason, now_ms=now_ms)
+                workers = self.groups.members.workers_of(call.node)
+                self.groups.gone(workers, f"{call.node} is lost", now_ms=now_ms)
+            case Notice():
+                self.queue.notice(call.node, call.deadline_ms, now_ms=now_ms)
+            case _:
+                assert_never(call)
 
-    def _tell_usage(self, now_ms: int) -> None:
-        self._usage_told_ms = now_ms
-        for node, book in self._usage.items():
-            event = book.tell(node, now_ms)
-            if event is not None and self._progress is not None:
-                self._progress.write(self.lineage, event)
-
-    # --- exploration ------------------------------------------------------------------------------------
-
-    def _explore(self, order: ExplorationOrder) -> None:
-        """Start to issue candidates of the order's batch. A repeated order changes nothing."""
-        if self._exploration is None or self._exploration.order != order:
-            self._exploration = BatchExploration(order)
+    def _note_usage(self, call: Call) -> None:
+        """Add the usage since the caller's last call. The trainer's calls name no worker."""
+        if isinstance(call, WorkerDied | NodeLost | Notice) or not call.usage:
+            return
+        worker = call.worker if isinstance(call, LeaseCall) else f"{call.node}/trainer"
+        self.usage.add(call.node, worker, call.usage, call.of)
+        self.exploration.add_usage(call.usage)
 
     def _deal(self, now_ms: int) -> None:
-        """Submit more candidates once every submitted one is leased and no request of higher priority waits."""
-        exploration = self._exploration
-        if exploration is None or any(self.queue.waits(kind) for kind in PRIORITY):
-            return
-        nodes = self.queue.live_nodes(now_ms, 2 * self._rules.lease_ms)
-        fit = self._idle.fit(nodes, exploration.pending, self._clock, now_ms)
-        requests = exploration.more(fit)
-        if requests:
-            order = exploration.order
-            task = Task(
-                requests=requests,
-                weights=WeightsKey(version=order.version),
-                sampler=order.sampler,
-                steps=order.steps,
-                shape=order.shape,
-                dtype=order.dtype,
-                scorer=order.scorer,
-            )
-            self._record({"op": "submit", "task": task_to_dict(task)})
-            self._submit(task)
-
-    def _explored(self, results: Sequence[Finished]) -> None:
-        """Report finished candidates to the batch's exploration.
-
-        `BatchExploration` ignores candidates of other orders.
-        """
-        candidates = [result for result in results if result.request.kind is Kind.EXPLORE]
-        self._idle.candidates += len(candidates)
-        if self._exploration is not None:
-            self._exploration.heard(candidates)
+        """Submit the next candidates of the open exploration, if workers would be idle."""
+        task = self.exploration.next_task(self.state.exploration, self.queue, now_ms)
+        if task is not None:
+            self._record_and_apply(Submit(task=task), now_ms)
 
     # --- the trainer ------------------------------------------------------------------------------------
 
-    def _known(self) -> Head:
-        """Return the facts a starting trainer needs: this machine's lineage and the newest published weight version."""
-        live = self.queue.live
-        return {"do": "known", "lineage": self.lineage, "version": live.version if live else None}
+    def _obey(self, order: Order, blobs: Blobs, now_ms: int) -> Answer:
+        """Obey an order of the trainer. Refuse an order that arrives after a newer order."""
+        if (order.boot, order.seq) < self.state.newest_order:
+            return Late()
+        self.state.newest_order = (order.boot, order.seq)
+        answer: Answer = Done()
+        match order:
+            case Publish():
+                answer = self._publish(order, blobs["weights"], now_ms)
+            case Stop():
+                self.queue.stop(order.reason)
+            case Submit():
+                self._record_and_apply(stored(order), now_ms)
+            case Explore():
+                self._record_and_apply(stored(order), now_ms)
+                self._deal(now_ms)
+            case BeginLineage() | Withdraw():
+                self._record_and_apply(stored(order), now_ms)
+                self._compact()
+            case _:
+                assert_never(order)
+        self.changes += 1
+        return answer
 
-    def _hello(self, lineage: int) -> None:
-        """Begin a lineage with an empty queue."""
-        if lineage != self.lineage:
-            self.lineage = lineage
-            self._withdraw_all()
-
-    def _submit(self, task: Task) -> None:
-        self._tasks.append(task)
-        self.queue.submit(task)
-        if self._exploration is not None:
-            self._exploration.took(task.requests)
-
-    def _publish(self, weights: WeightsKey, data: bytes) -> str:
+    def _publish(self, order: Publish, data: bytes, now_ms: int) -> Published:
         digest = digest_of(data)
-        self._book.write(weights, data)
-        record = {"op": "publish", "weights": weights_to_list(weights), "digest": digest, "said": self._heard}
-        self._record(record)
-        self._digests[weights] = digest
-        self.queue.publish(weights, digest)
-        if not weights.average:
-            self._idle.ends(self._clock)
-        return digest
+        self._book.write(order.weights, data)
+        record = WeightsPublished(weights=order.weights, digest=digest, boot=order.boot, seq=order.seq)
+        self._record_and_apply(record, now_ms)
+        if not order.weights.average:
+            self.exploration.end_training_phase(self._clock.now_ms())
+        return Published(digest=digest)
 
-    def _withdraw(self, batches: Sequence[tuple[Kind, int]]) -> None:
-        """Forget batches of requests, finished or not, and drop weights no longer needed.
-
-        The next compaction removes the batches from the journal.
-        """
-        gone = [r for task in self._tasks for r in task.requests if (r.kind, r.batch) in batches]
-        self.queue.withdraw(gone)
-        for batch in batches:
-            self._order.pop(batch, None)
-        if self._exploration is not None and (Kind.EXPLORE, self._exploration.order.batch) in batches:
-            self._exploration = None
-        dropped = set(gone)
-        self._tasks = [task for task in self._tasks if not dropped.issuperset(task.requests)]
-        live = self.queue.live
-        keep = [] if live is None else [live, WeightsKey(version=live.version - 1)]
-        for weights in self.queue.forget_weights(keep):
-            self._digests.pop(weights, None)
-            self._book.drop(weights)
-
-    def _collect(self, head: Mapping[str, Any], now_ms: int) -> tuple[Head, dict[str, bytes]]:
-        """Return the results of a batch from index `have` on, in order of arrival, with their trajectories.
-
-        `poisoned`: number of poisoned requests the caller knows already.
-        """
-        kind, batch = Kind(head["kind"]), head["batch"]
-        found = [self.queue.finished[request] for request in self._order[kind, batch][head["have"] :]]
-        self._remember_poison()
-        poisoned = [text for request, text in self.queue.poisoned.items() if request.kind == kind]
-        answer = {
-            "do": "results",
-            "results": [finished_to_dict(result) for result in found],
-            "stop": self.queue.stop_reason,
-            "poisoned": poisoned[head.get("poisoned", 0) :],
-            "nodes": self.queue.live_nodes(now_ms, 2 * self._rules.lease_ms),
-            "to_come": None if self._exploration is None else self._exploration.open,
-            "exploring_seconds": self._clock.wall_seconds(round(self._idle.exploring_ms)),
-        }
+    def _collect(self, call: Collect, now_ms: int) -> Answered:
+        """Return the results of a batch from index `have` on, in order of arrival, with their trajectories."""
+        found = self.state.results(call.kind, call.batch, call.have)
+        self._record_poison(now_ms)
+        poisoned = [text for request, text in self.queue.poisoned.items() if request.kind == call.kind]
+        exploration = self.state.exploration
+        answer = Results(
+            results=tuple(map(Result.of, found)),
+            stop=self.queue.stop_reason,
+            poisoned=tuple(poisoned[call.poisoned :]),
+            nodes=tuple(self.queue.live_nodes(now_ms, 2 * self._rules.lease_ms)),
+            to_come=None if exploration is None else exploration.open,
+            exploring_seconds=self.exploration.exploring_seconds,
+        )
         names = [result.trajectory for result in found if result.trajectory is not None]
         return answer, {name: self.journal.blob(name) for name in names}
 
     # --- journal ----------------------------------------------------------------------------------------
 
-    def _record(self, record: Head, blobs: Blobs | None = None) -> None:
-        self.journal.append(record, blobs)
+    def _record(self, record: Record, blobs: Blobs | None = None) -> None:
+        self.journal.append(encode_record(record), blobs)
 
-    def _remember_lease(self, number: int) -> None:
+    def _record_and_apply(self, record: Record, now_ms: int) -> None:
+        self._record(record)
+        for weights in self.state.apply(record, now_ms):
+            self._book.drop(weights)
+
+    def _record_lease(self, number: int) -> None:
         """Record the lease without waiting for the disk.
 
         After a crash, a forgotten lease is revoked: its steps are repeated, and no result is lost.
         """
-        self._record_lazily(lease_to_dict(self.queue.lease_record(number)))
-
-    def _remember_poison(self) -> None:
-        for request in self.queue.poisoned.keys() - self._poisoned_known:
-            self._record({"op": "poison", "request": request_to_list(request), "text": self.queue.poisoned[request]})
-            if self._exploration is not None:
-                self._exploration.settled(request, math.nan)
-        self._poisoned_known = set(self.queue.poisoned)
-
-    def _record_lazily(self, record: Head) -> None:
         with contextlib.suppress(OSError):  # the disk is full: the next call with a durable record raises
-            self.journal.append(record, durable=False)
+            self.journal.append(encode_record(self.queue.lease_record(number)), durable=False)
 
-    def _in_order(self, results: Iterable[Finished]) -> None:
-        for result in results:
-            request = result.request
-            if self.queue.finished.get(request) is result:
-                self._order[request.kind, request.batch].append(request)
-
-    def _restore(self) -> None:
-        leases: list[LeaseRecord] = []
-        for record in self.journal.replay():
-            self._heard = max(self._heard, record.get("said", self._heard))
-            match record["op"]:
-                case "start":
-                    self._first_lease = record["first_lease"]
-                case "hello":
-                    self._hello(record["lineage"])
-                case "withdraw":
-                    self._withdraw([(Kind(kind), batch) for kind, batch in record["batches"]])
-                case "explore":
-                    self._explore(ExplorationOrder.from_dict(record["order"]))
-                case "submit":
-                    self._submit(task_from_dict(record["task"]))
-                case "publish":
-                    weights = weights_from_list(record["weights"])
-                    self._digests[weights] = record["digest"]
-                    self.queue.publish(weights, record["digest"])
-                case "finish":
-                    results = [finished_from_dict(result) for result in record["results"]]
-                    for result in results:
-                        self.queue.restore_finished(result)
-                    self._in_order(results)
-                    self._explored(results)
-                case "commit":
-                    for raw, step, name in record["states"]:
-                        self.queue.restore_state(request_from_list(raw), step, name)
-                case "lease":
-                    leases.append(lease_from_dict(record))
-                case "poison":
-                    poisoned = request_from_list(record["request"])
-                    self.queue.restore_poisoned(poisoned, record["text"])
-                    if self._exploration is not None:
-                        self._exploration.settled(poisoned, math.nan)
-                case other:
-                    raise ValueError(f"the journal holds a record this version does not know: {other!r}")
-        now_ms = self._clock.now_ms()
-        for lease in leases:
-            self.queue.restore_lease(lease, now_ms=now_ms)
-        self.queue.tick(now_ms)  # from here on, the queue notices pauses of its own process
-        self._poisoned_known = set(self.queue.poisoned)
-        known = max([self._first_lease, *(lease.number for lease in leases)])
-        self._first_lease = max(known + LEASES_PER_START, now_ms * LEASES_PER_MS)
-        self.queue.begin_leases(self._first_lease)
-        self._record({"op": "start", "first_lease": self._first_lease})
-        self.journal.sync()
-
-    def _withdraw_all(self) -> None:
-        for task in self._tasks:
-            self.queue.withdraw(task.requests)
-        self._tasks, self._digests, self._exploration = [], {}, None
-        self._order.clear()
-        self.queue.forget_all_weights()
+    def _record_poison(self, now_ms: int) -> None:
+        for record in self.state.new_poison():
+            self._record_and_apply(record, now_ms)
 
     def _compact(self) -> None:
         """Rewrite the journal with the current state. Blobs of trained batches are dropped."""
-        records: list[tuple[Head, dict[str, bytes]]] = [
-            ({"op": "start", "first_lease": self._first_lease}, {}),
-            ({"op": "hello", "lineage": self.lineage, "said": self._heard}, {}),
+        records = [
+            (encode_record(record), {name: self.journal.blob(name) for name in names})
+            for record, names in self.state.records()
         ]
-        for weights, digest in self._digests.items():
-            records.append(({"op": "publish", "weights": weights_to_list(weights), "digest": digest}, {}))
-        if self._exploration is not None:  # before the tasks: each task's requests count as issued candidates
-            records.append(({"op": "explore", "order": self._exploration.order.to_dict()}, {}))
-        for task in self._tasks:
-            records.append(({"op": "submit", "task": task_to_dict(task)}, {}))
-        for task in self._tasks:  # after all tasks: a request restarted with new weights is in two tasks
-            for request, step, name in self.queue.committed(task.requests):
-                raw = [request_to_list(request), step, name]
-                records.append(({"op": "commit", "states": [raw]}, {name: self.journal.blob(name)}))
-        for request, text in self.queue.poisoned.items():
-            records.append(({"op": "poison", "request": request_to_list(request), "text": text}, {}))
-        for lease in self.queue.lease_records():
-            records.append((lease_to_dict(lease), {}))
-        for ordered in self._order.values():
-            for request in ordered:
-                result = self.queue.finished[request]
-                kept = result.trajectory
-                blobs = {} if kept is None else {kept: self.journal.blob(kept)}
-                records.append(({"op": "finish", "results": [finished_to_dict(result)]}, blobs))
         # On a full disk, the obsolete records stay in the journal until the next compaction.
         with contextlib.suppress(OSError):
             self.journal.rewrite(records)

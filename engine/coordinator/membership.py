@@ -19,7 +19,9 @@ Pure: no clock, no I/O. The caller passes in the calls, the lost workers and the
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from engine.coordinator.communicators import Communicators
 from engine.coordinator.settling import SettlingPeers

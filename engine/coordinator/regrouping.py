@@ -12,7 +12,7 @@ Pure: no clock, no I/O. The caller passes in the time and the nodes that take pa
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median
-from typing import Any, Literal
+from typing import Literal
 
 from engine.coordinator.membership import Membership
 from engine.coordinator.settling import SETTLING_SECONDS
@@ -21,6 +21,7 @@ from engine.parallel.forecast import Demand
 from engine.parallel.groups import plan_groups
 from engine.parallel.latency import LAST, with_measured
 from engine.parallel.worker_group import WorkerGroup, node_of
+from engine.protocol.messages import GroupReport
 
 PLAN_SECONDS = 0.5
 """Wall time between two plans without a change of workers. A plan for 1,000 nodes takes a tenth of `PLAN_SECONDS`."""
@@ -62,14 +63,11 @@ class Regrouping:
 
     # --- inputs -----------------------------------------------------------------------------------------
 
-    def pulled(self, worker: str, boot: int, group: Mapping[str, Any], *, now_ms: int) -> bool:
-        """Record the pull of an idle worker.
-
-        `group` is the worker's `Elastic.report`. Return True if the plan changed.
-        """
-        self._believed = {int(degree): seconds for degree, seconds in group["believed"].items()}
-        why = f"{worker} lost a peer" if group["torn"] else f"{worker} came"
-        changed = self.members.pulled(worker, boot, group["epoch"], group["torn"], now_ms=now_ms)
+    def pulled(self, worker: str, boot: int, group: GroupReport, *, now_ms: int) -> bool:
+        """Record the pull of an idle worker. Return True if the plan changed."""
+        self._believed = dict(group.believed)
+        why = f"{worker} lost a peer" if group.torn else f"{worker} came"
+        changed = self.members.pulled(worker, boot, group.epoch, group.torn, now_ms=now_ms)
         return changed and self._plan(why, [worker], now_ms)
 
     def gone(self, workers: Iterable[str], why: str, *, now_ms: int) -> bool:

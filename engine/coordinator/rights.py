@@ -12,13 +12,12 @@ token.
 
 import hmac
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
 from engine.node_spec import Role, role_token
+from engine.protocol.messages import NodeCall, tag_of
 
-CALLS_OF_A_SPOT_NODE = frozenset(
-    {"pull", "heartbeat", "finish", "commit", "give_back", "fault", "notice", "states", "weights"}
-)
+CALLS_OF_A_SPOT_NODE = frozenset(tag_of(call) for call in get_args(NodeCall))
 """Calls allowed to spot nodes. Only the trainer may make the coordinator's remaining calls."""
 
 ROUTES: Mapping[Role, frozenset[str]] = {
@@ -53,7 +52,10 @@ class Rights:
         return matches[0]
 
     def check_call(self, token: str, head: Mapping[str, Any]) -> None:
-        """Raise WrongToken, or NotAllowed if the caller's role may not make this call."""
+        """Raise WrongToken, or NotAllowed if the caller's role may not make the call in this head.
+
+        Called before the head is decoded: a caller without the right gets no error of the codec.
+        """
         role = self.check(token, "/call")
         if role == "rollout" and head.get("call") not in CALLS_OF_A_SPOT_NODE:
             _refuse(role, f"the call {head.get('call')!r} of {head.get('node', 'a node that it does not name')}")

@@ -4,7 +4,7 @@ Every carrier uses `Front` (HTTP here, Ray in ray_coordinator.py). Answers leave
 Callers that arrive during an fsync share the next fsync. `CoordinatorServer` speaks HTTP on loopback or a private
 address, with the token of a role on every call (engine/coordinator/rights.py), JSON and raw bytes:
 
-    POST /call       workers and trainer (engine/protocol/wire.py frames)
+    POST /call       workers and trainer (engine/protocol/codec.py frames)
     GET  /presence   ?worker=&node=&boot=: open while the worker lives; its end reports the worker's death
     POST /capacity   the launcher's snapshot (engine/events.py, JSON)
     POST /stop       {"reason": ...}
@@ -25,7 +25,6 @@ import time
 import traceback
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
@@ -34,11 +33,11 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from engine.coordinator.coordinator import Coordinator
+from engine.coordinator.coordinator import Answered, Coordinator
 from engine.coordinator.rights import NotAllowed, Rights, WrongToken
 from engine.events import Capacity
-from engine.protocol.answers import is_nothing
-from engine.protocol.wire import Blobs, pack, unpack
+from engine.protocol.codec import Blobs, decode_call, encode, pack, unpack
+from engine.protocol.messages import Call, WorkerDied, has_news, without_usage
 from engine.storage.ship import PIECE_BYTES, keep_piece
 
 TICK_SECONDS = 0.05
@@ -94,21 +93,21 @@ class Front:
         """Return the reason why the run stands still (a full disk), in words, or None."""
         return self._call_trouble or self._tick_trouble
 
-    async def answer(self, head: dict[str, Any], blobs: Blobs) -> tuple[dict[str, Any], dict[str, bytes]]:
-        """Answer one call. Raises ValueError or KeyError for a malformed call, OSError if the disk is full."""
+    async def answer(self, call: Call, blobs: Blobs) -> Answered:
+        """Answer one call. Raises KeyError if a blob is missing, OSError if the disk is full."""
         loop = asyncio.get_running_loop()
-        until = loop.time() + min(head.pop("wait_ms", 0) / 1000, LONGEST_WAIT_SECONDS)
+        until = loop.time() + min(call.wait_ms / 1000, LONGEST_WAIT_SECONDS)
         while True:
             changed = self._changed
             try:
-                answer, answer_blobs = self.coordinator.call(head, blobs)
+                answer, answer_blobs = self.coordinator.handle(call, blobs)
             except OSError as error:
                 self._call_trouble = f"the coordinator's disk: {error}"
                 raise
-            head.pop("usage", None)  # count usage once, however long the caller waits
+            call = without_usage(call)  # count usage once, however long the caller waits
             self.wake()
             left = until - loop.time()
-            if not is_nothing(answer) or left <= 0:
+            if has_news(answer) or left <= 0:
                 break
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(changed.wait(), left)
@@ -209,27 +208,23 @@ class CoordinatorServer:
         try:
             head, sent = unpack(await request.body())
             self._rights.check_call(_token_of(request), head)
-            answer, blobs = await self._front.answer(head, sent)
+            answer, blobs = await self._front.answer(decode_call(head), sent)
         except NotAllowed as error:
             return PlainTextResponse(str(error), status_code=403)
         except (ValueError, KeyError) as error:
             return PlainTextResponse(f"{type(error).__name__}: {error}", status_code=400)
         except OSError as error:
             return PlainTextResponse(f"the coordinator's disk: {error}", status_code=507)
-        return Response(pack(answer, blobs), media_type="application/octet-stream")
+        return Response(pack(encode(answer), blobs), media_type="application/octet-stream")
 
     async def _presence(self, request: Request) -> Response:
         if refused := self._refuse(request):
             return refused
         try:
             asked = request.query_params
-            died = {
-                "call": "died",
-                "worker": asked["worker"],
-                "node": asked["node"],
-                "boot": int(asked["boot"]),
-                "reason": "its connection closed",
-            }
+            died = WorkerDied(
+                worker=asked["worker"], node=asked["node"], boot=int(asked["boot"]), reason="its connection closed"
+            )
         except (KeyError, ValueError) as error:
             return PlainTextResponse(f"{type(error).__name__}: {error}", status_code=400)
         return _Presence(self._front, died)
@@ -297,7 +292,7 @@ class _Presence(Response):
     The kernel closes a killed process's connection, whatever killed the process.
     """
 
-    def __init__(self, front: Front, died: dict[str, Any]) -> None:
+    def __init__(self, front: Front, died: WorkerDied) -> None:
         super().__init__()
         self._front, self._died = front, died
 

@@ -17,8 +17,8 @@ from engine.coordinator.open import open_coordinator
 from engine.models.adapter import DiTAdapter
 from engine.models.load import load_adapter, trainable
 from engine.prompts import prompt_source
+from engine.protocol.codec import Blobs
 from engine.protocol.request import Exit
-from engine.protocol.wire import Blobs
 from engine.rewards.load import load_student
 from engine.rewards.reward import Reward
 from engine.storage.checkpoint import CheckpointStore

@@ -8,52 +8,14 @@ budget is handed out a forward pass at a time, as long as training is expected t
 The promise: a batch restored from its order and from its submitted and finished requests continues with equal choices.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Literal
+from collections.abc import Iterable, Sequence
 
-from engine.exploration.planner import Belief, Planner, Policy
+from engine.exploration.planner import Planner
+from engine.protocol.exploration_order import Belief, ExplorationOrder
 from engine.protocol.request import Finished, Kind, RequestId, Stream, seed_of
 
 ROUNDS = 3
 """Rounds of a counted budget: the first round is even, later rounds go to the prompts with the most expected gain."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExplorationOrder:
-    """The trainer's exploration order for a batch: plain JSON values."""
-
-    run: str
-    run_seed: int
-    lineage: int
-    batch: int
-    prompts: tuple[str, ...]
-    keep: int
-    most: int
-    """Limit of candidates per prompt."""
-    policy: Policy
-    chunk: int
-    counted: int | None
-    """Total number of candidates. None: as many as the idle time allows."""
-    version: int
-    """Version of the weights that sample the candidates."""
-    sampler: str
-    steps: int
-    shape: int
-    dtype: str
-    scorer: Literal["reward", "student"]
-    priors: Mapping[str, Belief] = field(default_factory=dict)
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, raw: Mapping[str, Any]) -> "ExplorationOrder":
-        """Return the order in these JSON values. Raises ValueError for fields unknown to this version."""
-        known = {one.name for one in fields(cls)}
-        if set(raw) - known or "prompts" not in raw:
-            raise ValueError(f"not an order to explore: it has {sorted(raw)}")
-        return cls(**{**raw, "prompts": tuple(raw["prompts"])})
 
 
 class BatchExploration:

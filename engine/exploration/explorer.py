@@ -14,11 +14,11 @@ from dataclasses import replace
 from typing import Any
 
 from engine.config import CandidateBudget, EngineConfig, ProfileConfig
-from engine.exploration.batch import BatchExploration, ExplorationOrder
-from engine.exploration.planner import Belief
+from engine.exploration.batch import BatchExploration
 from engine.exploration.profiles import Profile, ProfileBandit, visit_value
 from engine.exploration.ranking import RankingMonitor, RankingReport, Scored, Visit
 from engine.exploration.selection import choose_groups, control_slice, first_seeds
+from engine.protocol.exploration_order import Belief, ExplorationOrder
 from engine.protocol.request import Finished, Group, Kind, Manifest, RequestId
 
 MOST_SHARES = 4

@@ -27,14 +27,14 @@ from itertools import chain, pairwise
 from math import isfinite
 from operator import mul
 from statistics import NormalDist
-from typing import Literal, TypedDict, get_args
+from typing import get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.exploration.selection import kept_variance
+from engine.protocol.exploration_order import Belief, Policy
 
-Policy = Literal["uniform", "greedy", "ucb", "bayes"]
 Array = NDArray[np.float64]
 Counts = NDArray[np.int64]
 Curves = Callable[[Counts, Counts], Array]
@@ -68,14 +68,6 @@ _LEAST = 1e-3
 """Below this value, the prompts' variances count as equal: the prior then weighs 2,000 rewards."""
 
 _NORMAL = NormalDist()
-
-
-class Belief(TypedDict):
-    """Moments of a prompt's `count` known rewards. Plain JSON."""
-
-    count: float
-    mean: float
-    variance: float
 
 
 @dataclass(slots=True)

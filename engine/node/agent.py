@@ -46,7 +46,8 @@ from engine.node.self_termination import end_machine
 from engine.node.spend_guard import Guard, Money, boot_id
 from engine.node.starter import ENVIRONMENT
 from engine.node_spec import NodeSpec
-from engine.protocol.wire import pack
+from engine.protocol.codec import encode, pack
+from engine.protocol.messages import Notice
 from engine.storage.disk import log_to
 from engine.storage.ship import begin_shipping
 from engine.worker.node_weights import NodeMemory
@@ -292,7 +293,7 @@ class Agent:
         threading.Thread(target=self._tell_notice, args=(deadline_ms,), daemon=True).start()
 
     def _tell_notice(self, deadline_ms: int) -> None:
-        call = pack({"call": "notice", "node": self.spec.node, "deadline_ms": deadline_ms})
+        call = pack(encode(Notice(node=self.spec.node, deadline_ms=deadline_ms)))
         url = f"http://{self.spec.coordinator_host}:{self.spec.coordinator_port}/call"
         headers = {"Authorization": f"Bearer {self.spec.own_token}"}
         while self.noticed_ms == deadline_ms:

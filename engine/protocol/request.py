@@ -7,10 +7,12 @@ again at another version with the same noise. Only the worker with a valid lease
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any, Literal
+
+import msgspec
 
 
 class Kind(StrEnum):
@@ -54,8 +56,7 @@ def seed_of(run_seed: int, stream: Stream, batch: int, prompt: str, index: int) 
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, order=True)
-class RequestId:
+class RequestId(msgspec.Struct, frozen=True, kw_only=True, order=True, array_like=True):
     """The identity of a wanted image."""
 
     run: str
@@ -69,8 +70,7 @@ class RequestId:
         return hash((self.batch, self.seed))  # batch and seed identify a request; the queue hashes often
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WeightsKey:
+class WeightsKey(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """The key of a weight version.
 
     `average` selects the moving average for evaluation (`ema`), not the live weights.
@@ -133,8 +133,7 @@ class Manifest:
         return cls(**{**raw, "groups": groups, "minibatches": minibatches})
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Attempt:
+class Attempt(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """A request with the weights to use and the committed progress.
 
     `step`: number of committed denoising steps. `state`: name of the committed blob if step > 0.
@@ -149,13 +148,11 @@ class Attempt:
 # --- replies: the queue answers every call of a worker with a reply --------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Wait:
+class Wait(msgspec.Struct, frozen=True, kw_only=True, tag_field="do", tag="wait"):
     """The order to wait: no work now."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Work:
+class Work(msgspec.Struct, frozen=True, kw_only=True, tag_field="do", tag="work"):
     """The order to sample these images. The lease covers all of them, and all of them are at the same step."""
 
     lease: int
@@ -171,8 +168,7 @@ class Work:
     scorer: Scorer = "reward"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LoadWeights:
+class LoadWeights(msgspec.Struct, frozen=True, kw_only=True, tag_field="do", tag="load_weights"):
     """The order to fetch these weights and to make them current."""
 
     weights: WeightsKey
@@ -180,11 +176,10 @@ class LoadWeights:
 
 
 ALONE = 0
-"""The epoch of a worker outside every SP group."""
+"""The epoch of a worker outside every group."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Regroup:
+class Regroup(msgspec.Struct, frozen=True, kw_only=True, tag_field="do", tag="regroup"):
     """The order to join a sequence-parallel group. Epoch 0: work alone.
 
     `members` in rank order; the first member pulls work. `communicator`: number of the group's shared communicator.
@@ -201,22 +196,19 @@ class Regroup:
     keep: tuple[int, ...] | None = None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Drain:
+class Drain(msgspec.Struct, frozen=True, kw_only=True, tag_field="do", tag="drain"):
     """The order to commit in-flight state and take no new work: the node terminates at the deadline."""
 
     deadline_ms: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Fenced:
+class Fenced(msgspec.Struct, frozen=True, kw_only=True, tag_field="do", tag="fenced"):
     """The answer to a call with a revoked lease: drop the work and pull again."""
 
     lease: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Exit:
+class Exit(msgspec.Struct, frozen=True, kw_only=True, tag_field="do", tag="exit"):
     """The order to exit: the run is over, or the worker is not needed any more."""
 
     reason: str
@@ -247,13 +239,3 @@ class Finished:
     score: Score
     trajectory: str | None = None
     node: str = ""
-
-
-def request_to_list(request: RequestId) -> list[Any]:
-    """Return the wire form of a request: [run, lineage, batch, prompt, seed, kind]."""
-    return [request.run, request.lineage, request.batch, request.prompt, request.seed, request.kind.value]
-
-
-def request_from_list(raw: Sequence[Any]) -> RequestId:
-    run, lineage, batch, prompt, seed, kind = raw
-    return RequestId(run=run, lineage=lineage, batch=batch, prompt=prompt, seed=seed, kind=Kind(kind))

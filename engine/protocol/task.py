@@ -1,19 +1,16 @@
-"""A task of the trainer, and the facts of a lease: both travel between processes and into the journal."""
+"""Tasks: the unit in which the trainer submits requests.
 
-from dataclasses import dataclass
+The promise: a task is checked when it is built, before the coordinator writes the task to the journal.
+"""
+
 from typing import get_args
 
-from engine.protocol.request import (
-    Kind,
-    RequestId,
-    Scorer,
-    WeightsKey,
-    request_class,
-)
+import msgspec
+
+from engine.protocol.request import Kind, RequestId, Scorer, WeightsKey, request_class
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Task:
+class Task(msgspec.Struct, frozen=True, kw_only=True):
     """A set of requests that share weights and sampler plan, as submitted by the trainer.
 
     `sampler` is the plan as JSON (engine/diffusion/sampler.py). `steps` is the plan's number of denoising steps.
@@ -44,18 +41,3 @@ class Task:
                 f"a task of kind {', '.join(sorted(others))} names the student as its scorer; only exploration may, "
                 "because a student ranks seeds and its scores are not the reward; use scorer='reward'"
             )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LeaseRecord:
-    """The facts to restore a lease after a coordinator restart, so the worker still holds the lease."""
-
-    number: int
-    worker: str
-    node: str
-    boot: int
-    seq: int
-    weights: WeightsKey
-    requests: tuple[RequestId, ...]
-    lease_ms: int
-    copy: bool

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from engine.parallel.forecast import Requests
+from engine.protocol.records import LeaseRecord
 from engine.protocol.request import RequestId
-from engine.protocol.task import LeaseRecord
 from engine.queue.pace import Rules
 from engine.queue.task import QueuedRequest, Submission
 

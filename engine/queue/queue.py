@@ -24,6 +24,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from engine.events import Capacity, Market, NodeSeen, NodeServed, NodeState, Warned
 from engine.parallel.forecast import Demand
+from engine.protocol.records import LeaseRecord
 from engine.protocol.request import (
     Attempt,
     Drain,
@@ -37,7 +38,7 @@ from engine.protocol.request import (
     WeightsKey,
     Work,
 )
-from engine.protocol.task import LeaseRecord, Task
+from engine.protocol.task import Task
 from engine.queue import recovery
 from engine.queue.commits import CommitTimer
 from engine.queue.leases import Lease

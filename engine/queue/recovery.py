@@ -6,8 +6,8 @@ the worker has called in or the weights of the requests have changed.
 
 from collections.abc import Iterable
 
+from engine.protocol.records import LeaseRecord
 from engine.protocol.request import RequestId
-from engine.protocol.task import LeaseRecord
 from engine.queue.members import WorkerRecord
 from engine.queue.state import QueueState
 

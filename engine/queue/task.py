@@ -1,4 +1,7 @@
-"""The requests of a task while the requests are in the queue."""
+"""Submitted tasks and their requests while the requests are in the queue.
+
+The promise: a request is in the backlog or in leases, never in both. `slot` and `leases` say where.
+"""
 
 from dataclasses import dataclass, field
 

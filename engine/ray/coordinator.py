@@ -29,8 +29,9 @@ from engine.coordinator.server import CoordinatorServer, Front, bind
 from engine.coordinator.weight_book import digest_of
 from engine.node.child import note_start, open_log
 from engine.node_spec import NodeSpec
+from engine.protocol.codec import Blobs, Head, decode_call, encode
+from engine.protocol.messages import Call, FetchWeights, Publish, Published
 from engine.protocol.request import WeightsKey
-from engine.protocol.wire import Blobs, weights_from_list, weights_to_list
 from engine.ray.cluster import NAMESPACE, die_with_raylet
 from engine.storage.disk import when_there_is_room
 from engine.storage.progress import ProgressLog
@@ -93,37 +94,40 @@ class CoordinatorActor:
         """Return True if the state machine's own thread is alive too."""
         return bool(await self._in_loop(asyncio.sleep(0, result=True)))
 
-    async def call(self, token: str, head: dict[str, Any], arrays: dict[str, np.ndarray]) -> tuple[str, Any, Any]:
+    async def call(self, token: str, head: Head, arrays: dict[str, np.ndarray]) -> tuple[str, Any, Any]:
         """Answer ("ok", answer, blobs), ("full", text, None) or ("refused", text, None)."""
         try:
             self._rights.check_call(token, head)
         except (WrongToken, NotAllowed) as error:
             return "refused", str(error), None
-        return await self._answer(head, arrays)
+        try:
+            call = decode_call(head)
+        except ValueError as error:
+            return "refused", f"{type(error).__name__}: {error}", None
+        return await self._answer(call, arrays)
 
-    async def _answer(self, head: dict[str, Any], arrays: dict[str, np.ndarray]) -> tuple[str, Any, Any]:
+    async def _answer(self, call: Call, arrays: dict[str, np.ndarray]) -> tuple[str, Any, Any]:
         # Copy, because an array from the object store would otherwise stay pinned in the store.
         blobs = {name: array.tobytes() for name, array in arrays.items()}
         try:
-            answer, answer_blobs = await self._in_loop(self._front.answer(head, blobs))
+            answer, answer_blobs = await self._in_loop(self._front.answer(call, blobs))
         except (ValueError, KeyError) as error:
             return "refused", f"{type(error).__name__}: {error}", None
         except OSError as error:
             return "full", f"the coordinator's disk: {error}", None
-        if answer["do"] == "published":
-            await asyncio.to_thread(self._shelf.put, weights_from_list(head["weights"]), answer["digest"], blobs)
-        return "ok", answer, {name: _array(data) for name, data in answer_blobs.items()}
+        if isinstance(call, Publish) and isinstance(answer, Published):
+            await asyncio.to_thread(self._shelf.put, call.weights, answer.digest, blobs)
+        return "ok", encode(answer), {name: _array(data) for name, data in answer_blobs.items()}
 
-    async def weights(self, raw: list[Any], digest: str) -> "list[ray.ObjectRef[Any]]":
+    async def weights(self, weights: WeightsKey, digest: str) -> "list[ray.ObjectRef[Any]]":
         """Return the reference to the weights, in a list because Ray would resolve a bare reference.
 
         Empty: the weights are obsolete.
         """
-        weights = weights_from_list(raw)
         found = self._shelf.find(weights, digest)
         if found is None:
             # This process started after the publish: read the weights from the book on disk.
-            said, _, blobs = await self._answer({"call": "weights", "weights": raw}, {})
+            said, _, blobs = await self._answer(FetchWeights(weights=weights), {})
             if said != "ok" or digest_of(blobs["weights"]) != digest:
                 return []
             await asyncio.to_thread(self._shelf.put, weights, digest, blobs)
@@ -167,7 +171,7 @@ class RayTransport:
         answer, found = when_there_is_room(lambda: self._ask(whole, arrays), _tell)
         return answer, {name: array.tobytes() for name, array in found.items()}
 
-    def _ask(self, head: dict[str, Any], arrays: dict[str, np.ndarray]) -> tuple[Any, Any]:
+    def _ask(self, head: Head, arrays: dict[str, np.ndarray]) -> tuple[Any, Any]:
         """Call the actor once. Raises OSError if the coordinator's disk is full, CallRefused if the call is refused."""
         said, answer, blobs = self.request("call", self._token, head, arrays)
         if said == "full":
@@ -210,7 +214,7 @@ class RayWeights:
         yield None if array is None else array.data
 
     def _fetch(self, weights: WeightsKey, digest: str) -> np.ndarray | None:
-        found: Sequence[ray.ObjectRef[Any]] = self._transport.request("weights", weights_to_list(weights), digest)
+        found: Sequence[ray.ObjectRef[Any]] = self._transport.request("weights", weights, digest)
         if not found:
             return None
         try:

@@ -24,6 +24,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from engine.node.agent import FROZEN_SECONDS
 from engine.node.child import died_too_often, read_note
 from engine.node_spec import NodeSpec
+from engine.protocol.codec import encode
+from engine.protocol.messages import NodeLost, Observation, WorkerDied
 from engine.ray.cluster import NAMESPACE
 from engine.ray.coordinator import ANSWER_SECONDS, NAME, CoordinatorActor, pid_file
 from engine.ray.worker import WorkerActor
@@ -78,7 +80,8 @@ class Supervisor:
     told_lost: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self._tells: list[dict[str, Any]] = []
+        self._tells: list[Observation] = []
+        """Reports that the coordinator has not acknowledged."""
         self._telling: Any = None
         self._ping: Any = None
         self._pinged = 0.0
@@ -153,7 +156,7 @@ class Supervisor:
             self._say_died(place, "its node is gone")
             del self.places[place.node_id, place.number]
         if not came_back:
-            self._tells.append({"call": "node_lost", "node": node, "reason": "Ray lost its node"})
+            self._tells.append(NodeLost(node=node, reason="Ray lost its node"))
         if node_id in self.groups:
             with contextlib.suppress(RayError):
                 remove_placement_group(self.groups.pop(node_id)[0])
@@ -216,9 +219,7 @@ class Supervisor:
                 place.boot = ray.get(place.boot_ref, timeout=0)
         if place.boot is None:
             return  # the worker never called in
-        self._tells.append(
-            {"call": "died", "worker": place.worker, "node": place.node, "boot": place.boot, "reason": reason}
-        )
+        self._tells.append(WorkerDied(worker=place.worker, node=place.node, boot=place.boot, reason=reason))
         self._tell()
 
     # --- the coordinator --------------------------------------------------------------------------------
@@ -259,7 +260,7 @@ class Supervisor:
                 self._tells.pop(0)
             if not self._tells:
                 return
-            self._telling = self._coordinator.call.remote(self.spec.own_token, self._tells[0], {})
+            self._telling = self._coordinator.call.remote(self.spec.own_token, encode(self._tells[0]), {})
             ray.wait([self._telling], timeout=0.05)
 
     def _watch_coordinator(self) -> None:

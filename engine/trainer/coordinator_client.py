@@ -10,15 +10,34 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
+
+import msgspec
 
 from engine.diffusion.sampler import Plan, plan_to_dict
-from engine.exploration.batch import ExplorationOrder
+from engine.protocol.exploration_order import ExplorationOrder
+from engine.protocol.messages import (
+    Answer,
+    BeginLineage,
+    Collect,
+    Done,
+    Explore,
+    Known,
+    Late,
+    Order,
+    Peek,
+    Publish,
+    Published,
+    Results,
+    Stop,
+    Submit,
+    TrainerCall,
+    Withdraw,
+)
 from engine.protocol.request import Finished, Kind, RequestId, WeightsKey
 from engine.protocol.task import Task
-from engine.protocol.wire import finished_from_dict, task_to_dict, weights_to_list
 from engine.trainer.ending import Stopped, Unhealthy
-from engine.worker.transport import Transport
+from engine.worker.transport import Transport, ask
 from engine.worker.usage import Usage
 
 
@@ -32,12 +51,7 @@ class Collected:
     poisoned: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class Known:
-    """The coordinator's lineage, and the newest published version of it, or None."""
-
-    lineage: int
-    version: int | None
+A = TypeVar("A")
 
 
 class CoordinatorClient:
@@ -57,12 +71,11 @@ class CoordinatorClient:
 
     def peek(self) -> Known:
         """Return what the coordinator knows of the run."""
-        answer = self._order({"call": "peek"})
-        return Known(lineage=int(answer["lineage"]), version=answer["version"])
+        return self._ask(Peek(), Known)
 
     def begin_lineage(self, lineage: int) -> None:
         """Have the coordinator forget all requests of earlier lineages."""
-        self._order({"call": "hello", "lineage": lineage})
+        self._order(BeginLineage(lineage=lineage))
 
     def submit(
         self,
@@ -85,47 +98,66 @@ class CoordinatorClient:
             dtype="float32",
             pictures=images,
         )
-        self._order({"call": "submit", "task": task_to_dict(task)})
+        self._order(Submit(task=task))
 
     def explore(self, order: ExplorationOrder) -> None:
         """Have spot workers explore candidates while they would be idle."""
-        self._order({"call": "explore", "order": order.to_dict()})
+        self._order(Explore(order=order))
 
     def publish(self, weights: WeightsKey, data: bytes) -> str:
         """Make a weight version available to workers. Returns the digest of its bytes."""
-        published = self._order({"call": "publish", "weights": weights_to_list(weights)}, {"weights": data})
-        return str(published["digest"])
+        return self._ask(self._numbered(Publish(weights=weights)), Published, {"weights": data}).digest
 
     def withdraw(self, batches: Sequence[tuple[Kind, int]]) -> None:
         """Remove batches and their results from the coordinator."""
-        self._order({"call": "withdraw", "batches": [[str(kind), batch] for kind, batch in batches]})
+        self._order(Withdraw(batches=tuple(batches)))
 
     def stop(self, reason: str) -> None:
         """End the run: workers exit."""
-        self._order({"call": "stop", "reason": reason})
+        self._order(Stop(reason=reason))
 
     def collect(self, kind: Kind, batch: int, have: int, *, wait: bool, poisoned: int = 0) -> Collected:
         """Return results of a batch after the first `have`. Raises Stopped or Unhealthy: no wait outlives the run."""
-        head = {"call": "collect", "kind": str(kind), "batch": batch, "have": have, "poisoned": poisoned}
-        answer, blobs = self.transport.call(head | self._usage_report(), wait=wait)
-        if answer["stop"]:
-            raise Stopped(answer["stop"])
-        if answer["poisoned"] and kind in (Kind.TRAIN, Kind.EVALUATE):
-            raise Unhealthy(f"a picture could not be made or scored on three workers: {answer['poisoned'][0]}")
-        self.exploring_seconds = answer["exploring_seconds"]
-        has_spot = bool(set(answer["nodes"]) - {self._node})
+        call = Collect(kind=kind, batch=batch, have=have, poisoned=poisoned)
+        answer, blobs = self._call(call, wait=wait)
+        found = _expect(answer, Results)
+        if found.stop:
+            raise Stopped(found.stop)
+        if found.poisoned and kind in (Kind.TRAIN, Kind.EVALUATE):
+            raise Unhealthy(f"a picture could not be made or scored on three workers: {found.poisoned[0]}")
+        self.exploring_seconds = found.exploring_seconds
+        has_spot = bool(set(found.nodes) - {self._node})
         self.alone_since = None if has_spot else self.alone_since or time.monotonic()
         return Collected(
-            results=[finished_from_dict(result) for result in answer["results"]],
+            results=[result.finished() for result in found.results],
             blobs=blobs,
-            to_come=bool(answer["to_come"]),
-            poisoned=len(answer["poisoned"]),
+            to_come=bool(found.to_come),
+            poisoned=len(found.poisoned),
         )
 
-    def _order(self, head: dict[str, Any], blobs: dict[str, bytes] | None = None) -> dict[str, Any]:
-        order = {"boot": self._boot, "seq": next(self._orders)}
-        answer, _ = self.transport.call(head | order | self._usage_report(), blobs)
-        return answer
+    def _order(self, order: Order) -> None:
+        """Give a numbered order. A late order of a replaced trainer changes nothing."""
+        answer, _ = self._call(self._numbered(order))
+        if not isinstance(answer, Done | Late):
+            raise TypeError(f"the coordinator answered {answer}")
 
-    def _usage_report(self) -> dict[str, Any]:
-        return {"node": self._node, "of": self._workers_of_node, "usage": self._usage.take()}
+    def _numbered(self, order: Order) -> Order:
+        return msgspec.structs.replace(order, boot=self._boot, seq=next(self._orders))
+
+    def _ask(self, call: TrainerCall, expected: type[A], blobs: dict[str, bytes] | None = None) -> A:
+        answer, _ = self._call(call, blobs)
+        return _expect(answer, expected)
+
+    def _call(
+        self, call: TrainerCall, blobs: dict[str, bytes] | None = None, *, wait: bool = False
+    ) -> tuple[Answer, dict[str, bytes]]:
+        usage = tuple(self._usage.take())
+        reported = msgspec.structs.replace(call, node=self._node, of=self._workers_of_node, usage=usage)
+        return ask(self.transport, reported, blobs, wait=wait)
+
+
+def _expect(answer: Answer, expected: type[A]) -> A:
+    """Return the answer if it has the expected class. Raises TypeError for another class."""
+    if not isinstance(answer, expected):
+        raise TypeError(f"the coordinator answered {answer}")
+    return answer

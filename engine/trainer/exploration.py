@@ -12,9 +12,9 @@ from dataclasses import asdict
 from engine.config import CandidateBudget, EngineConfig
 from engine.diffusion.sampler import plan_to_dict, preview_plan, rollout_plan
 from engine.events import Ranked
-from engine.exploration.batch import ExplorationOrder
 from engine.exploration.explorer import Explorer
 from engine.prompts import PromptSource
+from engine.protocol.exploration_order import ExplorationOrder
 from engine.protocol.request import Finished, Kind, Manifest
 from engine.trainer.coordinator_client import CoordinatorClient
 from engine.trainer.report import Reporter

@@ -13,7 +13,8 @@ from typing import Any
 
 from engine.clock import Clock
 from engine.diffusion.trajectory import Trajectory
-from engine.protocol.request import Kind, Reply, RequestId, Work, request_to_list
+from engine.protocol.request import Kind, Reply, RequestId, Work
+from engine.protocol.wire import request_to_list
 
 Call = Callable[[dict[str, Any], dict[str, bytes]], Reply]
 """(head, blobs) -> the coordinator's reply. Called from a thread of its own."""

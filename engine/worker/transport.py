@@ -14,10 +14,13 @@ import httpx
 import stamina
 
 from engine.coordinator.coordinator import Coordinator
-from engine.protocol.wire import Blobs, pack, unpack
+from engine.protocol.codec import Blobs, Head, decode_answer, decode_call, encode, pack, unpack
+from engine.protocol.messages import Answer as TypedAnswer
+from engine.protocol.messages import Call
 from engine.storage.disk import when_there_is_room
 
-Answer = tuple[dict[str, Any], dict[str, bytes]]
+Answer = tuple[Head, dict[str, bytes]]
+"""The head of an answer, and its blobs."""
 
 WAIT_MS = 500
 """Maximum wall milliseconds the coordinator may keep a caller with nothing to do."""
@@ -41,6 +44,14 @@ class Transport(Protocol):
         """Make one call. With `wait`, an answer without news may take up to WAIT_MS."""
 
 
+def ask(
+    transport: Transport, call: Call, blobs: Blobs | None = None, *, wait: bool = False
+) -> tuple[TypedAnswer, dict[str, bytes]]:
+    """Make one call and return the answer. Raises the errors of the transport."""
+    answer, answer_blobs = transport.call(encode(call), blobs, wait=wait)
+    return decode_answer(answer), answer_blobs
+
+
 class InprocTransport:
     """Transport to a coordinator in this process, for tests and single-process runs."""
 
@@ -53,10 +64,10 @@ class InprocTransport:
     def _ask(self, head: Mapping[str, Any], blobs: Blobs | None) -> Answer:
         # Encode and decode, so tests use the same wire format as HTTP.
         sent, sent_blobs = unpack(pack(head, blobs))
-        answer, answer_blobs = self._coordinator.call(sent, sent_blobs)
+        answer, answer_blobs = self._coordinator.handle(decode_call(sent), sent_blobs)
         self._coordinator.journal.sync()
         self._coordinator.tick()
-        return unpack(pack(answer, answer_blobs))
+        return unpack(pack(encode(answer), answer_blobs))
 
 
 class HttpTransport:

@@ -5,9 +5,9 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 from engine.coordinator.weight_book import digest_of
+from engine.protocol.messages import FetchWeights
 from engine.protocol.request import WeightsKey
-from engine.protocol.wire import weights_to_list
-from engine.worker.transport import CallRefused, Transport
+from engine.worker.transport import CallRefused, Transport, ask
 
 
 class WeightSource(Protocol):
@@ -36,7 +36,7 @@ class FromCoordinator:
     def fetch(self, weights: WeightsKey, digest: str) -> bytes | None:
         """Return the bytes with this digest to keep, or None as in `get`."""
         try:
-            _, blobs = self._transport.call({"call": "weights", "weights": weights_to_list(weights)})
+            _, blobs = ask(self._transport, FetchWeights(weights=weights))
         except CallRefused:
             return None  # the weights are no longer needed
         data = blobs["weights"]

@@ -6,8 +6,9 @@ The control of the exploration benchmark: the same agent, the same work in the s
 """
 
 import sys
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 import engine.node.agent
 from engine.node.agent import Agent

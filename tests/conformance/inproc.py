@@ -18,9 +18,9 @@ from engine.coordinator.open import open_coordinator
 from engine.events import Capacity
 from engine.models.load import load_adapter, trainable
 from engine.node_spec import ClockConfig
-from engine.protocol.answers import is_nothing
+from engine.protocol.codec import Blobs, decode_answer, decode_call, encode, pack, unpack
+from engine.protocol.messages import has_news
 from engine.protocol.request import Work
-from engine.protocol.wire import Blobs, pack, unpack
 from engine.rewards.load import load_reward
 from engine.worker.transport import Answer, InprocTransport, Transport
 from engine.worker.worker import Worker
@@ -81,7 +81,7 @@ class _Line(InprocTransport):
             self._life.go_on()
             answer = super().call(head, blobs)
             self._life.go_on()  # it may be gone after the call was heard, and before the answer is
-            if not is_nothing(answer[0]) or time.monotonic() > until:
+            if has_news(decode_answer(answer[0])) or time.monotonic() > until:
                 return answer
             time.sleep(LOOK_SECONDS)
 
@@ -92,10 +92,10 @@ class _Line(InprocTransport):
                 if coordinator is not None:
                     sent, sent_blobs = unpack(pack(head, blobs))
                     before = coordinator.journal.position()
-                    answer, answer_blobs = coordinator.call(sent, sent_blobs)
+                    answer, answer_blobs = coordinator.handle(decode_call(sent), sent_blobs)
                     if coordinator.journal.position() != before:
                         coordinator.journal.sync()
-                    return unpack(pack(answer, answer_blobs))
+                    return unpack(pack(encode(answer), answer_blobs))
             self._life.go_on()
             time.sleep(LOOK_SECONDS)
 

@@ -11,6 +11,7 @@ from engine.coordinator.open import open_coordinator
 from engine.coordinator.rights import Rights
 from engine.coordinator.server import CoordinatorServer, Front, bind
 from engine.node_spec import role_token
+from engine.protocol.codec import encode
 from engine.worker.transport import HttpTransport
 from tests.engine.fleet import TOKEN
 
@@ -22,13 +23,13 @@ class Served:
         clock = ScaledClock(origin_ms=time.time_ns() // 1_000_000)
         self.coordinator = open_coordinator(folder, clock=clock, runtime=runtime or RuntimeConfig())
         self.calls = []
-        answer = self.coordinator.call
+        answer = self.coordinator.handle
 
-        def call(head, blobs):
-            self.calls.append((time.monotonic(), dict(head)))
-            return answer(head, blobs)
+        def handle(call, blobs):
+            self.calls.append((time.monotonic(), encode(call)))
+            return answer(call, blobs)
 
-        self.coordinator.call = call
+        self.coordinator.handle = handle
         self._listener = bind("127.0.0.1", port)
         self.port = self._listener.getsockname()[1]
         app = CoordinatorServer(Front(self.coordinator), Rights(TOKEN)).app

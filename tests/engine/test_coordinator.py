@@ -3,18 +3,19 @@
 import errno
 import itertools
 import json
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from engine.config import RuntimeConfig
 from engine.coordinator.open import open_coordinator
 from engine.coordinator.weight_book import digest_of
 from engine.events import NodeUsage, Progress
-from engine.exploration.batch import ExplorationOrder
-from engine.protocol.request import Finished, Kind, RequestId, Score, Wait, WeightsKey, Work, request_to_list
+from engine.protocol.codec import decode_call, encode
+from engine.protocol.exploration_order import ExplorationOrder
+from engine.protocol.request import Finished, Kind, RequestId, Score, Wait, WeightsKey, Work
 from engine.protocol.task import Task
-from engine.protocol.wire import finished_to_dict, reply_from_dict, task_to_dict, weights_to_list
+from engine.protocol.wire import finished_to_dict, reply_from_dict, request_to_list, task_to_dict, weights_to_list
 from engine.storage.progress import ProgressLog
 from engine.worker.transport import InprocTransport
 from tests.engine.power import Power
@@ -385,7 +386,7 @@ def test_what_a_full_disk_refused_was_not_done(bench, monkeypatch):
     monkeypatch.setattr(bench.coordinator.journal, "append", full)
     for order in ({"call": "hello", "lineage": 2}, {"call": "withdraw", "batches": [["train", 0]]}):
         with pytest.raises(OSError, match="no room"):
-            bench.coordinator.call(order, {})
+            bench.coordinator.handle(decode_call(order), {})
     monkeypatch.undo()
     assert bench.coordinator.lineage == 1
     assert seeds(bench.pull()) == [0, 1]
@@ -498,7 +499,7 @@ EXPLORE = ExplorationOrder(
 def explored(bench, *, deaths):
     """All candidates of a batch, in the order that they were made; with a death after every call or with none."""
     bench.begin()
-    bench.say("explore", order=EXPLORE.to_dict())
+    bench.say("explore", order=encode(EXPLORE))
     made = []
     while bench.say("collect", kind="explore", batch=1, have=0)[0]["to_come"]:
         if deaths:
@@ -523,16 +524,16 @@ def test_exploration_is_dealt_to_the_last_candidate_and_alike_with_a_death_after
 
 def test_nothing_is_dealt_while_rollouts_wait(bench):
     bench.begin(train(4))
-    bench.say("explore", order=EXPLORE.to_dict())
+    bench.say("explore", order=encode(EXPLORE))
     kinds = [bench.pull(f"{number}/0").attempts[0].request.kind for number in range(3)]
     assert kinds == [Kind.TRAIN, Kind.TRAIN, Kind.EXPLORE]
 
 
 def test_the_same_order_again_changes_nothing_and_a_withdrawn_one_deals_no_more(bench):
     bench.begin()
-    bench.say("explore", order=EXPLORE.to_dict())
+    bench.say("explore", order=encode(EXPLORE))
     first = bench.pull()
-    bench.say("explore", order=EXPLORE.to_dict())
+    bench.say("explore", order=encode(EXPLORE))
     assert not {a.request for a in bench.pull("b/0").attempts} & {a.request for a in first.attempts}
     bench.withdraw((Kind.EXPLORE, 1))
     for _ in range(2):
@@ -542,7 +543,7 @@ def test_the_same_order_again_changes_nothing_and_a_withdrawn_one_deals_no_more(
 
 def test_idle_time_is_dealt_by_how_long_training_took_before(bench):
     bench.begin(train(2))
-    bench.say("explore", order=replace(EXPLORE, counted=None, most=64).to_dict())
+    bench.say("explore", order=encode(replace(EXPLORE, counted=None, most=64)))
     bench.finish(bench.pull())
     dealt = 0
     while isinstance(work := bench.pull(of=1, usage=[["exploration", 0.0, 500.0 * min(dealt, 2)]]), Work):
@@ -558,7 +559,7 @@ def test_idle_time_is_dealt_by_how_long_training_took_before(bench):
     assert dealt >= 40  # nothing is known yet of how long training takes: it goes on until the weights come
     bench.clock.at_ms += 10_000
     bench.publish(V1)
-    assert bench.coordinator._idle.phase_seconds == [pytest.approx(12.0, abs=1.0)]
+    assert bench.coordinator.exploration.phase_seconds == [pytest.approx(12.0, abs=1.0)]
 
 
 # --- what the launcher hears
@@ -619,6 +620,6 @@ def test_no_lease_number_is_given_twice_even_if_the_power_goes_right_after_the_s
     """The clock says nothing here: it was set back meanwhile."""
     power = Power(monkeypatch)
     first = Bench(tmp_path / "here", at_ms=5_000_000)
-    given = first.coordinator._first_lease
+    given = first.coordinator.state.first_lease
     after = Bench(power.cut(tmp_path / "here", tmp_path / "after"), at_ms=0)
-    assert after.coordinator._first_lease > given
+    assert after.coordinator.state.first_lease > given

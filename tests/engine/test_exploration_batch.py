@@ -5,8 +5,11 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import convert
 
-from engine.exploration.batch import BatchExploration, ExplorationOrder
+from engine.exploration.batch import BatchExploration
+from engine.protocol.codec import decode_call, encode
+from engine.protocol.exploration_order import ExplorationOrder
 from engine.protocol.request import Finished, Kind, Score
 
 PROMPTS = ("one", "two", "three", "four")
@@ -103,7 +106,7 @@ def test_one_that_is_restored_deals_on_alike(data):
         some = [request for request in asked if request not in told and data.draw(st.booleans())]
         exploration.heard([result(request) for request in some])
         told += some
-    again = BatchExploration(ExplorationOrder.from_dict(exploration.order.to_dict()))
+    again = BatchExploration(convert(encode(exploration.order), ExplorationOrder))
     again.took(asked)
     again.heard([result(request) for request in told])
     assert again.pending == exploration.pending == len(asked) - len(told)
@@ -121,5 +124,5 @@ def test_what_another_batch_found_is_not_counted():
 
 
 def test_an_order_that_is_not_understood_is_refused():
-    with pytest.raises(ValueError, match="not an order to explore"):
-        ExplorationOrder.from_dict({**order().to_dict(), "colour": "red"})
+    with pytest.raises(ValueError, match=r"'explore' cannot be read: .*colour"):
+        decode_call({"call": "explore", "order": {**encode(order()), "colour": "red"}})

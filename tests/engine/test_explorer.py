@@ -1,7 +1,8 @@
 """The trainer's side of exploration: it chooses by stale rewards, checks itself by fresh ones, and restarts alike."""
 
 import json
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from engine.config import (
     AlgorithmConfig,

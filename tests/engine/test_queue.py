@@ -1,9 +1,10 @@
 """The pull queue keeps its promises: exactly once, one lease a request, one weight version an attempt."""
 
+import dataclasses
 import itertools
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from engine.events import Capacity, Market, NodeCapacity, NodeMissed, NodeSeen, NodeServed, NodeState, Warned
 from engine.protocol.request import (
@@ -592,7 +593,7 @@ def beat(queue, work, step, now_ms, worker="a/0"):
 
 
 def test_a_lease_lasts_four_of_the_slowest_steps():
-    queue = queue_with(task(6, shape=2), rules=replace(RULES, first_lease_ms=9000))
+    queue = queue_with(task(6, shape=2), rules=dataclasses.replace(RULES, first_lease_ms=9000))
     work = pull(queue)
     assert work.expires_ms == 9000  # no step was seen yet
     beat(queue, work, 1, 700)
@@ -601,7 +602,7 @@ def test_a_lease_lasts_four_of_the_slowest_steps():
 
 
 def test_what_another_scorer_took_says_nothing_of_a_lease():
-    queue = queue_with(task(2, Kind.EXPLORE), rules=replace(RULES, first_lease_ms=9000))
+    queue = queue_with(task(2, Kind.EXPLORE), rules=dataclasses.replace(RULES, first_lease_ms=9000))
     beat(queue, pull(queue), 1, 700)
     queue.submit(replace(task(2, Kind.EXPLORE, batch=1), scorer="student"))
     assert pull(queue, "b/0", now_ms=700).expires_ms == 700 + 9000
@@ -656,7 +657,7 @@ def test_each_kind_of_work_has_leases_of_its_own_length():
 
 
 def test_a_counted_interval_is_what_was_asked_for_and_nobody_commits_at_the_last_step():
-    queue = queue_with(task(4, shape=2), task(1, Kind.EVALUATE), rules=replace(RULES, commit_every=3))
+    queue = queue_with(task(4, shape=2), task(1, Kind.EVALUATE), rules=dataclasses.replace(RULES, commit_every=3))
     first = pull(queue)
     assert first.commit_every == 3
     commit(queue, first, 6)
@@ -667,7 +668,7 @@ def test_a_counted_interval_is_what_was_asked_for_and_nobody_commits_at_the_last
 
 
 def test_the_interval_follows_cost_and_risk():
-    queue = queue_with(task(8, shape=2), rules=replace(RULES, preemption_ms=36_000))
+    queue = queue_with(task(8, shape=2), rules=dataclasses.replace(RULES, preemption_ms=36_000))
     work = pull(queue)
     assert work.commit_every == STEPS // 2  # nothing measured yet
     beat(queue, work, 1, 100)
@@ -678,7 +679,7 @@ def test_the_interval_follows_cost_and_risk():
 
 
 def test_a_market_that_takes_nodes_soon_has_more_commits():
-    queue = queue_with(task(8, shape=2), rules=replace(RULES, preemption_ms=36_000))
+    queue = queue_with(task(8, shape=2), rules=dataclasses.replace(RULES, preemption_ms=36_000))
     work = pull(queue)
     beat(queue, work, 1, 100)
     queue.commit("a/0", "a", work.lease, {work.attempts[0].request: (1, "s")}, now_ms=100, cost_ms=0.5)

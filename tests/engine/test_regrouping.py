@@ -6,6 +6,7 @@ import pytest
 
 from engine.coordinator.regrouping import Regrouping
 from engine.parallel.forecast import Demand, Requests
+from engine.protocol.messages import GroupReport
 from engine.protocol.request import ALONE
 
 PLAN_MS = 500
@@ -30,7 +31,7 @@ class World:
 
     def pull(self, worker):
         torn, self.torn[worker] = self.torn[worker], []
-        report = {"epoch": self.epochs[worker], "torn": torn, "believed": {str(d): s for d, s in self.believed.items()}}
+        report = GroupReport(epoch=self.epochs[worker], torn=tuple(torn), believed=dict(self.believed))
         self.groups.pulled(worker, self.boots[worker], report, now_ms=self.now_ms)
         order = self.groups.members.order(worker)
         if order is not None:

@@ -20,9 +20,9 @@ from engine.coordinator.server import CoordinatorServer, Front, bind
 from engine.coordinator.weight_book import digest_of
 from engine.events import Capacity, Market, NodeCapacity, NodeState
 from engine.node_spec import role_token
-from engine.protocol.request import Finished, Kind, RequestId, Score, WeightsKey, request_to_list
+from engine.protocol.request import Finished, Kind, RequestId, Score, WeightsKey
 from engine.protocol.task import Task
-from engine.protocol.wire import finished_to_dict, pack, task_to_dict, weights_to_list
+from engine.protocol.wire import finished_to_dict, pack, request_to_list, task_to_dict, weights_to_list
 from engine.worker.transport import CallRefused, CoordinatorLost, HttpTransport
 
 TOKEN = "a token"
@@ -240,7 +240,7 @@ def test_a_patient_pull_waits_for_work_and_wakes_when_it_comes(fresh):
 
 def test_usage_of_a_call_that_is_kept_waiting_counts_once(fresh):
     fresh.transport().call({**pull_head(), "of": 1, "usage": [["sync", 0.0, 7.0]]}, wait=True)
-    assert fresh.coordinator._usage["spot"].phase_ms["sync"] == 7.0
+    assert fresh.coordinator.usage.nodes["spot"].phase_ms["sync"] == 7.0
 
 
 def test_the_launchers_snapshot_makes_a_node_drain(fresh):

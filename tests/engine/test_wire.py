@@ -1,9 +1,9 @@
 """What travels arrives as it was sent, and what is cut short is refused."""
 
 import math
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from engine.protocol.request import (
     Attempt,

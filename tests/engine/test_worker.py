@@ -1,13 +1,14 @@
 """The worker keeps what it holds, makes it durable as it goes, and knows what fits into its memory."""
 
+import dataclasses
 import json
 import threading
 import time
 from contextlib import contextmanager
-from dataclasses import replace
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from engine.clock import ScaledClock
 from engine.config import ModelConfig, RuntimeConfig, SamplerConfig
@@ -149,7 +150,9 @@ def half_made(degrees):
     (call,) = line.of("commit")
     names = [name for _, _, name in call["states"]]
     for name in names:
-        state = replace(Trajectory.from_bytes(line.blobs[name]), degrees=torch.tensor(degrees, dtype=torch.uint8))
+        state = dataclasses.replace(
+            Trajectory.from_bytes(line.blobs[name]), degrees=torch.tensor(degrees, dtype=torch.uint8)
+        )
         line.blobs[name] = state.to_bytes()
     work = order(2)
     attempts = tuple(replace(a, step=4, state=name) for a, name in zip(work.attempts, names, strict=True))

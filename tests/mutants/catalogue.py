@@ -4,14 +4,19 @@ Each is a few lines over the real classes and a sentence of what it forgets. The
 one that survives says that the simulator is too kind.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from typing import Any
 
+from msgspec.structs import replace
+
+from engine.coordinator import coordinator as coordinator_module
 from engine.coordinator.coordinator import Coordinator
-from engine.protocol.request import Exit, Fenced, Finished, Reply, RequestId, Wait, request_from_list
-from engine.protocol.task import LeaseRecord
-from engine.protocol.wire import finished_from_dict, finished_to_dict
+from engine.coordinator.journal import Journal
+from engine.coordinator.run_state import RunState
+from engine.protocol.codec import encode_record
+from engine.protocol.messages import Commit, Finish
+from engine.protocol.records import LeaseRecord, ResultsAccepted, StatesCommitted
+from engine.protocol.request import Exit, Fenced, Finished, Reply, RequestId, Wait
 from engine.queue import queue as queue_module
 from engine.queue import suspects
 from engine.queue.backlog import Backlog
@@ -47,25 +52,23 @@ def forgotten(title: str, where: Any, name: str, forgets: str, instead: Any = _n
 
 
 @mutant(Coordinator, "_finish", "whether the one who says that it is finished still holds the lease")
-def no_fence_on_finish(self: Coordinator, head: Mapping[str, Any], blobs: Any, now_ms: int) -> Reply:
-    results = [r for r in map(finished_from_dict, head["results"]) if r.request in self.queue.state.requests]
+def no_fence_on_finish(self: Coordinator, call: Finish, blobs: Any, now_ms: int) -> Reply:
+    results = [result for result in call.results if result.request in self.queue.state.requests]
+    accepted = ResultsAccepted(results=tuple(results))
     if results:
-        kept = {r.trajectory: blobs[r.trajectory] for r in results if r.trajectory is not None}
-        self._record({"op": "finish", "results": [finished_to_dict(r) for r in results]}, kept)
-    for result in results:
-        self.queue.state.finish(result)
-    self._in_order(results)
+        self._record(accepted, {r.trajectory: blobs[r.trajectory] for r in results if r.trajectory is not None})
+    self.state.apply(accepted, now_ms)
     return Wait()
 
 
 @mutant(Coordinator, "_commit", "whether the one who commits still holds the lease")
-def no_fence_on_commit(self: Coordinator, head: Mapping[str, Any], blobs: Any, now_ms: int) -> Reply:
-    kept = [s for s in head["states"] if request_from_list(s[0]) in self.queue.state.requests]
-    if kept:
-        self._record({"op": "commit", "states": kept}, {name: blobs[name] for _, _, name in kept})
-    for raw, step, name in kept:
-        self.queue.state.commit(self.queue.state.requests[request_from_list(raw)], step, name)
-    return self.queue._pending(head["node"])
+def no_fence_on_commit(self: Coordinator, call: Commit, blobs: Any, now_ms: int) -> Reply:
+    states = [state for state in call.states if state.request in self.queue.state.requests]
+    committed = StatesCommitted(states=tuple(states))
+    if states:
+        self._record(committed, {state.blob: blobs[state.blob] for state in states})
+    self.state.apply(committed, now_ms)
+    return self.queue._pending(call.node)
 
 
 @mutant(Queue, "_meet", "that a newer process of this worker has called in")
@@ -160,7 +163,7 @@ def late_pull_gets_work(self: Queue, worker: str, node: str, *, real: Any = Queu
 
 @mutant(Coordinator, "_record", "to wait for the disk before it answers")
 def acknowledged_before_durable(self: Coordinator, record: Any, blobs: Any = None) -> None:
-    self.journal.append(record, blobs, durable=False)
+    self.journal.append(encode_record(record), blobs, durable=False)
 
 
 forgotten("restore_forgets_finished", Queue, "restore_finished", "results, when it starts again")
@@ -172,27 +175,24 @@ forgotten(
 forgotten("compaction_drops_leases", Queue, "lease_records", "leases, when it rewrites its journal", lambda _: [])
 
 
-@mutant(Coordinator, "_restore", "published weights, when it starts again")
-def restore_forgets_weights(self: Coordinator, real: Any = Coordinator._restore) -> None:
-    records = [record for record in self.journal.replay() if record["op"] != "publish"]
-    self.journal.replay = lambda: iter(records)  # type: ignore[method-assign]
-    real(self)
+@mutant(coordinator_module, "recover", "published weights, when it starts again")
+def restore_forgets_weights(journal: Journal, *more: Any, real: Any = coordinator_module.recover) -> RunState:
+    heads = [head for head in journal.replay() if head["op"] != "publish"]
+    journal.replay = lambda: iter(heads)  # type: ignore[method-assign]
+    return real(journal, *more)  # type: ignore[no-any-return]
 
 
-@mutant(Coordinator, "_compact", "results of the batches that stay, when it rewrites its journal")
-def compaction_drops_finished(self: Coordinator, real: Any = Coordinator._compact) -> None:
-    order = self._order
-    self._order = type(order)(list)
-    real(self)
-    self._order = order
+@mutant(RunState, "records", "results of the batches that stay, when it rewrites its journal")
+def compaction_drops_finished(self: RunState, real: Any = RunState.records) -> Iterator[Any]:
+    return (one for one in real(self) if not isinstance(one[0], ResultsAccepted))
 
 
-@mutant(Coordinator, "_call_of_trainer", "that orders of the trainer may come late")
+@mutant(Coordinator, "_obey", "that orders of the trainer may come late")
 def late_orders_are_obeyed(
-    self: Coordinator, head: Any, blobs: Any, now_ms: int, real: Any = Coordinator._call_of_trainer
+    self: Coordinator, order: Any, blobs: Any, now_ms: int, real: Any = Coordinator._obey
 ) -> Any:
-    self._heard = [0, 0]
-    return real(self, head, blobs, now_ms)
+    self.state.newest_order = (0, 0)
+    return real(self, order, blobs, now_ms)
 
 
 # --- versions and steps

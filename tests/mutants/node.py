@@ -3,17 +3,18 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from engine.coordinator import coordinator as coordinators
 from engine.coordinator import journal as journals
-from engine.coordinator.coordinator import Coordinator
 from engine.coordinator.journal import Journal
 from engine.coordinator.rights import Rights
+from engine.coordinator.run_state import RunState
 from engine.coordinator.weight_book import WeightBook
 from engine.events import Capacity, NodeState
 from engine.node import spend_guard
 from engine.node.alone import Alone
 from engine.node.child import Deaths
+from engine.protocol.codec import pack
 from engine.protocol.request import Reply
-from engine.protocol.wire import pack
 from engine.queue.queue import Queue
 from engine.storage import bucket
 from launcher.decide import stopping
@@ -200,22 +201,22 @@ _fault(
 )
 
 
-def _restore_without_sync(self: Coordinator) -> None:
-    sync = self.journal.sync
-    self.journal.sync = lambda: None  # type: ignore[method-assign]
+def _recover_without_sync(journal: Journal, *more: Any) -> RunState:
+    sync = journal.sync
+    journal.sync = lambda: None  # type: ignore[method-assign]
     try:
-        _restore(self)
+        return _recover(journal, *more)
     finally:
-        self.journal.sync = sync  # type: ignore[method-assign]
+        journal.sync = sync  # type: ignore[method-assign]
 
 
-_restore = Coordinator._restore
+_recover = coordinators.recover
 _fault(
     "start_record_is_not_durable",
     "that the next coordinator must know which lease numbers this one gave",
     "tests/engine/test_coordinator.py::"
     "test_no_lease_number_is_given_twice_even_if_the_power_goes_right_after_the_start",
-    (Coordinator, "_restore", _restore_without_sync),
+    (coordinators, "recover", _recover_without_sync),
 )
 
 

@@ -6,12 +6,19 @@ appended later a crash leaves a beginning. `watch` hears of every record, as som
 """
 
 import errno
+import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from engine.protocol.request import WeightsKey
 
 Record = dict[str, Any]
+
+
+def as_json(record: Record) -> Record:
+    """The record as somebody who reads the file finds it."""
+    read: Record = json.loads(json.dumps(record))
+    return read
 
 
 class Disk:
@@ -52,7 +59,7 @@ class MemoryJournal:
 
     def append(self, record: Record, blobs: Mapping[str, Any] | None = None, *, durable: bool = True) -> None:
         self._disk.need_room()
-        kept = dict(blobs) if blobs else {}
+        kept, record = dict(blobs) if blobs else {}, as_json(record)
         self._disk.watch(record, kept)
         self._disk.records.append((record, kept))
         self._blobs.update(kept)
@@ -70,6 +77,7 @@ class MemoryJournal:
 
     def rewrite(self, records: list[tuple[Record, dict[str, Any]]]) -> None:
         self._disk.need_room()
+        records = [(as_json(record), blobs) for record, blobs in records]
         self._disk.watch_rewrite(records)
         self._disk.records = list(records)
         self._disk.rewrites += 1

@@ -18,6 +18,7 @@ from typing import Any
 
 from engine.coordinator.coordinator import Coordinator
 from engine.events import Capacity, Market, NodeCapacity, NodeState
+from engine.protocol.codec import decode_call, encode
 from engine.queue.pace import Rules
 from tests.simulation.actors import Trainer, Worker
 from tests.simulation.disk import Disk, MemoryBook, MemoryJournal
@@ -251,7 +252,8 @@ class World:
             return None
         self.oracle.hear(head)
         try:
-            answer, answer_blobs = coordinator.call(head, blobs)
+            given, answer_blobs = coordinator.handle(decode_call(head), blobs)
+            answer = encode(given)
         except OSError:
             self.oracle.refused(head)
             self.tell(f"{head['call']} of {head.get('worker', 'trainer')}: no room on the disk")
