@@ -49,13 +49,7 @@ from engine.protocol.request import (
     Work,
     request_class,
 )
-from engine.protocol.wire import (
-    Blobs,
-    finished_to_dict,
-    reply_from_dict,
-    reply_to_dict,
-    weights_to_list,
-)
+from engine.protocol.wire import Blobs, finished_to_dict, reply_from_dict, reply_to_dict, weights_to_list
 from engine.rewards.reward import Reward
 from engine.worker.commits import CommitSender, blob_name
 from engine.worker.image_inputs import ImageInputs
