@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.durable import sync_folder
-from engine.protocol.wire import Blobs, pack, unpack
+from engine.protocol.codec import Blobs, pack, unpack
 
 _HEAD = struct.Struct("<4sQI")
 _MAGIC = b"SPT1"

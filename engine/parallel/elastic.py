@@ -14,7 +14,6 @@ promises:
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from engine.parallel.communicator import Communicators, SPGroup, TornGroup
 from engine.parallel.ulysses import SPBackend
+from engine.protocol.messages import GroupReport
 from engine.protocol.request import ALONE, Regroup
 
 LEAVE = b"leave"
@@ -68,10 +68,10 @@ class Elastic:
         """Return True if another member hands out the work."""
         return self.rank > 0
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> GroupReport:
         """Return the SP part of a worker's pull for the coordinator (engine/coordinator/regrouping.py)."""
         torn, self.torn = self.torn, []
-        return {"epoch": self.epoch, "torn": torn, "believed": self._believed}
+        return GroupReport(epoch=self.epoch, torn=tuple(torn), believed=dict(self._believed))
 
     # --- joining and leaving
 

@@ -16,6 +16,7 @@ import msgspec
 
 from engine.protocol.messages import Answer, Call, tag_of
 from engine.protocol.records import LeaseRecord, Record
+from engine.protocol.request import Reply
 
 Head = dict[str, Any]
 Blobs = Mapping[str, bytes]
@@ -45,6 +46,12 @@ def decode_answer(head: Mapping[str, Any]) -> Answer:
     """Return the answer in this head. Raises ValueError for an unknown or malformed answer."""
     answer: Answer = _decode(head, Answer)
     return answer
+
+
+def decode_reply(head: Mapping[str, Any]) -> Reply:
+    """Return the answer to a call about leases. Raises ValueError for any other answer."""
+    reply: Reply = _decode(head, Reply)
+    return reply
 
 
 def encode_record(record: Record) -> Head:

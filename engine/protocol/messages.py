@@ -13,7 +13,7 @@ from typing import TypeAlias
 import msgspec
 
 from engine.protocol.exploration_order import ExplorationOrder
-from engine.protocol.request import Finished, Kind, Reply, RequestId, Score, Wait, WeightsKey
+from engine.protocol.request import Finished, Kind, Reply, RequestId, Score, Wait, WeightsKey, Work
 from engine.protocol.task import Task
 
 Span: TypeAlias = tuple[str, float, float]
@@ -342,3 +342,17 @@ def has_news(answer: Answer) -> bool:
     if isinstance(answer, Results):
         return bool(answer.results or answer.stop or answer.poisoned)
     return not isinstance(answer, Wait)
+
+
+# --- within an SP group -----------------------------------------------------------------------------------
+
+
+class SharedWork(msgspec.Struct, frozen=True, kw_only=True):
+    """Work that the first worker of an SP group shares with the other workers.
+
+    `digest`: of the weights. `step`: the first denoising step.
+    """
+
+    work: Work
+    digest: str
+    step: int

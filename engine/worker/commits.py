@@ -5,19 +5,17 @@ At most one commit is in progress. Sampling goes on meanwhile.
 
 import json
 import time
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any
+
+import msgspec
 
 from engine.clock import Clock
 from engine.diffusion.trajectory import Trajectory
+from engine.protocol.messages import CommittedState
 from engine.protocol.request import Kind, Reply, RequestId, Work
-from engine.protocol.wire import request_to_list
-
-Call = Callable[[dict[str, Any], dict[str, bytes]], Reply]
-"""(head, blobs) -> the coordinator's reply. Called from a thread of its own."""
+from engine.worker.coordinator_calls import CoordinatorCalls
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -32,8 +30,8 @@ class Commit:
 class CommitSender:
     """Sends commits of one worker. `is_preemptible`: False for the trainer's worker, whose disk no preemption takes."""
 
-    def __init__(self, call: Call, clock: Clock, *, overlaps: bool, is_preemptible: bool) -> None:
-        self._call, self._clock, self._overlaps, self._is_preemptible = call, clock, overlaps, is_preemptible
+    def __init__(self, calls: CoordinatorCalls, clock: Clock, *, overlaps: bool, is_preemptible: bool) -> None:
+        self._calls, self._clock, self._overlaps, self._is_preemptible = calls, clock, overlaps, is_preemptible
         self._under_way: Commit | None = None
         self.last = (0, 0)
         """Lease and step of the newest commit sent."""
@@ -67,10 +65,10 @@ class CommitSender:
         states, blobs = [], {}
         for attempt, trajectory in zip(work.attempts, trajectories, strict=True):
             name = blob_name(attempt.request, trajectory.step)
-            states.append([request_to_list(attempt.request), trajectory.step, name])
+            states.append(CommittedState(request=attempt.request, step=trajectory.step, blob=name))
             blobs[name] = trajectory.to_bytes()
-        head = {"call": "commit", "lease": work.lease, "states": states, "commit_ms": commit_ms}
-        return self._call(head, blobs), (time.perf_counter() - begun) / self._clock.wall_seconds(1)
+        reply = self._calls.commit(work.lease, states, blobs, commit_ms)
+        return reply, (time.perf_counter() - begun) / self._clock.wall_seconds(1)
 
     def answer(self, *, wait: bool) -> Reply | None:
         """Return the answer to the commit in progress, or None if the answer is not there yet.
@@ -86,5 +84,5 @@ class CommitSender:
 
 def blob_name(request: RequestId, step: int) -> str:
     """Return the name of the blob of an image at a step."""
-    text = json.dumps([*request_to_list(request), step])
+    text = json.dumps([*msgspec.to_builtins(request), step])
     return blake2b(text.encode(), digest_size=12).hexdigest()

@@ -11,15 +11,15 @@ fit into memory, the worker gives the lease back and reports the largest shape t
 
 import contextlib
 import gc
-import json
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field, replace
 from statistics import median
-from typing import Any, Literal, assert_never
+from typing import Literal, assert_never
 
+import msgspec
 import torch
 from safetensors.torch import save
 from torch import Tensor
@@ -34,6 +34,7 @@ from engine.models.half import half_precision
 from engine.models.weights import set_weights
 from engine.parallel.communicator import TornGroup
 from engine.parallel.elastic import Elastic
+from engine.protocol.messages import GroupReport, Result, SharedWork, StepTime
 from engine.protocol.request import (
     Drain,
     Exit,
@@ -49,9 +50,9 @@ from engine.protocol.request import (
     Work,
     request_class,
 )
-from engine.protocol.wire import Blobs, finished_to_dict, reply_from_dict, reply_to_dict, weights_to_list
 from engine.rewards.reward import Reward
 from engine.worker.commits import CommitSender, blob_name
+from engine.worker.coordinator_calls import CoordinatorCalls
 from engine.worker.image_inputs import ImageInputs
 from engine.worker.memory import is_out_of_memory
 from engine.worker.phases import IDLE_KINDS, PHASE_OF
@@ -126,15 +127,21 @@ class Worker:
     def __post_init__(self) -> None:
         self.usage = Usage(self.clock)
         self.source = self.source or FromCoordinator(self.transport)
-        self._pulls = 0
+        self._calls = CoordinatorCalls(
+            transport=self.transport,
+            usage=self.usage,
+            worker=self.name,
+            node=self.node,
+            workers_of_node=self.workers_of_node,
+            boot=self.boot,
+        )
         self._pending: list[_Made] = []
         self._commits = CommitSender(
-            self._send_commit, self.clock, overlaps=self.overlap_commits, is_preemptible=self.may_load
+            self._calls, self.clock, overlaps=self.overlap_commits, is_preemptible=self.may_load
         )
         self._paced = (1, 0.0)
         self.scorer = ImageScorer(self.adapter, self.reward, self.student)
         self._scoring_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="score")
-        self._called = time.perf_counter()
         self._faults_in_a_row = 0
 
     # --- the loop ---------------------------------------------------------------------------------------
@@ -158,15 +165,13 @@ class Worker:
             if handed is not None:
                 return self._follow(handed)
             wait = False  # no work was handed over, or the group is over: pull for news
-        self._pulls += 1
-        ask = {
-            "call": "pull",
-            "seq": self._pulls,
-            "holds": [*weights_to_list(self.holds[0]), self.holds[1]] if self.holds else None,
-            "kinds": [str(kind) for kind in self.kinds],
-            "room": self.room,
-        }
-        reply = self._call(ask | self._group_report(), wait=wait and not self._pending)
+        reply = self._calls.pull(
+            holds=self.holds,
+            kinds=self.kinds,
+            room=self.room,
+            group=self._group_report(),
+            wait=wait and not self._pending,
+        )
         match reply:
             case Work():
                 self._do(reply)
@@ -199,7 +204,7 @@ class Worker:
         if self.elastic is not None:
             self.elastic.leave()
         self._settle(block=True)
-        reply = self._call({"call": "heartbeat", "leases": {}})
+        reply = self._calls.heartbeat({})
         return reply if isinstance(reply, Exit) else Drain(deadline_ms=0)
 
     # --- sampling images --------------------------------------------------------------------------------
@@ -273,9 +278,9 @@ class Worker:
     def _begin(self, work: Work, seeds: Sequence[int]) -> list[Trajectory]:
         """Return the start state of the images: the committed states if a resume is allowed, else the initial noise."""
         if work.attempts[0].step and self.resume != "restart":
-            names = [attempt.state for attempt in work.attempts]
-            _, states = self.transport.call({"call": "states", "names": names})
-            found = [Trajectory.from_bytes(states[str(a.state)]) for a in work.attempts]
+            names = [str(attempt.state) for attempt in work.attempts]
+            states = self._calls.states(names)
+            found = [Trajectory.from_bytes(states[name]) for name in names]
             if self.resume == "close" or all(t.degree == self._degree for t in found):
                 return found
         noise = initial(seeds[: len(work.attempts)], self.adapter.latent_shape())
@@ -294,16 +299,15 @@ class Worker:
 
     # --- in a sequence-parallel group ----------------------------------------------------------------------
 
-    def _group_report(self) -> dict[str, Any]:
-        """Return the group fields of a pull."""
-        return {} if self.elastic is None else {"group": self.elastic.report()}
+    def _group_report(self) -> GroupReport | None:
+        return None if self.elastic is None else self.elastic.report()
 
     def _hand_out(self, work: Work, x: Tensor, step: int) -> None:
         """Start the other workers of the group on the same images, from these latents on."""
         if self.elastic is not None and self.elastic.degree > 1:
             assert self.holds is not None
-            message = {"work": reply_to_dict(work), "digest": self.holds[1], "step": step}
-            self.elastic.hand_out(json.dumps(message).encode())
+            shared = SharedWork(work=work, digest=self.holds[1], step=step)
+            self.elastic.hand_out(msgspec.json.encode(shared))
             self.elastic.share(x)
 
     def _agree(self, go_on: bool) -> bool:
@@ -319,16 +323,15 @@ class Worker:
         The first worker records, commits, scores and decides.
         """
         assert self.elastic is not None
-        message = json.loads(handed)
-        work = reply_from_dict(message["work"])
-        assert isinstance(work, Work)
+        shared = msgspec.json.decode(handed, type=SharedWork)
+        work = shared.work
         try:
-            self._hold(work.attempts[0].weights, message["digest"])
+            self._hold(work.attempts[0].weights, shared.digest)
             made = ImageInputs.of(work, self.adapter)
             x = torch.empty(len(made.seeds), *self.adapter.latent_shape(), device=self._device)
             with self.usage.measure(PHASE_OF[work.attempts[0].request.kind]), self._precision(work):
                 self.elastic.share(x)
-                for step in range(message["step"], made.plan.steps):
+                for step in range(shared.step, made.plan.steps):
                     x, _ = advance(self.adapter, made.plan, made.conditioning, made.seeds, x, step)
                     if step + 1 < made.plan.steps and not self.elastic.agree(True, self._device):
                         break
@@ -356,10 +359,10 @@ class Worker:
         self._settle(block=False)
         drain = self.draining()
         replies = [self._commits.answer(wait=False)]
-        if not drain and time.perf_counter() - self._called >= self.heartbeat_seconds:
-            leases = {str(made.work.lease): made.trajectories[0].step for made in self._pending}
-            leases[str(work.lease)] = trajectories[0].step
-            replies.append(self._call({"call": "heartbeat", "leases": leases}))
+        if not drain and time.perf_counter() - self._calls.last >= self.heartbeat_seconds:
+            leases = {made.work.lease: made.trajectories[0].step for made in self._pending}
+            leases[work.lease] = trajectories[0].step
+            replies.append(self._calls.heartbeat(leases))
         for reply in replies:
             match reply:
                 case Fenced():
@@ -387,7 +390,7 @@ class Worker:
                 if self._commits.last != (work.lease, trajectories[0].step):
                     self._commits.begin(work, trajectories)
                     self._commits.answer(wait=True)
-        self._call({"call": "give_back", "lease": work.lease})
+        self._calls.give_back(work.lease)
 
     # --- scoring ------------------------------------------------------------------------------------------
 
@@ -423,10 +426,10 @@ class Worker:
                 wait_for([made.scoring], timeout=self.heartbeat_seconds)
             if made.scoring.done():
                 return
-            leases = {str(pending.work.lease): pending.trajectories[0].step for pending in self._pending}
+            leases = {pending.work.lease: pending.trajectories[0].step for pending in self._pending}
             if held is not None:
-                leases[str(held.lease)] = held.attempts[0].step
-            reply = self._call({"call": "heartbeat", "leases": leases})
+                leases[held.lease] = held.attempts[0].step
+            reply = self._calls.heartbeat(leases)
             if isinstance(reply, Fenced):
                 self._fenced(reply.lease)
 
@@ -440,11 +443,13 @@ class Worker:
             elif made.work.pictures[i]:
                 name = blob_name(attempt.request, made.trajectories[i].step)
                 blobs[name] = save({"picture": as_bytes(pictures[i])})
-            results.append(finished_to_dict(Finished(request=attempt.request, score=score, trajectory=name)))
-        head = {"call": "finish", "lease": made.work.lease, "results": results}
+            results.append(Result.of(Finished(request=attempt.request, score=score, trajectory=name)))
+        pace = None
         if self.elastic is not None:
-            head["pace"] = [request_class(made.work.shape, made.work.dtype), *made.paced]
-        if not isinstance(self._call(head, blobs), Fenced):
+            degree, seconds = made.paced
+            class_ = request_class(made.work.shape, made.work.dtype)
+            pace = StepTime(request_class=class_, degree=degree, seconds=seconds)
+        if not isinstance(self._calls.finish(made.work.lease, results, blobs, pace), Fenced):
             self.finished()
         self._faults_in_a_row = 0
 
@@ -461,16 +466,16 @@ class Worker:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         print(f"{work.shape} pictures do not fit into memory, at most {self.room} from now on: {text}", flush=True)
-        self._call({"call": "give_back", "lease": work.lease})
+        self._calls.give_back(work.lease)
 
     def _fault(self, work: Work, error: BaseException) -> None:
         self._faults_in_a_row += 1
         text = f"{type(error).__name__}: {error}"[:500]
-        self._call({"call": "fault", "lease": work.lease, "text": text})
+        self._calls.fault(work.lease, text)
         if self._faults_in_a_row >= MOST_FAULTS:
             raise error
 
-    # --- weights and calls --------------------------------------------------------------------------------
+    # --- weights --------------------------------------------------------------------------------
 
     def _load(self, order: LoadWeights) -> None:
         assert self.source is not None
@@ -480,18 +485,3 @@ class Worker:
             self.holds = None
             set_weights(self.parameters, data)
         self.holds = (order.weights, order.digest)
-
-    def _call(self, head: dict[str, Any], blobs: Blobs | None = None, *, wait: bool = False) -> Reply:
-        whole = self._signed(head) | {"usage": self.usage.take()}
-        with contextlib.nullcontext() if wait else self.usage.measure(Phase.SYNC):
-            answer, _ = self.transport.call(whole, blobs, wait=wait)
-        self._called = time.perf_counter()
-        return reply_from_dict(answer)
-
-    def _send_commit(self, head: dict[str, Any], blobs: Blobs) -> Reply:
-        """Send a commit from the commits' own thread."""
-        answer, _ = self.transport.call(self._signed(head), blobs)
-        return reply_from_dict(answer)
-
-    def _signed(self, head: dict[str, Any]) -> dict[str, Any]:
-        return {**head, "worker": self.name, "boot": self.boot, "node": self.node, "of": self.workers_of_node}

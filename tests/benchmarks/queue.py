@@ -36,9 +36,9 @@ from engine.diffusion.sampler import plan_to_dict, rollout_plan
 from engine.models.load import load_adapter, trainable
 from engine.models.weights import get_weights
 from engine.node_spec import role_token
+from engine.protocol.codec import pack
 from engine.protocol.request import Finished, Kind, RequestId, Score, WeightsKey, Work
 from engine.protocol.task import Task
-from engine.protocol.wire import pack, task_to_dict, weights_to_list
 from engine.queue.pace import Rules
 from engine.queue.queue import Queue
 from engine.rewards.load import load_reward
@@ -46,6 +46,7 @@ from engine.worker.transport import HttpTransport
 from engine.worker.worker import Worker
 from tests.benchmarks.page import load_now, publish, spread
 from tests.engine.fleet import ALLOWED, TOKEN, free_port
+from tests.engine.heads import task_to_dict, weights_to_list
 
 OPEN = 10_000
 WORKERS = 256

@@ -38,11 +38,11 @@ from engine.parallel.elastic import Elastic
 from engine.parallel.ulysses import Ulysses
 from engine.protocol.request import ALONE, Kind, Regroup, RequestId, WeightsKey
 from engine.protocol.task import Task
-from engine.protocol.wire import task_to_dict, weights_to_list
 from tests.benchmarks.page import load_now, publish
 from tests.benchmarks.sp_parity import GROUPS, Member, Ranks, switch_ms
 from tests.conformance.on_demand import SeatLine
 from tests.engine.fleet import Fleet
+from tests.engine.heads import task_to_dict, weights_to_list
 
 WORKERS = DEGREE = 4
 SHAPE = 2

@@ -17,9 +17,9 @@ from engine.diffusion.trajectory import Trajectory
 from engine.events import Capacity, Market, NodeCapacity, NodeState
 from engine.protocol.request import Finished, Kind, RequestId, WeightsKey
 from engine.protocol.task import Task
-from engine.protocol.wire import finished_from_dict, task_to_dict, weights_to_list
 from tests.conformance.stage import Stage, Step
 from tests.conformance.undisturbed import Undisturbed, equal
+from tests.engine.heads import finished_from_dict, task_to_dict, weights_to_list
 
 PATIENCE_SECONDS = 90.0
 """A machine for tests may be slow; nothing waits longer than it must."""

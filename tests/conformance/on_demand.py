@@ -17,7 +17,7 @@ import engine.node.agent
 from engine.node.agent import Agent
 from engine.node.child import Beat, begin
 from engine.node_spec import NodeSpec
-from engine.protocol.wire import Blobs
+from engine.protocol.codec import Blobs
 from engine.worker.transport import Answer, CallRefused
 
 

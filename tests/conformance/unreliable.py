@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from engine.protocol.wire import Blobs
+from engine.protocol.codec import Blobs
 from engine.worker.transport import Answer, Transport
 
 LONGEST_DELAY_SECONDS = 0.1

@@ -20,8 +20,8 @@ from engine.node.agent import EXIT_BROKEN, _Child
 from engine.node.child import EXIT_UNANSWERED, Deaths, died_too_often, note_start, progress_of
 from engine.protocol.request import Kind, RequestId, WeightsKey
 from engine.protocol.task import Task
-from engine.protocol.wire import task_to_dict, weights_to_list
 from tests.end_to_end.sharing import Sharing
+from tests.engine.heads import task_to_dict, weights_to_list
 from tests.engine.nursery import NurseryFleet
 from tests.engine.served import Served
 from tests.engine.test_machine import spec_of

@@ -15,9 +15,9 @@ from engine.protocol.codec import decode_call, encode
 from engine.protocol.exploration_order import ExplorationOrder
 from engine.protocol.request import Finished, Kind, RequestId, Score, Wait, WeightsKey, Work
 from engine.protocol.task import Task
-from engine.protocol.wire import finished_to_dict, reply_from_dict, request_to_list, task_to_dict, weights_to_list
 from engine.storage.progress import ProgressLog
 from engine.worker.transport import InprocTransport
+from tests.engine.heads import finished_to_dict, reply_from_dict, request_to_list, task_to_dict, weights_to_list
 from tests.engine.power import Power
 
 V0, V1 = WeightsKey(version=0), WeightsKey(version=1)

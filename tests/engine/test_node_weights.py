@@ -10,10 +10,10 @@ import pytest
 from engine.clock import ScaledClock
 from engine.coordinator.weight_book import digest_of
 from engine.protocol.request import LoadWeights, WeightsKey
-from engine.protocol.wire import reply_to_dict
 from engine.worker import node_weights
 from engine.worker.node_weights import SLOTS, NodeMemory, NodeWeights
 from engine.worker.weight_source import FromCoordinator
+from tests.engine.heads import reply_to_dict
 
 V0 = WeightsKey(version=0)
 SIZE = 3_000_000

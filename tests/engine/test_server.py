@@ -20,10 +20,11 @@ from engine.coordinator.server import CoordinatorServer, Front, bind
 from engine.coordinator.weight_book import digest_of
 from engine.events import Capacity, Market, NodeCapacity, NodeState
 from engine.node_spec import role_token
+from engine.protocol.codec import pack
 from engine.protocol.request import Finished, Kind, RequestId, Score, WeightsKey
 from engine.protocol.task import Task
-from engine.protocol.wire import finished_to_dict, pack, request_to_list, task_to_dict, weights_to_list
 from engine.worker.transport import CallRefused, CoordinatorLost, HttpTransport
+from tests.engine.heads import finished_to_dict, request_to_list, task_to_dict, weights_to_list
 
 TOKEN = "a token"
 V0 = WeightsKey(version=0)

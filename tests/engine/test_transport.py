@@ -17,11 +17,12 @@ from engine.clock import ScaledClock
 from engine.config import RuntimeConfig
 from engine.coordinator.journal import Journal
 from engine.coordinator.open import open_coordinator
+from engine.protocol.codec import pack, unpack
 from engine.protocol.request import WeightsKey
-from engine.protocol.wire import pack, unpack, weights_to_list
 from engine.storage import disk
 from engine.storage.disk import log_to, when_there_is_room
 from engine.worker.transport import CallRefused, HttpTransport, InprocTransport
+from tests.engine.heads import weights_to_list
 
 
 @pytest.fixture(autouse=True)

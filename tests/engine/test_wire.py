@@ -5,6 +5,7 @@ import math
 import pytest
 from msgspec.structs import replace
 
+from engine.protocol.codec import pack, unpack
 from engine.protocol.request import (
     Attempt,
     Drain,
@@ -21,15 +22,13 @@ from engine.protocol.request import (
     Work,
 )
 from engine.protocol.task import Task
-from engine.protocol.wire import (
+from tests.engine.heads import (
     finished_from_dict,
     finished_to_dict,
-    pack,
     reply_from_dict,
     reply_to_dict,
     task_from_dict,
     task_to_dict,
-    unpack,
 )
 
 REQUEST = RequestId(run="run", lineage=2, batch=3, prompt='Zwölf "Boxkämpfer"\n', seed=2**64 - 1, kind=Kind.TRAIN)

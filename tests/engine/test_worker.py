@@ -31,9 +31,9 @@ from engine.protocol.request import (
     Work,
 )
 from engine.protocol.task import Task
-from engine.protocol.wire import reply_to_dict, task_to_dict, weights_to_list
 from engine.worker.memory import is_out_of_memory
 from engine.worker.worker import Worker
+from tests.engine.heads import reply_to_dict, task_to_dict, weights_to_list
 from tests.engine.served import Served
 
 V0 = WeightsKey(version=0)
@@ -194,7 +194,7 @@ def test_a_training_rollout_is_committed_at_its_interval():
     worker(line).serve()
     assert steps_committed(line) == [3, 6]
     first, second = line.of("commit")
-    assert first["commit_ms"] is None
+    assert first.get("commit_ms") is None
     assert 0 < second["commit_ms"] < 60_000
     for call in line.of("commit"):
         for _, step, name in call["states"]:
@@ -329,7 +329,7 @@ def test_a_shape_that_does_not_fit_is_given_back_without_blame_and_not_asked_for
     line = Line(order(2, shape=4), order(2, shape=3), order(2, shape=2))
     worker(line, Toy(largest=2, error=error)).serve()
     assert line.names() == ["pull", "give_back", "pull", "give_back", "pull", "finish", "pull"]
-    assert [call["room"] for call in line.of("pull")] == [None, 3, 2, 2]
+    assert [call.get("room") for call in line.of("pull")] == [None, 3, 2, 2]
 
 
 def test_a_reward_that_runs_out_of_memory_is_nobodys_fault_either():
@@ -452,7 +452,7 @@ def test_weights_that_were_published_anew_meanwhile_are_not_taken_for_held():
 
     line = Line(LoadWeights(weights=V0, digest="old"), Wait())
     worker(line, source=Gone()).serve()
-    assert [call["holds"] for call in line.of("pull")] == [None, None, None]
+    assert [call.get("holds") for call in line.of("pull")] == [None, None, None]
 
 
 # --- over HTTP

@@ -1,16 +1,14 @@
-"""Heads for callers that still build their heads by hand. Goes away with the last of them."""
+"""Heads of messages, for tests that write a call as it travels."""
 
 from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
-from engine.protocol.codec import Blobs, Head, encode, pack, unpack
+from engine.protocol.codec import Head, encode
 from engine.protocol.messages import Result
 from engine.protocol.request import Finished, Reply, RequestId, WeightsKey
 from engine.protocol.task import Task
-
-__all__ = ["Blobs", "pack", "unpack"]
 
 
 def request_to_list(request: RequestId) -> list[Any]:
