@@ -207,14 +207,25 @@ def version_ignored_at_resume(self: Queue, task: Any, real: Any = Queue.submit) 
             self.state.commit(self.state.requests[request], attempt.step, attempt.state)
 
 
-@mutant(Queue, "restore_lease", "with which weights a lease was given, when it starts again")
-def version_ignored_in_a_restored_lease(
-    self: Queue, record: LeaseRecord, *, now_ms: int, real: Any = Queue.restore_lease
-) -> None:
+def _weights_are_ignored(self: Queue, record: LeaseRecord, *, now_ms: int, real: Any = Queue.restore_lease) -> None:
     wanted = [
         self.state.requests[request].attempt.weights for request in record.requests if request in self.state.requests
     ]
     real(self, replace(record, weights=wanted[0]) if wanted else record, now_ms=now_ms)
+
+
+def _leases_come_last(journal: Journal, *more: Any, real: Any = coordinator_module.recover) -> RunState:
+    heads = sorted(journal.replay(), key=lambda head: head["op"] == "lease")
+    journal.replay = lambda: iter(heads)  # type: ignore[method-assign]
+    return real(journal, *more)  # type: ignore[no-any-return]
+
+
+MUTANTS["version_ignored_in_a_restored_lease"] = PlantedBug(
+    name="version_ignored_in_a_restored_lease",
+    forgets="with which weights a lease was given, and its place in the journal, when it starts again",
+    # Each part alone breaks nothing: the order of the journal and the check of the weights guard the same promise.
+    patches=((Queue, "restore_lease", _weights_are_ignored), (coordinator_module, "recover", _leases_come_last)),
+)
 
 
 @mutant(PublishedWeights, "order", "to look at the bytes: the same version may have been published anew")
