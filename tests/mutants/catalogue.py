@@ -240,7 +240,7 @@ def commit_goes_backwards(self: QueueState, item: Any, step: int, blob: str, rea
     real(self, item, step, blob)
 
 
-@mutant(Backlog, "slot_of", "that pictures of one lease must stand at one step")
+@mutant(Backlog, "slot_of", "that images of one lease must stand at one step")
 def steps_mixed_in_a_lease(self: Backlog, item: Any) -> Any:
     return (item.of.number, 0, None)
 
