@@ -127,7 +127,7 @@ class Worker:
     def __post_init__(self) -> None:
         self.usage = Usage(self.clock)
         self.source = self.source or FromCoordinator(self.transport)
-        self._calls = CoordinatorCalls(
+        self.calls = CoordinatorCalls(
             transport=self.transport,
             usage=self.usage,
             worker=self.name,
@@ -137,7 +137,7 @@ class Worker:
         )
         self._pending: list[_Made] = []
         self._commits = CommitSender(
-            self._calls, self.clock, overlaps=self.overlap_commits, is_preemptible=self.may_load
+            self.calls, self.clock, overlaps=self.overlap_commits, is_preemptible=self.may_load
         )
         self._paced = (1, 0.0)
         self.scorer = ImageScorer(self.adapter, self.reward, self.student)
@@ -165,7 +165,7 @@ class Worker:
             if handed is not None:
                 return self._follow(handed)
             wait = False  # no work was handed over, or the group is over: pull for news
-        reply = self._calls.pull(
+        reply = self.calls.pull(
             holds=self.holds,
             kinds=self.kinds,
             room=self.room,
@@ -204,7 +204,7 @@ class Worker:
         if self.elastic is not None:
             self.elastic.leave()
         self._settle(block=True)
-        reply = self._calls.heartbeat({})
+        reply = self.calls.heartbeat({})
         return reply if isinstance(reply, Exit) else Drain(deadline_ms=0)
 
     # --- sampling images --------------------------------------------------------------------------------
@@ -279,7 +279,7 @@ class Worker:
         """Return the start state of the images: the committed states if a resume is allowed, else the initial noise."""
         if work.attempts[0].step and self.resume != "restart":
             names = [str(attempt.state) for attempt in work.attempts]
-            states = self._calls.states(names)
+            states = self.calls.states(names)
             found = [Trajectory.from_bytes(states[name]) for name in names]
             if self.resume == "close" or all(t.degree == self._degree for t in found):
                 return found
@@ -359,10 +359,10 @@ class Worker:
         self._settle(block=False)
         drain = self.draining()
         replies = [self._commits.answer(wait=False)]
-        if not drain and time.perf_counter() - self._calls.last >= self.heartbeat_seconds:
+        if not drain and time.perf_counter() - self.calls.last >= self.heartbeat_seconds:
             leases = {made.work.lease: made.trajectories[0].step for made in self._pending}
             leases[work.lease] = trajectories[0].step
-            replies.append(self._calls.heartbeat(leases))
+            replies.append(self.calls.heartbeat(leases))
         for reply in replies:
             match reply:
                 case Fenced():
@@ -390,7 +390,7 @@ class Worker:
                 if self._commits.last != (work.lease, trajectories[0].step):
                     self._commits.begin(work, trajectories)
                     self._commits.answer(wait=True)
-        self._calls.give_back(work.lease)
+        self.calls.give_back(work.lease)
 
     # --- scoring ------------------------------------------------------------------------------------------
 
@@ -429,7 +429,7 @@ class Worker:
             leases = {pending.work.lease: pending.trajectories[0].step for pending in self._pending}
             if held is not None:
                 leases[held.lease] = held.attempts[0].step
-            reply = self._calls.heartbeat(leases)
+            reply = self.calls.heartbeat(leases)
             if isinstance(reply, Fenced):
                 self._fenced(reply.lease)
 
@@ -449,7 +449,7 @@ class Worker:
             degree, seconds = made.paced
             class_ = request_class(made.work.shape, made.work.dtype)
             pace = StepTime(request_class=class_, degree=degree, seconds=seconds)
-        if not isinstance(self._calls.finish(made.work.lease, results, blobs, pace), Fenced):
+        if not isinstance(self.calls.finish(made.work.lease, results, blobs, pace), Fenced):
             self.finished()
         self._faults_in_a_row = 0
 
@@ -466,12 +466,12 @@ class Worker:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         print(f"{work.shape} pictures do not fit into memory, at most {self.room} from now on: {text}", flush=True)
-        self._calls.give_back(work.lease)
+        self.calls.give_back(work.lease)
 
     def _fault(self, work: Work, error: BaseException) -> None:
         self._faults_in_a_row += 1
         text = f"{type(error).__name__}: {error}"[:500]
-        self._calls.fault(work.lease, text)
+        self.calls.fault(work.lease, text)
         if self._faults_in_a_row >= MOST_FAULTS:
             raise error
 

@@ -91,7 +91,7 @@ def build(config, folder, *, reward=brightness, workers=1, run="run", at=None, a
     one = build_inproc(config, folder, run=run, clock=clock, reward=reward, workers=workers)
     line = Line(one.loop.coordinator.transport, at=at, answered=answered)
     one.loop.coordinator.transport = line
-    one.loop.worker.transport = line
+    one.loop.worker.calls.transport = line
     return one
 
 

@@ -220,7 +220,7 @@ def test_a_machine_whose_agent_is_dead_or_frozen_ends_all_the_same(machine, guar
     machine.told(-LATE_MS, told=1)
     wait_for(lambda: google.deleted)
     assert google.deleted == ["/compute/v1/projects/a-project/zones/us-central1-a/instances/a-machine"]
-    assert "Compute Engine deletes a-machine" in (machine.folder / "logs/agent.log").read_text()
+    wait_for(lambda: "Compute Engine deletes a-machine" in (machine.folder / "logs/agent.log").read_text())
 
 
 def test_the_guard_leaves_the_end_to_the_agent_for_a_while(machine, guarded, google):

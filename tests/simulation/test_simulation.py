@@ -59,7 +59,7 @@ def test_the_worlds_are_as_hostile_as_they_say():
         " give_back ",
         " states ",
         " fault ",
-        "'poisoned': ['",
+        "'poisoned': ('",
         " commit ",
     ):
         assert sign in told, sign
