@@ -1,11 +1,65 @@
 """What travels arrives as it was sent, and what is cut short is refused."""
 
 import math
+from typing import get_args
 
 import pytest
 from msgspec.structs import replace
 
-from engine.protocol.codec import pack, unpack
+from engine.protocol.codec import (
+    decode_answer,
+    decode_call,
+    decode_record,
+    encode,
+    encode_record,
+    pack,
+    unpack,
+)
+from engine.protocol.exploration_order import ExplorationOrder
+from engine.protocol.messages import (
+    Answer,
+    BeginLineage,
+    Call,
+    Collect,
+    Commit,
+    CommittedState,
+    Done,
+    Explore,
+    Fault,
+    FetchStates,
+    FetchWeights,
+    Finish,
+    GiveBack,
+    GroupReport,
+    Heartbeat,
+    HeldWeights,
+    Known,
+    Late,
+    NodeLost,
+    Notice,
+    Peek,
+    Publish,
+    Published,
+    Pull,
+    Result,
+    Results,
+    States,
+    StepTime,
+    Stop,
+    Submit,
+    WeightsBytes,
+    Withdraw,
+    WorkerDied,
+)
+from engine.protocol.records import (
+    CoordinatorStarted,
+    LeaseRecord,
+    Record,
+    RequestPoisoned,
+    ResultsAccepted,
+    StatesCommitted,
+    WeightsPublished,
+)
 from engine.protocol.request import (
     Attempt,
     Drain,
@@ -129,3 +183,119 @@ def test_a_message_that_is_not_ours_is_refused(text):
 def test_a_head_never_carries_a_number_that_json_does_not_know():
     with pytest.raises(ValueError):
         pack({"reward": math.nan})
+
+
+CALLER = {"worker": "a/0", "node": "a", "boot": 3, "of": 2, "usage": (("sync", 0.5, 1.5),)}
+ORDER = {"node": "trainer", "boot": 3, "seq": 4}
+PLAN = ExplorationOrder(
+    run="run",
+    run_seed=0,
+    lineage=2,
+    batch=3,
+    prompts=("1234",),
+    keep=1,
+    most=4,
+    policy="bayes",
+    chunk=2,
+    counted=None,
+    version=7,
+    sampler="plan",
+    steps=8,
+    shape=4,
+    dtype="float32",
+    scorer="reward",
+    priors={"1234": {"count": 1.0, "mean": 0.5, "variance": 0.25}},
+)
+CALLS = [
+    Pull(
+        **CALLER,
+        seq=9,
+        holds=HeldWeights(version=7, average=True, digest="abc"),
+        kinds=(Kind.TRAIN, Kind.EXPLORE),
+        room=2,
+        group=GroupReport(epoch=4, torn=(3,), believed={1: 1.0, 2: 0.6}),
+    ),
+    Pull(**CALLER, seq=9),
+    Heartbeat(**CALLER, leases={2_000_000_001: 5}),
+    Finish(
+        **CALLER,
+        lease=7,
+        results=(Result(request=REQUEST, reward=0.5, metrics={"exact": None}, trajectory="blob"),),
+        pace=StepTime(request_class="4 x float32", degree=2, seconds=0.25),
+    ),
+    Commit(**CALLER, lease=7, states=(CommittedState(request=REQUEST, step=3, blob="blob"),), commit_ms=12.5),
+    GiveBack(**CALLER, lease=7),
+    Fault(**CALLER, lease=7, text="boom"),
+    FetchStates(names=("a", "b")),
+    FetchWeights(weights=WEIGHTS),
+    Notice(node="a", deadline_ms=99),
+    WorkerDied(worker="a/0", node="a", boot=3, reason="killed"),
+    NodeLost(node="a", reason="gone"),
+    Peek(node="trainer"),
+    Collect(kind=Kind.TRAIN, batch=3, have=2, poisoned=1, wait_ms=500),
+    BeginLineage(**ORDER, lineage=2),
+    Submit(**ORDER, task=TASK),
+    Explore(**ORDER, order=PLAN),
+    Publish(**ORDER, weights=WEIGHTS),
+    Withdraw(**ORDER, batches=((Kind.TRAIN, 3), (Kind.EXPLORE, 4))),
+    Stop(**ORDER, reason="budget"),
+]
+ANSWERS = [
+    Done(),
+    Late(),
+    Known(lineage=2, version=None),
+    Published(digest="abc"),
+    States(),
+    WeightsBytes(),
+    Results(results=(), stop=None, poisoned=("boom",), nodes=("a",), to_come=3, exploring_seconds=1.5),
+]
+RECORDS = [
+    CoordinatorStarted(first_lease=2_000_000_001),
+    BeginLineage(lineage=2, boot=3, seq=4),
+    WeightsPublished(weights=WEIGHTS, digest="abc", boot=3, seq=4),
+    Submit(task=TASK),
+    Explore(order=PLAN, boot=3),
+    Withdraw(batches=((Kind.TRAIN, 3),), seq=4),
+    ResultsAccepted(results=(Result(request=REQUEST, reward=None, metrics={}, trajectory=None, node="a"),)),
+    StatesCommitted(states=(CommittedState(request=REQUEST, step=3, blob="blob"),)),
+    RequestPoisoned(request=REQUEST, text="boom"),
+    LeaseRecord(
+        number=7,
+        worker="a/0",
+        node="a",
+        boot=3,
+        seq=9,
+        weights=WEIGHTS,
+        requests=(REQUEST,),
+        lease_ms=1000,
+        copy=False,
+    ),
+]
+
+
+def named(message):
+    return type(message).__name__
+
+
+@pytest.mark.parametrize("call", CALLS, ids=named)
+def test_every_call_arrives_as_it_was_sent(call):
+    assert decode_call(travelled(encode(call))) == call
+
+
+@pytest.mark.parametrize("answer", [*REPLIES, *ANSWERS], ids=named)
+def test_every_answer_arrives_as_it_was_sent(answer):
+    assert decode_answer(travelled(encode(answer))) == answer
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=named)
+def test_every_journal_record_is_read_as_it_was_written(record):
+    assert decode_record(travelled(encode_record(record))) == record
+
+
+@pytest.mark.parametrize(
+    ("union", "sent"),
+    [(Call, CALLS), (Answer, [*REPLIES, *ANSWERS]), (Record, RECORDS)],
+    ids=["call", "answer", "record"],
+)
+def test_these_tests_send_every_message_there_is(union, sent):
+    assert {type(message) for message in sent} == set(get_args(union))
