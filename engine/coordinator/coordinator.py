@@ -310,9 +310,15 @@ class Coordinator:
 
     def _deal(self, now_ms: int) -> None:
         """Submit the next candidates of the open exploration, if workers would be idle."""
-        task = self.exploration.next_task(self.state.exploration, self.queue, now_ms)
-        if task is not None:
+        exploration = self.state.exploration
+        task = self.exploration.next_task(exploration, self.queue, now_ms)
+        if exploration is None or task is None:
+            return
+        try:
             self._record_and_apply(Submit(task=task), now_ms)
+        except OSError:  # the disk is full: the next pull submits the same candidates
+            exploration.take_back(task.requests)
+            raise
 
     # --- the trainer ------------------------------------------------------------------------------------
 

@@ -71,6 +71,12 @@ class BatchExploration:
                 self._asked.add(request)
                 self._planner.took(*self._index[request])
 
+    def take_back(self, requests: Iterable[RequestId]) -> None:
+        """Undo the request of candidates that could not be submitted. `more` then returns the candidates again."""
+        for request in requests:
+            self._asked.discard(request)
+            self._planner.take_back(*self._index[request])
+
     def settled(self, request: RequestId, reward: float) -> None:
         """Record a candidate's reward, or NaN for a candidate without any result.
 

@@ -140,6 +140,12 @@ class Planner:
             raise ValueError(f"candidate {index} of {prompt!r} cannot be; indices count from 0")
         self._arm(prompt).asked.add(index)
 
+    def take_back(self, prompt: str, index: int) -> None:
+        """Undo the request of a candidate that was never submitted, so that the candidate is requested again."""
+        arm = self._arm(prompt)
+        arm.asked.discard(index)
+        arm.least = min(arm.least, index)
+
     def tell(self, prompt: str, index: int, reward: float) -> None:
         """Record a candidate's reward, in any order. The first reward holds; a non-finite reward counts as tried."""
         arm = self._arm(prompt)

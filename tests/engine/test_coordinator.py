@@ -522,6 +522,33 @@ def test_exploration_is_dealt_to_the_last_candidate_and_alike_with_a_death_after
     assert explored(Bench(tmp_path / "deadly"), deaths=True) == made
 
 
+def test_candidates_that_a_full_disk_refused_are_dealt_when_there_is_room(bench, monkeypatch):
+    bench.begin()
+    call = decode_call({"call": "explore", "order": encode(EXPLORE)})
+    append, refused = bench.coordinator.journal.append, []
+
+    def full_at_the_first_task(record, *more, **named):
+        if record["op"] == "submit" and not refused:
+            refused.append(record)
+            raise OSError(errno.ENOSPC, "no room")
+        append(record, *more, **named)
+
+    monkeypatch.setattr(bench.coordinator.journal, "append", full_at_the_first_task)
+    with pytest.raises(OSError, match="no room"):
+        bench.coordinator.handle(call, {})
+    made = []
+    while bench.say("collect", kind="explore", batch=1, have=0)[0]["to_come"]:
+        work = bench.pull()
+        made += work.attempts
+        results = [
+            finished_to_dict(Finished(request=a.request, score=Score(reward=0.0, metrics={}), trajectory=None))
+            for a in work.attempts
+        ]
+        bench.say("finish", worker="spot/0", node="spot", lease=work.lease, results=results)
+    assert refused
+    assert len(made) == EXPLORE.counted
+
+
 def test_nothing_is_dealt_while_rollouts_wait(bench):
     bench.begin(train(4))
     bench.say("explore", order=encode(EXPLORE))
