@@ -1,4 +1,4 @@
-"""The README's commands exist, and the map of the folders shows the house as it is."""
+"""The README's commands exist, and the tree of folders in docs/architecture.md is complete."""
 
 import re
 import subprocess
@@ -40,14 +40,14 @@ def test_only_the_tested_python_is_claimed() -> None:
     assert claimed == [PROJECT["requires-python"].removeprefix(">=")]
 
 
-def test_the_map_names_every_room_and_no_other() -> None:
+def test_the_tree_names_every_folder_and_no_other() -> None:
     assert TREE is not None
-    rooms, room = set(), ""
+    folders, top_folder = set(), ""
     for line in TREE.group(1).splitlines():
         name = line.split()[0]
-        room = name if not line.startswith(" ") else room
-        rooms.add(name if not line.startswith(" ") else room + name)
-    for name in rooms:
+        top_folder = name if not line.startswith(" ") else top_folder
+        folders.add(name if not line.startswith(" ") else top_folder + name)
+    for name in folders:
         assert (ROOT / name).exists(), name
     there = {
         f"{top}/{folder.name}/"
@@ -55,4 +55,4 @@ def test_the_map_names_every_room_and_no_other() -> None:
         for folder in (ROOT / top).iterdir()
         if folder.is_dir() and (folder / "__init__.py").exists()
     }
-    assert there <= rooms
+    assert there <= folders

@@ -109,9 +109,9 @@ class Window:
             self._shown[name] = seen
 
     def _long_files(self) -> Iterator[str]:
-        for room in ("logs", "progress"):
+        for folder in ("logs", "progress"):
             with contextlib.suppress(FileNotFoundError):
-                names = sorted(f"{room}/{name}" for name in os.listdir(self._folder / room))
+                names = sorted(f"{folder}/{name}" for name in os.listdir(self._folder / folder))
                 yield from (name for name in names if APPENDED.fullmatch(name))
 
     def _look_at_long(self, name: str) -> bool:

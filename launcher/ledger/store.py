@@ -1,4 +1,4 @@
-"""Open the ledger, and answer the queries that several rooms share.
+"""Open the ledger, and answer the queries that several folders share.
 
 The ledger is one SQLite file in WAL mode: one writer at a time, readers never wait. Many short-lived processes open the
 ledger (a controller per run, every command), so two processes may open the ledger at the same moment.

@@ -1,4 +1,4 @@
-"""A decision to buy one node. The placement room decides, and the cluster room carries the decision out."""
+"""A decision to buy one node. `launcher/placement` decides, and `launcher/provision` carries the decision out."""
 
 import re
 from dataclasses import dataclass
