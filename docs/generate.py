@@ -151,11 +151,15 @@ def job_page() -> str:
         *TABLE,
         *[row for row in field_rows(Job, "") if any(row.startswith(f"| `{name}` |") for name in top)],
     ]
-    for path, model in sections(Job):
+    found = list(sections(Job))
+    paths = [path for path, _ in found]
+    for path, model in found:
+        # A section with two forms: the first field tells them apart.
+        title = path if paths.count(path) == 1 else f"{path}, with {next(iter(model.model_fields))}"
         text = " ".join((model.__doc__ or "").split())
         if not text:
             raise Undocumented(path)
-        lines += ["", f"## {path}", "", text, "", *TABLE, *field_rows(model, f"{path}.")]
+        lines += ["", f"## {title}", "", text, "", *TABLE, *field_rows(model, f"{path}.")]
     return "\n".join(lines) + "\n"
 
 
