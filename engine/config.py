@@ -1,8 +1,8 @@
 """Define the engine's half of the job file.
 
-The models are frozen pydantic models, one per section of the file; unknown keys are refused. The module does not import torch, because
-the launcher imports the module to check a job before anything is bought. Every error names the value found, the values
-allowed, and the reason.
+The models are frozen pydantic models, one per section of the file; unknown keys are refused. The module does not
+import torch, because the launcher imports the module to check a job before anything is bought. Every error names the
+value found, the values allowed, and the reason.
 """
 
 from typing import Annotated, Literal, Self
