@@ -141,9 +141,9 @@ def test_down_needs_no_living_controller(sessions, frozen):
     pid = start_controller(sessions, run.name)
     wait_until(lambda: iterations(sessions, run) > 0)
     if frozen:
-        os.kill(pid, signal.SIGSTOP)
-        with writing(sessions) as session:  # its lease runs out
-            lease = session.get(ControllerLease, run.id)
+        with writing(sessions) as session:
+            os.kill(pid, signal.SIGSTOP)  # the controller cannot hold the lock meanwhile
+            lease = session.get(ControllerLease, run.id)  # its lease runs out
             assert lease is not None
             lease.expires_wall_ms = 0
     else:
