@@ -67,6 +67,12 @@ def sentence(error: BaseException) -> str | None:
             return f"this needs {error.name}, which is not installed; `pip install 'spotrl[{extra}]'`"
         case SQLAlchemyError():
             found = str(getattr(error, "orig", None) or error).splitlines()[0]
+            if "is locked" in found:
+                return (
+                    f"the ledger {ledger_path()} is locked by another process of spotrl, perhaps a frozen one: repeat "
+                    "the command. If the lock stays, `fuser` on this file names the processes; end the frozen one by "
+                    "its id. `spotrl panic` terminates all nodes without the ledger"
+                )
             return (
                 f"the ledger {ledger_path()} cannot be used: {found}; if it is damaged, move it away or set "
                 "SPOTRL_HOME to another folder, and ask `spotrl reap` whether nodes of its runs are left"

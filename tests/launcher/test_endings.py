@@ -13,6 +13,7 @@ from launcher.cli import endings
 from launcher.cli.main import run
 from launcher.engine_process import OURS, check_engine_is_ours
 from launcher.exit_codes import ExitCode, Failure
+from launcher.ledger import store
 from launcher.ledger.store import append_status, find_run, open_ledger, writing
 from tests.launcher.made_ledger import a_long_run
 from tests.launcher.printed import printed
@@ -178,6 +179,17 @@ def test_an_engine_that_is_not_ours_is_named_by_its_file(tmp_path):
 def test_the_engine_that_came_with_the_launcher_is_taken():
     check_engine_is_ours()
     check_engine_is_ours(str(OURS))
+
+
+def test_a_ledger_locked_by_another_process_is_no_damaged_ledger(home, capsys, monkeypatch):
+    monkeypatch.setattr(store, "BUSY_MS", 100)
+    other = sqlite3.connect(home / "ledger.sqlite", isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    assert run(["down", RUN]) == ExitCode.FAILURE
+    words = said(capsys)
+    assert "is locked by another process of spotrl" in words
+    assert "move it away" not in words
+    other.close()
 
 
 def test_json_answers_errors_as_json(home, capsys):
