@@ -31,6 +31,8 @@ class ExplorationDesk:
         """Arrival of the last rollout of the open batch (run's clock); None while rollouts are missing."""
         self._exploring_ms = 0.0
         self._candidates = 0
+        self._dealt = False
+        """True if candidates were dealt since the last end of a training phase."""
 
     @property
     def exploring_seconds(self) -> float:
@@ -60,6 +62,7 @@ class ExplorationDesk:
             seconds = self._clock.wall_seconds(now_ms - self._since_ms)
             self.phase_seconds = [*self.phase_seconds[1 - PHASES :], seconds]
             self._since_ms = None
+        self._dealt = False
 
     def next_task(self, exploration: BatchExploration | None, queue: Queue, now_ms: int) -> Task | None:
         """Return more candidates once every submitted candidate is leased, or None."""
@@ -69,6 +72,7 @@ class ExplorationDesk:
         requests = exploration.more(self._candidates_that_fit(nodes, exploration.pending, now_ms))
         if not requests:
             return None
+        self._dealt = True
         order = exploration.order
         return Task(
             requests=requests,
@@ -81,12 +85,18 @@ class ExplorationDesk:
         )
 
     def _candidates_that_fit(self, nodes: Sequence[str], pending: int, now_ms: int) -> int:
-        """Return the number of candidates to add, given the live nodes and `pending` candidates in progress."""
+        """Return the number of candidates to add, given the live nodes and `pending` candidates in progress.
+
+        If the idle time is too short for a candidate, one task is tried in each training phase. Without the trial, a
+        slow first measurement (a GPU's first forward pass) would turn exploration off for the rest of the run.
+        """
         elapsed = 0.0 if self._since_ms is None else self._clock.wall_seconds(now_ms - self._since_ms)
+        seconds_left = seconds_until_trained(self.phase_seconds, elapsed_seconds=elapsed)
+        gpus = sum(node in nodes for node in self._explorers.values())
         per_candidate = self.exploring_seconds / self._candidates if self._candidates else None
-        return candidates_that_fit(
-            seconds_until_trained(self.phase_seconds, elapsed_seconds=elapsed),
-            gpus=sum(node in nodes for node in self._explorers.values()),
-            gpu_seconds_per_candidate=per_candidate or None,
-            pending=pending,
+        fit = candidates_that_fit(
+            seconds_left, gpus=gpus, gpu_seconds_per_candidate=per_candidate or None, pending=pending
         )
+        if fit == 0 and not self._dealt:
+            fit = candidates_that_fit(seconds_left, gpus=gpus, gpu_seconds_per_candidate=None, pending=pending)
+        return fit

@@ -149,7 +149,7 @@ def test_exploration_pauses_while_there_is_no_spot_node_and_resumes_with_the_nex
 ) -> None:
     """The trainer waits for nobody who is not there: it goes on at the plain pace, on its own."""
     exploration = ExplorationConfig(budget=budget, profiles=(ProfileConfig(shape=16),))
-    fleet = NurseryFleet(tmp_path, CONFIG.model_copy(update={"iterations": 80, "exploration": exploration}))
+    fleet = NurseryFleet(tmp_path, CONFIG.model_copy(update={"iterations": 5_000, "exploration": exploration}))
 
     def explored() -> list[int]:
         return [event.explored for event in fleet.events("iteration_done")]

@@ -589,6 +589,31 @@ def test_idle_time_is_dealt_by_how_long_training_took_before(bench):
     assert bench.coordinator.exploration.phase_seconds == [pytest.approx(12.0, abs=1.0)]
 
 
+def test_a_slow_first_pass_does_not_turn_exploration_off(bench):
+    """A GPU's first pass can take longer than a whole training phase. Later passes show the true time."""
+    bench.begin()
+    usage, dealt = [["exploration", 0.0, 20_000.0]], []
+    for batch in range(12):
+        bench.say("explore", order=encode(replace(EXPLORE, counted=None, most=64, batch=batch + 1)))
+        bench.submit(train(1, batch=batch))
+        bench.finish(bench.pull())
+        dealt.append(0)
+        trained_ms = bench.clock.at_ms + 1_000
+        while bench.clock.at_ms < trained_ms and isinstance(work := bench.pull(of=1, usage=usage), Work):
+            dealt[-1] += len(work.attempts)
+            bench.clock.at_ms += 100
+            usage = [["exploration", 0.0, 100.0]]
+            results = [
+                finished_to_dict(Finished(request=a.request, score=Score(reward=0.0, metrics={}), trajectory=None))
+                for a in work.attempts
+            ]
+            bench.say("finish", worker="spot/0", node="spot", lease=work.lease, results=results)
+        bench.clock.at_ms = max(bench.clock.at_ms, trained_ms)
+        bench.coordinator.exploration.end_training_phase(bench.clock.at_ms)
+    assert min(dealt) > 0, dealt
+    assert dealt[-1] > dealt[1], dealt
+
+
 # --- what the launcher hears
 
 
