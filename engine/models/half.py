@@ -1,7 +1,7 @@
 """Half precision for candidates, which are only ranked. Trained seeds are rolled out in the precision of training."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import nn
@@ -28,3 +28,8 @@ def half_precision(transformer: nn.Module) -> Iterator[None]:
     finally:
         for one in approximated:
             one.approximate = "tanh"
+
+
+def precision(transformer: nn.Module, dtype: str) -> AbstractContextManager[None]:
+    """Return the context that computes in `dtype`: "float32" or "bfloat16"."""
+    return half_precision(transformer) if dtype == "bfloat16" else nullcontext()

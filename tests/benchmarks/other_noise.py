@@ -14,7 +14,7 @@ import engine.node.agent
 from engine.node.agent import Agent
 from engine.node_spec import NodeSpec
 from engine.protocol.request import Kind, Work
-from engine.worker.worker import Worker
+from engine.worker.sampling import ImageSampler
 
 OTHER = 0x5DEECE66D
 """What a seed is changed by."""
@@ -41,19 +41,19 @@ def run_other_noise(spec_json: str, *arguments: Any) -> None:
     """A worker as it ships, but candidates are drawn from the noise of other seeds."""
     from engine.entrypoints.processes import run_worker
 
-    Worker._denoise = _other_noise(Worker._denoise)  # type: ignore[method-assign]
+    ImageSampler.sample = _other_noise(ImageSampler.sample)  # type: ignore[method-assign]
     run_worker(NodeSpec.model_validate_json(spec_json), *arguments)
 
 
-def _other_noise(denoise: Any) -> Any:
-    def changed(worker: Worker, work: Work) -> Any:
+def _other_noise(sample: Any) -> Any:
+    def changed(sampler: ImageSampler, work: Work) -> Any:
         if work.attempts[0].request.kind is Kind.EXPLORE:
             attempts = tuple(
                 replace(attempt, request=replace(attempt.request, seed=attempt.request.seed ^ OTHER))
                 for attempt in work.attempts
             )
-            return denoise(worker, replace(work, attempts=attempts))
-        return denoise(worker, work)
+            return sample(sampler, replace(work, attempts=attempts))
+        return sample(sampler, work)
 
     return changed
 

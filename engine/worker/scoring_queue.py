@@ -1,0 +1,132 @@
+"""Sampled leases that wait for their scores. A thread scores them beside the next work; finished leases are sent."""
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
+from dataclasses import dataclass
+
+import torch
+from safetensors.torch import save
+from torch import Tensor
+
+from engine.diffusion.images import as_bytes
+from engine.protocol.messages import Result, StepTime
+from engine.protocol.request import Fenced, Finished, Kind, Score, Work, request_class
+from engine.worker.commits import blob_name
+from engine.worker.coordinator_calls import CoordinatorCalls
+from engine.worker.faults import LeaseFaults
+from engine.worker.memory import is_out_of_memory
+from engine.worker.phases import PHASE_OF
+from engine.worker.sampling import Sampled
+from engine.worker.scoring import ImageScorer
+from engine.worker.usage import Usage
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Unscored:
+    """A lease with sampled images. `scoring` gives the scores and the images."""
+
+    sampled: Sampled
+    scoring: "Future[tuple[list[Score], Tensor]]"
+
+
+class ScoringQueue:
+    """The leases of one worker between the last step and `finish`.
+
+    `reports_steps`: report the seconds of a step with each finished lease. `finished`: called after a lease is finished
+    and its results are durable.
+    """
+
+    def __init__(
+        self,
+        calls: CoordinatorCalls,
+        usage: Usage,
+        scorer: ImageScorer,
+        faults: LeaseFaults,
+        *,
+        heartbeat_seconds: float,
+        reports_steps: bool,
+        finished: Callable[[], None],
+    ) -> None:
+        self._calls, self._usage, self._scorer, self._faults = calls, usage, scorer, faults
+        self._heartbeat_seconds, self._reports_steps, self._finished = heartbeat_seconds, reports_steps, finished
+        self._unscored: list[_Unscored] = []
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="score")
+
+    def __len__(self) -> int:
+        """Return the number of unscored leases."""
+        return len(self._unscored)
+
+    def add(self, sampled: Sampled) -> None:
+        """Start to score a lease."""
+        latents = torch.stack([trajectory.x for trajectory in sampled.trajectories])
+        prompts = [attempt.request.prompt for attempt in sampled.work.attempts]
+        scoring = self._thread.submit(self._scorer, latents, prompts, sampled.work.scorer)
+        self._unscored.append(_Unscored(sampled=sampled, scoring=scoring))
+
+    def leases(self) -> dict[int, int]:
+        """Return the finished step by lease, for a heartbeat."""
+        return {one.sampled.work.lease: one.sampled.trajectories[0].step for one in self._unscored}
+
+    def drop(self, lease: int) -> None:
+        """Drop a revoked lease."""
+        self._unscored = [one for one in self._unscored if one.sampled.work.lease != lease]
+
+    def send(self, *, block: bool, keep: int = 0, held: Work | None = None) -> None:
+        """Send finished scores. With `block`, wait until at most `keep` leases are unscored.
+
+        `held`: leased work that starts only after the wait; heartbeats renew its lease.
+        """
+        for one in list(self._unscored):
+            if block and len(self._unscored) > keep:
+                self._wait_for(one, held)
+            if not one.scoring.done() or one not in self._unscored:
+                continue
+            self._unscored.remove(one)
+            try:
+                scores, images = one.scoring.result()
+            except Exception as error:  # a user's reward may raise anything; the fault is reported
+                if is_out_of_memory(error):
+                    self._faults.make_room(one.sampled.work, str(error))
+                else:
+                    self._faults.report(one.sampled.work, error)
+                continue
+            self._finish(one.sampled, scores, images)
+
+    def _wait_for(self, one: _Unscored, held: Work | None) -> None:
+        """Wait until the lease is scored or revoked.
+
+        Scoring may last longer than a lease, so heartbeats renew all leases.
+        """
+        phase = PHASE_OF[one.sampled.work.attempts[0].request.kind]
+        while one in self._unscored:
+            with self._usage.measure(phase):
+                wait_for([one.scoring], timeout=self._heartbeat_seconds)
+            if one.scoring.done():
+                return
+            leases = self.leases()
+            if held is not None:
+                leases[held.lease] = held.attempts[0].step
+            reply = self._calls.heartbeat(leases)
+            if isinstance(reply, Fenced):
+                self.drop(reply.lease)
+
+    def _finish(self, sampled: Sampled, scores: list[Score], images: Tensor) -> None:
+        work = sampled.work
+        results, blobs = [], {}
+        for i, (attempt, score) in enumerate(zip(work.attempts, scores, strict=True)):
+            name = None
+            if attempt.request.kind is Kind.TRAIN:
+                name = blob_name(attempt.request, sampled.trajectories[i].step)
+                blobs[name] = sampled.trajectories[i].to_bytes()
+            elif work.pictures[i]:
+                name = blob_name(attempt.request, sampled.trajectories[i].step)
+                blobs[name] = save({"picture": as_bytes(images[i])})
+            results.append(Result.of(Finished(request=attempt.request, score=score, trajectory=name)))
+        pace = None
+        if self._reports_steps:
+            class_ = request_class(work.shape, work.dtype)
+            pace = StepTime(request_class=class_, degree=sampled.degree, seconds=sampled.step_seconds)
+        if not isinstance(self._calls.finish(work.lease, results, blobs, pace), Fenced):
+            self._finished()
+        self._faults.clear()
