@@ -10,26 +10,23 @@ The coordinator runs on the on-demand node, beside the trainer. Killed at any mo
 journal (engine/coordinator/recovery.py), leases included: a worker in the middle of an image notices nothing.
 """
 
-import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Literal, assert_never
-
-import msgspec
 
 from engine.clock import Clock, run_ms
 from engine.coordinator import node_usage
 from engine.coordinator.exploration_desk import ExplorationDesk
 from engine.coordinator.journal import Journal
-from engine.coordinator.membership import alone
 from engine.coordinator.node_usage import UsageBook
-from engine.coordinator.pulls import Pulls
 from engine.coordinator.recovery import recover
 from engine.coordinator.regrouping import Regrouping
+from engine.coordinator.run_log import RunLog
 from engine.coordinator.run_state import RunState
 from engine.coordinator.weight_book import WeightBook, digest_of
+from engine.coordinator.worker_calls import WorkerCalls
 from engine.events import Capacity
-from engine.protocol.codec import Blobs, encode_record
+from engine.protocol.codec import Blobs
 from engine.protocol.messages import (
     Answer,
     BeginLineage,
@@ -63,10 +60,9 @@ from engine.protocol.messages import (
     Withdraw,
     WorkerDied,
 )
-from engine.protocol.records import Record, ResultsAccepted, StatesCommitted, WeightsPublished, stored
-from engine.protocol.request import ALONE, Kind, Reply, Wait, Work
+from engine.protocol.records import WeightsPublished, stored
 from engine.queue.pace import Rules
-from engine.queue.queue import PRIORITY, Queue
+from engine.queue.queue import Queue
 from engine.storage.progress import ProgressLog
 
 Answered = tuple[Answer, Mapping[str, bytes]]
@@ -96,19 +92,29 @@ class Coordinator:
         self._rules = rules
         self._progress = progress
         self._book = book
-        self.journal = journal
-        self.changes = 0
-        """Change counter. Grows whenever a repeated call might get a new answer instead of `Wait`."""
         self.usage = UsageBook(clock.now_ms())
         self.exploration = ExplorationDesk(clock, rules.lease_ms)
-        self._pulls = Pulls()
-        self.state: RunState = recover(journal, book, rules, clock.now_ms())
+        self.log = RunLog(journal, book, recover(journal, book, rules, clock.now_ms()))
         self.groups = Regrouping(
             lambda: self.queue.demand(clock.now_ms()),
             sp_degree=sp_degree,
             run_ms=partial(run_ms, clock),
             first=self.state.first_lease,
         )
+        self._workers = WorkerCalls(self.log, self.groups, self.exploration)
+
+    @property
+    def journal(self) -> Journal:
+        return self.log.journal
+
+    @property
+    def state(self) -> RunState:
+        return self.log.state
+
+    @property
+    def changes(self) -> int:
+        """Return the change counter. It grows whenever a repeated call might get a new answer instead of `Wait`."""
+        return self.state.changes
 
     @property
     def queue(self) -> Queue:
@@ -118,15 +124,13 @@ class Coordinator:
     def lineage(self) -> int:
         return self.state.lineage
 
-    # --- calls ------------------------------------------------------------------------------------------
-
     def handle(self, call: Call, blobs: Blobs) -> Answered:
         """Answer one call. Raises OSError if the disk is full, KeyError if a blob is missing."""
         now_ms = self._clock.now_ms()
         self._note_usage(call)
         match call:
             case Pull() | Heartbeat() | Finish() | Commit() | GiveBack() | Fault():
-                return self._reply(call, blobs, now_ms), {}
+                return self._workers.answer(call, blobs, now_ms), {}
             case FetchStates():
                 return States(), {name: self.journal.blob(name) for name in call.names}
             case FetchWeights():
@@ -137,7 +141,7 @@ class Coordinator:
             case Collect():
                 return self._collect(call, now_ms)
             case WorkerDied() | NodeLost() | Notice():
-                self._observe(call, now_ms)
+                self._workers.observe(call, now_ms)
                 return Done(), {}
             case BeginLineage() | Submit() | Explore() | Publish() | Withdraw() | Stop():
                 return self._obey(call, blobs, now_ms), {}
@@ -147,7 +151,7 @@ class Coordinator:
     def set_capacity(self, snapshot: Capacity) -> None:
         """Apply the launcher's snapshot of the nodes."""
         self.queue.capacity(snapshot, now_ms=self._clock.now_ms())
-        self.changes += 1
+        self.state.changes += 1
 
     def stop(self, reason: str) -> None:
         """Order every process to exit.
@@ -155,7 +159,7 @@ class Coordinator:
         The trainer learns of the stop first, from its next `collect`; the workers follow.
         """
         self.queue.stop(reason)
-        self.changes += 1
+        self.state.changes += 1
 
     def tick(self) -> None:
         """Expire leases, regroup workers and write events to the progress log. Call often."""
@@ -165,7 +169,7 @@ class Coordinator:
         ends = self.queue.stop_reason is not None  # no regroup while workers exit
         regrouped = not ends and self.groups.tick(self.queue.takes_part, now_ms=now_ms)
         if regrouped or len(self.queue.events) != before:
-            self.changes += 1
+            self.state.changes += 1
         if self._progress is None:
             return
         self._progress.flush()
@@ -177,129 +181,6 @@ class Coordinator:
             for event in self.usage.events(now_ms):
                 self._progress.write(self.lineage, event)
 
-    # --- workers ----------------------------------------------------------------------------------------
-
-    def _reply(self, call: LeaseCall, blobs: Blobs, now_ms: int) -> Reply:
-        match call:
-            case Pull():
-                return self._pull(call, now_ms)
-            case Heartbeat():
-                reply = self.queue.heartbeat(call.worker, call.node, call.leases, now_ms=now_ms)
-                if isinstance(reply, Wait) and self.groups.members.must_come(call.worker):
-                    return alone(call.worker)
-                return reply
-            case Finish():
-                return self._finish(call, blobs, now_ms)
-            case Commit():
-                return self._commit(call, blobs, now_ms)
-            case GiveBack():
-                self.changes += 1
-                return self.queue.give_back(call.worker, call.lease, now_ms=now_ms)
-            case Fault():
-                self.changes += 1
-                reply = self.queue.fault(call.worker, call.node, call.lease, call.text, now_ms=now_ms)
-                self._record_poison(now_ms)
-                return reply
-            case _:
-                assert_never(call)
-
-    def _pull(self, call: Pull, now_ms: int) -> Reply:
-        kinds: Sequence[Kind] = call.kinds or PRIORITY
-        if Kind.EXPLORE in kinds:
-            self.exploration.add_explorer(call.worker, call.node)
-            self._deal(now_ms)
-        if not self._may_work(call, now_ms):
-            kinds = []
-        missed = len(self.queue.events)
-        reply = self.queue.pull(
-            call.worker,
-            call.node,
-            boot=call.boot,
-            seq=call.seq,
-            now_ms=now_ms,
-            holds=(call.holds.weights, call.holds.digest) if call.holds else None,
-            kinds=kinds,
-            room=call.room,
-        )
-        if len(self.queue.events) != missed:
-            self._record_poison(now_ms)
-            self.changes += 1
-        if isinstance(reply, Work):
-            self.groups.members.busy(call.worker)
-            self._record_lease(reply.lease)
-        elif isinstance(reply, Wait) and (order := self.groups.members.order(call.worker)):
-            if order.epoch != ALONE:
-                self.changes += 1  # the other members wait for the same regroup
-            return order
-        return reply
-
-    def _may_work(self, call: Pull, now_ms: int) -> bool:
-        """Return True if the pulling worker may get work.
-
-        The worker must lead its group, and the group must be the wanted group.
-        """
-        if not self._pulls.add(call.worker, call.boot, call.seq):
-            return False
-        if call.group is None:
-            return True
-        if not self.queue.takes_part(call.node):
-            return True  # the pull's answer will be drain or exit
-        if self.groups.pulled(call.worker, call.boot, call.group, now_ms=now_ms):
-            self.changes += 1
-        return self.groups.members.leads(call.worker)
-
-    def _finish(self, call: Finish, blobs: Blobs, now_ms: int) -> Reply:
-        self._renew(call, now_ms)
-        # Record only results with a valid lease. Otherwise a restart would accept results of revoked leases.
-        held = set(self.queue.held(call.worker, call.lease))
-        results = [msgspec.structs.replace(r, node=call.node) for r in call.results if r.request in held]
-        accepted = ResultsAccepted(results=tuple(results))
-        if results:
-            self._record(accepted, {r.trajectory: blobs[r.trajectory] for r in results if r.trajectory is not None})
-        finished = [result.finished() for result in results]
-        reply = self.queue.finish(call.worker, call.node, call.lease, finished, now_ms=now_ms)
-        if isinstance(reply, Wait):
-            if call.pace is not None:
-                self.groups.measured(call.pace.request_class, call.pace.degree, call.pace.seconds)
-            self.state.apply(accepted, now_ms)
-            self.exploration.add_candidates(sum(result.request.kind is Kind.EXPLORE for result in results))
-            if not self.queue.wanted(Kind.TRAIN):
-                self.exploration.begin_training_phase(now_ms)
-            self.changes += 1
-        return reply
-
-    def _commit(self, call: Commit, blobs: Blobs, now_ms: int) -> Reply:
-        self._renew(call, now_ms)
-        held = set(self.queue.held(call.worker, call.lease))
-        states = [state for state in call.states if state.request in held]
-        if states:
-            committed = StatesCommitted(states=tuple(states))
-            self._record(committed, {state.blob: blobs[state.blob] for state in states})
-            self.state.apply(committed, now_ms)
-        steps = {state.request: (state.step, state.blob) for state in states}
-        return self.queue.commit(call.worker, call.node, call.lease, steps, now_ms=now_ms, cost_ms=call.commit_ms)
-
-    def _renew(self, call: Finish | Commit, now_ms: int) -> None:
-        """Renew the worker's lease, even if the disk has no room for the results in the message."""
-        self.queue.heartbeat(call.worker, call.node, {call.lease: 0}, now_ms=now_ms)
-
-    def _observe(self, call: WorkerDied | NodeLost | Notice, now_ms: int) -> None:
-        """Record news of a worker or node from another process."""
-        self.changes += 1
-        match call:
-            case WorkerDied():
-                self.queue.died(call.worker, call.boot, call.reason, now_ms=now_ms)
-                if self._pulls.died(call.worker, call.boot):
-                    self.groups.gone([call.worker], f"{call.worker} died", now_ms=now_ms)
-            case NodeLost():
-                self.queue.unreachable(call.node, call.reason, now_ms=now_ms)
-                workers = self.groups.members.workers_of(call.node)
-                self.groups.gone(workers, f"{call.node} is lost", now_ms=now_ms)
-            case Notice():
-                self.queue.notice(call.node, call.deadline_ms, now_ms=now_ms)
-            case _:
-                assert_never(call)
-
     def _note_usage(self, call: Call) -> None:
         """Add the usage since the caller's last call. The trainer's calls name no worker."""
         if isinstance(call, WorkerDied | NodeLost | Notice) or not call.usage:
@@ -307,20 +188,6 @@ class Coordinator:
         worker = call.worker if isinstance(call, LeaseCall) else f"{call.node}/trainer"
         self.usage.add(call.node, worker, call.usage, call.of)
         self.exploration.add_usage(call.usage)
-
-    def _deal(self, now_ms: int) -> None:
-        """Submit the next candidates of the open exploration, if workers would be idle."""
-        exploration = self.state.exploration
-        task = self.exploration.next_task(exploration, self.queue, now_ms)
-        if exploration is None or task is None:
-            return
-        try:
-            self._record_and_apply(Submit(task=task), now_ms)
-        except OSError:  # the disk is full: the next pull submits the same candidates
-            exploration.take_back(task.requests)
-            raise
-
-    # --- the trainer ------------------------------------------------------------------------------------
 
     def _obey(self, order: Order, blobs: Blobs, now_ms: int) -> Answer:
         """Obey an order of the trainer. Refuse an order that arrives after a newer order."""
@@ -334,23 +201,23 @@ class Coordinator:
             case Stop():
                 self.queue.stop(order.reason)
             case Submit():
-                self._record_and_apply(stored(order), now_ms)
+                self.log.record_and_apply(stored(order), now_ms)
             case Explore():
-                self._record_and_apply(stored(order), now_ms)
-                self._deal(now_ms)
+                self.log.record_and_apply(stored(order), now_ms)
+                self._workers.deal(now_ms)
             case BeginLineage() | Withdraw():
-                self._record_and_apply(stored(order), now_ms)
-                self._compact()
+                self.log.record_and_apply(stored(order), now_ms)
+                self.log.compact()
             case _:
                 assert_never(order)
-        self.changes += 1
+        self.state.changes += 1
         return answer
 
     def _publish(self, order: Publish, data: bytes, now_ms: int) -> Published:
         digest = digest_of(data)
         self._book.write(order.weights, data)
         record = WeightsPublished(weights=order.weights, digest=digest, boot=order.boot, seq=order.seq)
-        self._record_and_apply(record, now_ms)
+        self.log.record_and_apply(record, now_ms)
         if not order.weights.average:
             self.exploration.end_training_phase(self._clock.now_ms())
         return Published(digest=digest)
@@ -358,7 +225,7 @@ class Coordinator:
     def _collect(self, call: Collect, now_ms: int) -> Answered:
         """Return the results of a batch from index `have` on, in order of arrival, with their trajectories."""
         found = self.state.results(call.kind, call.batch, call.have)
-        self._record_poison(now_ms)
+        self.log.record_poison(now_ms)
         poisoned = [text for request, text in self.queue.poisoned.items() if request.kind == call.kind]
         exploration = self.state.exploration
         answer = Results(
@@ -371,35 +238,3 @@ class Coordinator:
         )
         names = [result.trajectory for result in found if result.trajectory is not None]
         return answer, {name: self.journal.blob(name) for name in names}
-
-    # --- journal ----------------------------------------------------------------------------------------
-
-    def _record(self, record: Record, blobs: Blobs | None = None) -> None:
-        self.journal.append(encode_record(record), blobs)
-
-    def _record_and_apply(self, record: Record, now_ms: int) -> None:
-        self._record(record)
-        for weights in self.state.apply(record, now_ms):
-            self._book.drop(weights)
-
-    def _record_lease(self, number: int) -> None:
-        """Record the lease without waiting for the disk.
-
-        After a crash, a forgotten lease is revoked: its steps are repeated, and no result is lost.
-        """
-        with contextlib.suppress(OSError):  # the disk is full: the next call with a durable record raises
-            self.journal.append(encode_record(self.queue.lease_record(number)), durable=False)
-
-    def _record_poison(self, now_ms: int) -> None:
-        for record in self.state.new_poison():
-            self._record_and_apply(record, now_ms)
-
-    def _compact(self) -> None:
-        """Rewrite the journal with the current state. Blobs of trained batches are dropped."""
-        records = [
-            (encode_record(record), {name: self.journal.blob(name) for name in names})
-            for record, names in self.state.records()
-        ]
-        # On a full disk, the obsolete records stay in the journal until the next compaction.
-        with contextlib.suppress(OSError):
-            self.journal.rewrite(records)

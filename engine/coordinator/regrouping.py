@@ -86,9 +86,9 @@ class Regrouping:
         `takes_part`: returns True if a node is neither lost nor draining.
         """
         changed = False
-        for node in self.members.nodes():
+        for node in self.members.table.nodes():
             if not takes_part(node):
-                changed |= self.gone(self.members.workers_of(node), f"{node} is taken back", now_ms=now_ms)
+                changed |= self.gone(self.members.table.workers_of(node), f"{node} is taken back", now_ms=now_ms)
         if self.members.settled(now_ms):
             self._plan("a lost peer did not call in", [], now_ms)
             changed = True  # a worker that waited for the peer may go on, whatever the plan
@@ -107,13 +107,15 @@ class Regrouping:
         self._planned_ms = now_ms
         if not self._believed:
             return False
-        before = self.members.wanted()
+        before = self.members.table.wanted
         if self._sp_degree == "auto":
             self.members.plan(self._by_demand)
         else:
             self.members.plan(self._by_degree)
         named = {node_of(worker) for worker in workers}
-        changed = {node_of(worker) for worker, group in self.members.wanted().items() if before.get(worker) != group}
+        changed = {
+            node_of(worker) for worker, group in self.members.table.wanted.items() if before.get(worker) != group
+        }
         self._why |= dict.fromkeys(changed, "demand") | dict.fromkeys(named, why)
         return bool(changed or named)
 

@@ -49,6 +49,8 @@ class RunState:
         self._arrivals: dict[tuple[Kind, int], dict[RequestId, None]] = defaultdict(dict)
         """The finished requests of each batch, in order of arrival."""
         self._recorded_poison: set[RequestId] = set()
+        self.changes = 0
+        """Change counter. Grows whenever a repeated call might get a new answer instead of `Wait`."""
 
     def apply(self, record: Record, now_ms: int) -> list[WeightsKey]:
         """Apply one record of the journal. Return the weights that no request needs any more."""

@@ -127,19 +127,19 @@ ALONE_AND_WHOLE = {"epoch": 0, "torn": [], "believed": {"1": 1.0, "2": 0.6}}
 def test_a_pull_of_a_worker_that_died_while_it_was_kept_waiting_makes_nobody_live_again(bench):
     bench.begin()
     bench.pull(seq=1, group=ALONE_AND_WHOLE)
-    assert bench.coordinator.groups.members.nodes() == {"spot"}
+    assert bench.coordinator.groups.members.table.nodes() == {"spot"}
     bench.say("died", worker="spot/0", boot=1, reason="killed")
     assert bench.pull(seq=1, group=ALONE_AND_WHOLE) == Wait()  # the server asks for it again
-    assert bench.coordinator.groups.members.nodes() == set()
+    assert bench.coordinator.groups.members.table.nodes() == set()
     bench.pull(seq=2, group=ALONE_AND_WHOLE)  # it was not dead after all
-    assert bench.coordinator.groups.members.nodes() == {"spot"}
+    assert bench.coordinator.groups.members.table.nodes() == {"spot"}
 
 
 def test_the_late_news_of_an_older_process_s_death_takes_no_newer_one_out_of_its_group(bench):
     bench.begin()
     bench.pull(boot=2, group=ALONE_AND_WHOLE)
     bench.say("died", worker="spot/0", boot=1, reason="killed")
-    assert bench.coordinator.groups.members.nodes() == {"spot"}
+    assert bench.coordinator.groups.members.table.nodes() == {"spot"}
 
 
 # --- killed at any point

@@ -161,10 +161,10 @@ def in_their_groups(world):
     """Everyone who lives is where the plan wants it, and whoever leads works."""
     live = sorted(world.processes)
     wanted = {group.members for group in fixed(world.degree)(live, [])}
-    there = {formed.members for formed in world.membership.groups()}
+    there = {formed.members for formed in world.membership.table.groups()}
     sizes = sorted(len(members) for members in wanted if len(members) > 1)
     assert sorted(map(len, there)) == sizes
-    for formed in world.membership.groups():
+    for formed in world.membership.table.groups():
         assert {world.processes[name].epoch for name in formed.members} == {formed.epoch}
         assert [world.membership.leads(name) for name in formed.members] == [True] + [False] * (len(formed.members) - 1)
     grouped = {name for members in there for name in members}
@@ -198,24 +198,24 @@ def test_a_worker_at_work_is_told_to_come_before_its_group_is_ordered():
 
 def test_the_same_processes_get_their_communicator_again_under_a_new_epoch():
     world = together()
-    (first,) = world.membership.groups()
+    (first,) = world.membership.table.groups()
     world.want(1)
     world.calm_down()
-    assert world.membership.groups() == []
+    assert world.membership.table.groups() == []
     world.want(2)
     world.calm_down()
-    (again,) = world.membership.groups()
+    (again,) = world.membership.table.groups()
     assert again.communicator == first.communicator
     assert again.epoch != first.epoch
 
 
 def test_a_new_process_of_a_worker_meets_a_new_communicator():
     world = together()
-    (first,) = world.membership.groups()
+    (first,) = world.membership.table.groups()
     world.kill("a/1")
     world.start("a/1")
     world.calm_down()
-    (again,) = world.membership.groups()
+    (again,) = world.membership.table.groups()
     assert again.communicator != first.communicator
 
 
@@ -231,7 +231,7 @@ def test_survivors_of_a_torn_group_are_waited_for_and_not_for_ever():
     world.pass_time(SETTLING_MS)
     for name in ("a/0", "a/1", "a/2", "a/0", "a/1"):
         world.pull(name)
-    assert [formed.members for formed in world.membership.groups()] == [("a/0", "a/1")]
+    assert [formed.members for formed in world.membership.table.groups()] == [("a/0", "a/1")]
     assert world.processes["a/2"].busy
 
 

@@ -57,7 +57,7 @@ class World:
                 self.torn[other].append(number)
 
     def shared(self):
-        return [formed.members for formed in self.groups.members.groups()]
+        return [formed.members for formed in self.groups.members.table.groups()]
 
     def told(self):
         return [(event.node, event.groups) for event in self.groups.events]

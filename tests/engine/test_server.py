@@ -262,7 +262,7 @@ def test_told_to_stop_the_trainer_and_the_workers_hear_it(fresh):
 
 def test_finishes_at_the_same_time_share_fsyncs_and_none_is_acknowledged_before_it_is_durable(fresh):
     journal = SlowJournal(fresh.folder)
-    fresh.coordinator.journal = journal
+    fresh.coordinator.log.journal = journal
     transports = [fresh.transport() for _ in range(12)]
     requests = submit(transports[0], len(transports))
     leases = [pull(transport, f"s{i}/0")["lease"] for i, transport in enumerate(transports)]
@@ -285,7 +285,7 @@ def test_finishes_at_the_same_time_share_fsyncs_and_none_is_acknowledged_before_
 def test_after_a_compaction_a_record_is_still_synced_before_it_is_acknowledged(fresh):
     """The journal is shorter then: its length alone does not say what is durable."""
     journal = SlowJournal(fresh.folder)
-    fresh.coordinator.journal = journal
+    fresh.coordinator.log.journal = journal
     transport = fresh.transport()
     submit(transport, 4, batch=0)
     transport.call({"call": "withdraw", "batches": [["train", 0]]})
@@ -306,7 +306,7 @@ class FullJournal(Journal):
 
 
 def test_a_full_disk_is_said_until_there_is_room_and_nothing_is_remembered(fresh):
-    fresh.coordinator.journal = journal = FullJournal(fresh.folder)
+    fresh.coordinator.log.journal = journal = FullJournal(fresh.folder)
     task = Task(requests=(), weights=V0, sampler="plan", steps=8, shape=1, dtype="float32")
     body = pack({"call": "submit", "task": task_to_dict(task)})
     answer = fresh.post("/call", body)
@@ -326,7 +326,7 @@ def test_a_coordinator_whose_disk_does_not_keep_what_was_written_ends_itself_and
         def sync(self):
             raise OSError(5, "Input/output error")
 
-    fresh.coordinator.journal = BrokenJournal(fresh.folder)
+    fresh.coordinator.log.journal = BrokenJournal(fresh.folder)
     task = Task(requests=(), weights=V0, sampler="plan", steps=8, shape=1, dtype="float32")
     assert fresh.post("/call", pack({"call": "submit", "task": task_to_dict(task)})).status_code != 200
     assert len(fresh.ended) == 1

@@ -105,7 +105,7 @@ class FullAtFirst(Journal):
 def test_in_one_process_a_full_disk_is_waited_for_too(tmp_path, capsys):
     clock = ScaledClock(origin_ms=time.time_ns() // 1_000_000)
     coordinator = open_coordinator(tmp_path, clock=clock, runtime=RuntimeConfig())
-    coordinator.journal = FullAtFirst(tmp_path)
+    coordinator.log.journal = FullAtFirst(tmp_path)
     coordinator.journal.full = 3
     v0 = weights_to_list(WeightsKey(version=0))
     answer, _ = InprocTransport(coordinator).call({"call": "publish", "weights": v0}, {"weights": b"w"})

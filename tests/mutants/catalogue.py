@@ -12,7 +12,9 @@ from msgspec.structs import replace
 from engine.coordinator import coordinator as coordinator_module
 from engine.coordinator.coordinator import Coordinator
 from engine.coordinator.journal import Journal
+from engine.coordinator.run_log import RunLog
 from engine.coordinator.run_state import RunState
+from engine.coordinator.worker_calls import WorkerCalls
 from engine.protocol.codec import encode_record
 from engine.protocol.messages import Commit, Finish
 from engine.protocol.records import LeaseRecord, ResultsAccepted, StatesCommitted
@@ -51,24 +53,24 @@ def forgotten(title: str, where: Any, name: str, forgets: str, instead: Any = _n
 # --- fences
 
 
-@mutant(Coordinator, "_finish", "whether the one who says that it is finished still holds the lease")
-def no_fence_on_finish(self: Coordinator, call: Finish, blobs: Any, now_ms: int) -> Reply:
-    results = [result for result in call.results if result.request in self.queue.state.requests]
+@mutant(WorkerCalls, "_finish", "whether the one who says that it is finished still holds the lease")
+def no_fence_on_finish(self: WorkerCalls, call: Finish, blobs: Any, now_ms: int) -> Reply:
+    results = [result for result in call.results if result.request in self._queue.state.requests]
     accepted = ResultsAccepted(results=tuple(results))
     if results:
-        self._record(accepted, {r.trajectory: blobs[r.trajectory] for r in results if r.trajectory is not None})
-    self.state.apply(accepted, now_ms)
+        self._log.record(accepted, {r.trajectory: blobs[r.trajectory] for r in results if r.trajectory is not None})
+    self._log.state.apply(accepted, now_ms)
     return Wait()
 
 
-@mutant(Coordinator, "_commit", "whether the one who commits still holds the lease")
-def no_fence_on_commit(self: Coordinator, call: Commit, blobs: Any, now_ms: int) -> Reply:
-    states = [state for state in call.states if state.request in self.queue.state.requests]
+@mutant(WorkerCalls, "_commit", "whether the one who commits still holds the lease")
+def no_fence_on_commit(self: WorkerCalls, call: Commit, blobs: Any, now_ms: int) -> Reply:
+    states = [state for state in call.states if state.request in self._queue.state.requests]
     committed = StatesCommitted(states=tuple(states))
     if states:
-        self._record(committed, {state.blob: blobs[state.blob] for state in states})
-    self.state.apply(committed, now_ms)
-    return self.queue._pending(call.node)
+        self._log.record(committed, {state.blob: blobs[state.blob] for state in states})
+    self._log.state.apply(committed, now_ms)
+    return self._queue._pending(call.node)
 
 
 @mutant(Queue, "_meet", "that a newer process of this worker has called in")
@@ -161,8 +163,8 @@ def late_pull_gets_work(self: Queue, worker: str, node: str, *, real: Any = Queu
 # --- durable
 
 
-@mutant(Coordinator, "_record", "to wait for the disk before it answers")
-def acknowledged_before_durable(self: Coordinator, record: Any, blobs: Any = None) -> None:
+@mutant(RunLog, "record", "to wait for the disk before it answers")
+def acknowledged_before_durable(self: RunLog, record: Any, blobs: Any = None) -> None:
     self.journal.append(encode_record(record), blobs, durable=False)
 
 
