@@ -81,22 +81,28 @@ class Loop:
         Returns the reason, and never raises for any of the three.
         """
         try:
+            finished = self._run_to_the_end()
+            self.reporter.write(finished)
+            self.coordinator.stop(finished.reason)
+            while not self.reporter.flush():
+                time.sleep(ASK_AGAIN_SECONDS)  # the launcher must learn of the end, even after a long full disk
+            return finished
+        finally:
+            self.reporter.close()
+
+    def _run_to_the_end(self) -> EngineFinished:
+        try:
             self.begin()
             self.evaluator.evaluate_if_due()
             while self.state.iteration < self.config.iterations and not self.evaluator.target_held():
                 self.run_iteration()
                 self.evaluator.evaluate_if_due()
             reason = "target" if self.evaluator.target_held() else "iterations"
-            finished = EngineFinished(reason=reason, iteration=self.state.iteration)
+            return EngineFinished(reason=reason, iteration=self.state.iteration)
         except Stopped as stop:
-            finished = EngineFinished(reason="stopped", iteration=self.state.iteration, text=str(stop))
+            return EngineFinished(reason="stopped", iteration=self.state.iteration, text=str(stop))
         except Unhealthy as error:
-            finished = EngineFinished(reason="unhealthy", iteration=self.state.iteration, text=str(error))
-        self.reporter.write(finished)
-        self.coordinator.stop(finished.reason)
-        while not self.reporter.flush():
-            time.sleep(ASK_AGAIN_SECONDS)  # the launcher must learn of the end, even after a long full disk
-        return finished
+            return EngineFinished(reason="unhealthy", iteration=self.state.iteration, text=str(error))
 
     def run_iteration(self) -> None:
         """Roll out and train one batch, and choose the next."""

@@ -34,6 +34,12 @@ class MetricsLog:
         self._write({"kind": evaluated.KIND, **asdict(evaluated)})
         self._scalars({f"evaluation/{k}": v for k, v in evaluated.metrics.items()}, evaluated.iteration)
 
+    def close(self) -> None:
+        """Write what TensorBoard still holds, and end its thread. A later metric opens a new event file."""
+        if self._board is not None:
+            with contextlib.suppress(OSError):
+                self._board.close()
+
     def _write(self, row: dict[str, Any]) -> None:
         with contextlib.suppress(OSError):
             self._file.write(json.dumps(row) + "\n")

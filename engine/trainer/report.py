@@ -40,6 +40,10 @@ class Reporter:
         """Return True once every event is on the disk."""
         return self._progress.flush()
 
+    def close(self) -> None:
+        """Write the metrics that wait in memory."""
+        self._metrics.close()
+
 
 class IterationReports:
     """Reports trained batches with their wall seconds, and the milliseconds of each phase of the trainer's process.

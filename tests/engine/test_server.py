@@ -44,7 +44,7 @@ class Served:
         self.port = self._listener.getsockname()[1]
         front = Front(self.coordinator, end=self.ended.append)
         app = CoordinatorServer(front, Rights(TOKEN), ray_address=ray_address).app
-        self._server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
+        self._server = uvicorn.Server(uvicorn.Config(app, log_level="warning", ws="none", timeout_graceful_shutdown=1))
         self._thread = threading.Thread(target=self._server.run, args=([self._listener],))
         self._thread.start()
 

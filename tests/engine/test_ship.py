@@ -29,7 +29,7 @@ class Trainer:
         coordinator = open_coordinator(folder / "coordinator", clock=clock, runtime=RuntimeConfig())
         app = CoordinatorServer(Front(coordinator), Rights(TOKEN), shipped=folder / "shipped").app
         self._listener = bind("127.0.0.1", port)
-        self._server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
+        self._server = uvicorn.Server(uvicorn.Config(app, log_level="warning", ws="none", timeout_graceful_shutdown=1))
         self._thread = threading.Thread(target=self._server.run, args=([self._listener],))
         self._thread.start()
         while not self._server.started:
