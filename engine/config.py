@@ -416,7 +416,7 @@ class EngineConfig(Strict):
         trained = algorithm.prompts_per_batch * algorithm.images_per_prompt
         if budget.candidates // algorithm.prompts_per_batch <= algorithm.images_per_prompt:
             raise ValueError(
-                f"exploration.budget.candidates is {budget.candidates}, but {trained} pictures are trained each batch, "
+                f"exploration.budget.candidates is {budget.candidates}, but {trained} images are trained each batch, "
                 f"so there is nothing to choose from; use {2 * trained} or more, or exploration.mode: none"
             )
         return self

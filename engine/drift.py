@@ -37,11 +37,11 @@ class Look:
         return Look(tone=tuple(raw["tone"]), grain=tuple(raw["grain"]))
 
 
-def look_of(pictures: Sequence[NDArray[np.uint8]]) -> Look:
+def look_of(images: Sequence[NDArray[np.uint8]]) -> Look:
     """Count the pixels of images [C, H, W] or [C, F, H, W]."""
     tone, grain = np.zeros(LEVELS, np.int64), np.zeros(LEVELS, np.int64)
-    for picture in pictures:
-        grey = picture.astype(np.float32).mean(axis=0)
+    for image in images:
+        grey = image.astype(np.float32).mean(axis=0)
         frames = grey.reshape(-1, *grey.shape[-2:])
         tone += _counts(frames)
         grain += _counts(np.abs(frames - _neighbours(frames)))

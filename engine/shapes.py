@@ -22,7 +22,7 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
-PICTURE = 36
+IMAGE_SIDE = 36
 """Rows and columns of an image."""
 
 SHAPE = 12

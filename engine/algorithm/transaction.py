@@ -152,8 +152,8 @@ class Transaction:
         self._plan = plan
         self._std = std
         self._wanted = manifest.minibatches[minibatch]
-        pictures = sum(len(manifest.groups[number].seeds) for number in self._wanted)
-        self._planned_rows = pictures * len(plan.trained_steps)
+        images = sum(len(manifest.groups[number].seeds) for number in self._wanted)
+        self._planned_rows = images * len(plan.trained_steps)
         largest = max(len(manifest.groups[number].seeds) for number in self._wanted)
         most = trainer.config.rows_per_forward
         self._groups_per_forward = max(1, most // (largest * max(1, len(plan.trained_steps))))

@@ -58,7 +58,7 @@ class Regrouping:
         self._planned_ms = 0
         self._why: dict[str, str] = {}
         """The reason for the current change of a node's groups."""
-        self._told: dict[str, tuple[tuple[str, ...], ...]] = {}
+        self._last_sent: dict[str, tuple[tuple[str, ...], ...]] = {}
         """By node: the groups last reported to the launcher."""
 
     # --- inputs -----------------------------------------------------------------------------------------
@@ -88,13 +88,13 @@ class Regrouping:
         changed = False
         for node in self.members.table.nodes():
             if not takes_part(node):
-                changed |= self.gone(self.members.table.workers_of(node), f"{node} is taken back", now_ms=now_ms)
+                changed |= self.gone(self.members.table.workers_of(node), f"{node} drains or is lost", now_ms=now_ms)
         if self.members.settled(now_ms):
             self._plan("a lost peer did not call in", [], now_ms)
             changed = True  # a worker that waited for the peer may go on, whatever the plan
         if self._sp_degree == "auto" and now_ms - self._planned_ms >= self._plan_ms:
             changed |= self._plan("demand", [], now_ms)
-        self._tell()
+        self._report_groups()
         return changed
 
     # --- planning ---------------------------------------------------------------------------------------
@@ -130,14 +130,14 @@ class Regrouping:
         demand, workers = self._demand(), set(live)
         return plan_groups(
             live,
-            step_seconds=self._step_seconds(demand.pictures),
+            step_seconds=self._step_seconds(demand.images),
             regroup_seconds=REGROUP_SECONDS,
             groups=groups,
             in_flight={worker: one for worker, one in demand.in_flight.items() if worker in workers},
             waiting=demand.waiting,
         )
 
-    def _step_seconds(self, pictures: Mapping[str, int]) -> dict[str, dict[int, float]]:
+    def _step_seconds(self, images: Mapping[str, int]) -> dict[str, dict[int, float]]:
         """Return step seconds by class and degree.
 
         An unmeasured class is scaled by the median error of the measured classes.
@@ -145,7 +145,7 @@ class Regrouping:
         believed = {
             # Powers of two only: the planner's aligned groups, whose communicators exist beforehand, have only these.
             name: {degree: seconds * many for degree, seconds in self._believed.items() if degree.bit_count() == 1}
-            for name, many in pictures.items()
+            for name, many in images.items()
         }
         table = {name: with_measured(times, self._steps_of(name)) for name, times in believed.items()}
         off = [table[name][d] / believed[name][d] for name in table for d in self._steps_of(name) if d in table[name]]
@@ -160,10 +160,10 @@ class Regrouping:
 
     # --- reports to the launcher ------------------------------------------------------------------------
 
-    def _tell(self) -> None:
+    def _report_groups(self) -> None:
         """Report a node's new groups to the launcher once all its workers are in their wanted groups."""
         for node, groups in self.members.layouts().items():
             shares = any(len(group) > 1 for group in groups)
-            if groups != self._told.get(node) and (shares or node in self._told):
-                self._told[node] = groups
+            if groups != self._last_sent.get(node) and (shares or node in self._last_sent):
+                self._last_sent[node] = groups
                 self.events.append(Regrouped(node=node, groups=groups, reason=self._why.get(node, "")))

@@ -163,7 +163,7 @@ class RunState:
                 self._arrivals[request.kind, request.batch][request] = None
         if self.exploration is not None:
             # `BatchExploration` ignores candidates of other orders.
-            self.exploration.heard([result for result in results if result.request.kind is Kind.EXPLORE])
+            self.exploration.add_results([result for result in results if result.request.kind is Kind.EXPLORE])
 
     def _withdraw(self, batches: Sequence[tuple[Kind, int]]) -> list[WeightsKey]:
         """Forget batches of requests, finished or not. Return the weights that no request needs any more.

@@ -42,7 +42,7 @@ class SampleRequest(Strict):
     steps: Annotated[int, Field(ge=1)]
     weights: Path | None
     """Trained weights in the format of checkpoints; None: the base model."""
-    pictures: tuple[Wanted, ...]
+    images: tuple[Wanted, ...]
 
 
 def load_trained(model: ModelConfig, weights: Path | None, device: str) -> DiTAdapter:
@@ -59,9 +59,9 @@ def draw(adapter: DiTAdapter, plan: Plan, prompt: str, seed: int) -> Tensor:
     return adapter.decode(denoise(adapter, plan, adapter.encode([prompt]), [seed]))[0].float().cpu()
 
 
-def write_picture(picture: Tensor, file: Path) -> None:
-    """Write a PNG, or an animated PNG for a video. `picture`: in [-1, 1], [C, H, W] or [C, F, H, W]."""
-    data = as_bytes(picture)
+def write_image(image: Tensor, file: Path) -> None:
+    """Write a PNG, or an animated PNG for a video. `image`: in [-1, 1], [C, H, W] or [C, F, H, W]."""
+    data = as_bytes(image)
     frames = [data] if data.dim() == 3 else list(data.unbind(1))
     first, *more = (Image.fromarray(to_rgb(frame.numpy())) for frame in frames)
     animated = {"save_all": True, "append_images": more, "duration": FRAME_MS, "loop": 0} if more else {}
@@ -75,8 +75,8 @@ def sample(request: SampleRequest, device: str) -> Iterator[Wanted]:
     """Write the images one after the other, and yield each written image's order."""
     adapter = load_trained(request.model, request.weights, device)
     plan = evaluation_plan(request.sampler, request.steps)
-    for wanted in request.pictures:
-        write_picture(draw(adapter, plan, wanted.prompt, wanted.seed), wanted.file)
+    for wanted in request.images:
+        write_image(draw(adapter, plan, wanted.prompt, wanted.seed), wanted.file)
         yield wanted
 
 

@@ -86,7 +86,8 @@ class BatchExploration:
             self._settled.add(request)
             self._planner.tell(*self._index[request], reward)
 
-    def heard(self, results: Sequence[Finished]) -> None:
+    def add_results(self, results: Sequence[Finished]) -> None:
+        """Record the rewards of finished candidates."""
         for result in results:
             self.settled(result.request, result.score.reward)
 

@@ -196,7 +196,7 @@ class Explorer:
         """Store the moments of the batch's prompts for their next visit."""
         exploration = BatchExploration(order)
         exploration.took(result.request for result in results)
-        exploration.heard(results)
+        exploration.add_results(results)
         for prompt, belief in exploration.beliefs().items():
             self.beliefs.pop(prompt, None)
             self.beliefs[prompt] = belief

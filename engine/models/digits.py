@@ -135,9 +135,9 @@ def _byte_ids(prompt: str) -> list[int]:
 # --- images --------------------------------------------------------------------------------------------------
 
 
-def patchify(pictures: Tensor) -> Tensor:
+def patchify(images: Tensor) -> Tensor:
     """Cut images into tokens: [B, 1, 12, 32] -> [B, 24, 16]."""
-    cut = pictures.reshape(-1, ROWS, PATCH, COLUMNS, PATCH)
+    cut = images.reshape(-1, ROWS, PATCH, COLUMNS, PATCH)
     return cut.permute(0, 1, 3, 2, 4).reshape(-1, ROWS * COLUMNS, PATCH * PATCH)
 
 
@@ -149,14 +149,14 @@ def unpatchify(tokens: Tensor) -> Tensor:
 
 def render(text: str, rng: random.Random) -> NDArray[np.float32]:
     """Render clean digits, [12, 32] in [-1, 1]: dark ink, each digit in its own column, moved by at most a pixel."""
-    picture = Image.new("L", (WIDTH, HEIGHT), 255)
-    draw = ImageDraw.Draw(picture)
+    image = Image.new("L", (WIDTH, HEIGHT), 255)
+    draw = ImageDraw.Draw(image)
     ink, right, down = rng.randint(0, 60), rng.randint(-1, 1), rng.randint(-1, 1)
     pitch = WIDTH / CHARACTERS
     for place, character in enumerate(text):
         centre = (pitch * (place + 0.5) + right, HEIGHT / 2 + down)
         draw.text(centre, character, font=_font(), fill=ink, anchor="mm")
-    return np.asarray(picture, dtype=np.float32) / 127.5 - 1.0
+    return np.asarray(image, dtype=np.float32) / 127.5 - 1.0
 
 
 @cache

@@ -25,12 +25,12 @@ MANIFEST = ".manifest.json"
 AT_ONCE = 8
 """Files fetched in parallel: a connection to a bucket gives about 100 MB/s, and a node's network ten times as much."""
 
-SAY_SECONDS = 10.0
+REPORT_SECONDS = 10.0
 
 PIECE_BYTES = 16 << 20
 
 
-def fetched(url: str, below: Path, say: Callable[[str], None] = print) -> Path:
+def fetched(url: str, below: Path, report: Callable[[str], None] = print) -> Path:
     """Return the model's folder on this disk, and fetch the files first if needed.
 
     Raises OSError if the bucket has no such model. `url`: an obstore URL that ends in the model's digest.
@@ -41,40 +41,40 @@ def fetched(url: str, below: Path, say: Callable[[str], None] = print) -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not folder.exists():
             part = folder.with_name(f"{folder.name}.part")
-            _bring(url, part, say)
+            _bring(url, part, report)
             part.rename(folder)
     return folder
 
 
-def _bring(url: str, to: Path, say: Callable[[str], None]) -> None:
-    store = when_there_is_room(lambda: open_store(url), say)
+def _bring(url: str, to: Path, report: Callable[[str], None]) -> None:
+    store = when_there_is_room(lambda: open_store(url), report)
     try:
         sizes: dict[str, int] = json.loads(bytes(obstore.get(store, MANIFEST).bytes()))["files"]
     except FileNotFoundError:
         raise OSError(f"{url} has no {MANIFEST}: the weights were not sent whole; launch the run again") from None
     missing = [name for name, size in sizes.items() if not _is_whole(to / name, size)]
     began, whole, done = time.monotonic(), sum(sizes[name] for name in missing), 0
-    said = began
+    reported_at = began
     if shutil.disk_usage(to.parent).free < whole:
         raise OSError(f"{to.parent} has no room for {whole >> 20} MiB of weights; make some, or use a smaller model")
-    say(f"weights: {len(missing)} of {len(sizes)} files, {whole >> 20} MiB, from {url}")
+    report(f"weights: {len(missing)} of {len(sizes)} files, {whole >> 20} MiB, from {url}")
 
     def bring(name: str) -> None:
-        nonlocal done, said
+        nonlocal done, reported_at
         (to / name).parent.mkdir(parents=True, exist_ok=True)
         with (to / name).open("wb") as file:
             for piece in obstore.get(store, name).stream(min_chunk_size=PIECE_BYTES):
                 file.write(piece)
                 done += len(piece)
-                if time.monotonic() - said > SAY_SECONDS:
-                    said = time.monotonic()
-                    say(f"weights: {done >> 20} of {whole >> 20} MiB after {said - began:.0f} s")
+                if time.monotonic() - reported_at > REPORT_SECONDS:
+                    reported_at = time.monotonic()
+                    report(f"weights: {done >> 20} of {whole >> 20} MiB after {reported_at - began:.0f} s")
         if not _is_whole(to / name, sizes[name]):
             raise OSError(f"{url}/{name} is {(to / name).stat().st_size} bytes, and its manifest says {sizes[name]}")
 
     with ThreadPoolExecutor(AT_ONCE) as pool:
         list(pool.map(bring, missing))
-    say(f"weights: here after {time.monotonic() - began:.0f} s")
+    report(f"weights: here after {time.monotonic() - began:.0f} s")
 
 
 def _is_whole(path: Path, size: int) -> bool:

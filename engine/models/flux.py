@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from engine.models.adapter import Conditioning
 from engine.models.qwen_image import PATCH, unpack
 from engine.models.text import EncodedText, TextEncoder, as_conditioning, guided, padded
-from engine.models.vae import decode_pictures, freeze
+from engine.models.vae import decode_images, freeze
 
 FLUX_LORA_TARGETS = (
     "attn.to_q",
@@ -27,7 +27,7 @@ FLUX_LORA_TARGETS = (
     "attn.to_add_out",
 )
 
-PICTURE_SIZE = 512
+IMAGE_SIZE = 512
 TEXT_LENGTH = 256
 
 
@@ -78,7 +78,7 @@ class FluxAdapter:
         return output.float()
 
     def decode(self, x: Tensor) -> Tensor:
-        return decode_pictures(self._vae, unpack(x, self._rows, self._columns))
+        return decode_images(self._vae, unpack(x, self._rows, self._columns))
 
     def lora_targets(self) -> Sequence[str]:
         return FLUX_LORA_TARGETS
@@ -93,7 +93,7 @@ def grid_positions(rows: int, columns: int) -> Tensor:
 def load_flux(
     path: Path,
     device: str = "cpu",
-    picture_size: int = PICTURE_SIZE,
+    image_size: int = IMAGE_SIZE,
     text_length: int = TEXT_LENGTH,
     dtype: torch.dtype = torch.bfloat16,
 ) -> FluxAdapter:
@@ -108,5 +108,5 @@ def load_flux(
         hidden, pooled, _ = pipeline.encode_prompt(prompt=list(prompts), prompt_2=None, max_sequence_length=text_length)
         return EncodedText(*padded(hidden, None, hidden.shape[1]), pooled)
 
-    side = picture_size // pipeline.vae_scale_factor
+    side = image_size // pipeline.vae_scale_factor
     return FluxAdapter(pipeline.transformer, pipeline.vae, encode, (side, side))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from engine.models.adapter import Conditioning
 from engine.models.text import EncodedText, TextEncoder, as_conditioning, guided, padded
-from engine.models.vae import decode_pictures, freeze
+from engine.models.vae import decode_images, freeze
 
 PATCH = 2
 
@@ -33,7 +33,7 @@ QWEN_LORA_TARGETS = (
     "txt_mlp.net.2",
 )
 
-PICTURE_SIZE = 512
+IMAGE_SIZE = 512
 """Height and width of images for a folder of weights, equal to the published OCR recipes."""
 
 TEXT_LENGTH = 256
@@ -77,7 +77,7 @@ class QwenImageAdapter:
         return output.float()
 
     def decode(self, x: Tensor) -> Tensor:
-        return decode_pictures(self._vae, unpack(x, self._rows, self._columns))
+        return decode_images(self._vae, unpack(x, self._rows, self._columns))
 
     def lora_targets(self) -> Sequence[str]:
         return QWEN_LORA_TARGETS
@@ -96,7 +96,7 @@ def unpack(x: Tensor, rows: int, columns: int) -> Tensor:
 def load_qwen_image(
     path: Path,
     device: str = "cpu",
-    picture_size: int = PICTURE_SIZE,
+    image_size: int = IMAGE_SIZE,
     text_length: int = TEXT_LENGTH,
     dtype: torch.dtype = torch.bfloat16,
 ) -> QwenImageAdapter:
@@ -111,5 +111,5 @@ def load_qwen_image(
         hidden, mask = pipeline.encode_prompt(prompt=[prompt or " " for prompt in prompts])
         return EncodedText(*padded(hidden, mask, text_length))
 
-    side = picture_size // pipeline.vae_scale_factor
+    side = image_size // pipeline.vae_scale_factor
     return QwenImageAdapter(pipeline.transformer, pipeline.vae, encode, (side, side))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from engine.models.adapter import Conditioning
 from engine.models.text import EncodedText, TextEncoder, as_conditioning, guided, padded
-from engine.models.vae import decode_pictures, freeze
+from engine.models.vae import decode_images, freeze
 
 SD3_LORA_TARGETS = (
     "attn.to_q",
@@ -25,7 +25,7 @@ SD3_LORA_TARGETS = (
     "attn.to_add_out",
 )
 
-PICTURE_SIZE = 512
+IMAGE_SIZE = 512
 """Height and width of images for a folder of weights, equal to Flow-GRPO's recipes."""
 
 T5_LENGTH = 256
@@ -64,7 +64,7 @@ class SD3Adapter:
         return output.float()
 
     def decode(self, x: Tensor) -> Tensor:
-        return decode_pictures(self._vae, x)
+        return decode_images(self._vae, x)
 
     def lora_targets(self) -> Sequence[str]:
         return SD3_LORA_TARGETS
@@ -73,7 +73,7 @@ class SD3Adapter:
 def load_sd3(
     path: Path,
     device: str = "cpu",
-    picture_size: int = PICTURE_SIZE,
+    image_size: int = IMAGE_SIZE,
     t5_length: int = T5_LENGTH,
     dtype: torch.dtype = torch.bfloat16,
 ) -> SD3Adapter:
@@ -95,5 +95,5 @@ def load_sd3(
         )
         return EncodedText(*padded(hidden, None, hidden.shape[1]), pooled)
 
-    side = picture_size // pipeline.vae_scale_factor
+    side = image_size // pipeline.vae_scale_factor
     return SD3Adapter(pipeline.transformer, pipeline.vae, encode, (side, side))

@@ -32,10 +32,10 @@ from torch import Tensor, nn
 
 from engine.models.adapter import Conditioning
 from engine.models.qwen_image import QWEN_LORA_TARGETS
-from engine.shapes import COLOURS, PICTURE, SHAPE, VOCABULARY, WORDS, Request, coverage
+from engine.shapes import COLOURS, IMAGE_SIDE, SHAPE, VOCABULARY, WORDS, Request, coverage
 
 PATCH = 9
-SIDE = PICTURE // PATCH
+SIDE = IMAGE_SIDE // PATCH
 TOKENS, CHANNELS = SIDE * SIDE, 3 * PATCH * PATCH
 TEXT_WIDTH = 64
 REACH = 2
@@ -109,10 +109,10 @@ def velocity(transformer: nn.Module, x: Tensor, sigma: Tensor, text: Tensor) -> 
     grids = [[(1, SIDE, SIDE)]] * len(x)
     pooled = (text.sum(dim=1, keepdim=True) / sqrt(WORDS)).to(x).expand(-1, TOKENS, -1)
     tokens = torch.cat([x, _places().to(x).expand(len(x), -1, -1), pooled], dim=-1)
-    picture = transformer(
+    image = transformer(
         hidden_states=tokens, encoder_hidden_states=text, timestep=sigma, img_shapes=grids, return_dict=False
     )[0]
-    velocity: Tensor = (x.float() - picture.float()) / sigma.float().clamp_min(SIGMA_FLOOR)[:, None, None]
+    velocity: Tensor = (x.float() - image.float()) / sigma.float().clamp_min(SIGMA_FLOOR)[:, None, None]
     return velocity
 
 
@@ -167,16 +167,16 @@ def _word_ids(prompt: str) -> list[int]:
 # --- images --------------------------------------------------------------------------------------------------
 
 
-def patchify(pictures: Tensor) -> Tensor:
+def patchify(images: Tensor) -> Tensor:
     """Cut images into tokens: [B, 3, 36, 36] -> [B, 16, 243]."""
-    cut = pictures.reshape(-1, 3, SIDE, PATCH, SIDE, PATCH)
+    cut = images.reshape(-1, 3, SIDE, PATCH, SIDE, PATCH)
     return cut.permute(0, 2, 4, 1, 3, 5).reshape(-1, TOKENS, CHANNELS)
 
 
 def unpatchify(tokens: Tensor) -> Tensor:
     """Put tokens together to images: [B, 16, 243] -> [B, 3, 36, 36]."""
     cut = tokens.reshape(-1, SIDE, SIDE, 3, PATCH, PATCH)
-    return cut.permute(0, 3, 1, 4, 2, 5).reshape(-1, 3, PICTURE, PICTURE)
+    return cut.permute(0, 3, 1, 4, 2, 5).reshape(-1, 3, IMAGE_SIDE, IMAGE_SIDE)
 
 
 def render(request: Request, rng: random.Random) -> NDArray[np.float32]:
@@ -185,9 +185,9 @@ def render(request: Request, rng: random.Random) -> NDArray[np.float32]:
     Every shape lies in the middle of its own quarter. Choices left open by the request are random: quarters that
     satisfy the relation, and a colour for each shape of a thing without colour.
     """
-    quarter = PICTURE // 2
+    quarter = IMAGE_SIDE // 2
     margin = (quarter - SHAPE) // 2
-    picture = np.ones((3, PICTURE, PICTURE), dtype=np.float32)
+    image = np.ones((3, IMAGE_SIDE, IMAGE_SIDE), dtype=np.float32)
     quarters = iter(_quarters(request, rng))
     for thing in request.things:
         for _ in range(thing.count):
@@ -195,8 +195,8 @@ def render(request: Request, rng: random.Random) -> NDArray[np.float32]:
             top, left = row * quarter + margin, column * quarter + margin
             colour = np.array(COLOURS[thing.colour or rng.choice(list(COLOURS))], dtype=np.float32) / 127.5 - 1.0
             # White background, with the colour over the pixels covered by the shape.
-            picture[:, top : top + SHAPE, left : left + SHAPE] += coverage(thing.kind) * (colour[:, None, None] - 1.0)
-    return picture
+            image[:, top : top + SHAPE, left : left + SHAPE] += coverage(thing.kind) * (colour[:, None, None] - 1.0)
+    return image
 
 
 def _quarters(request: Request, rng: random.Random) -> list[tuple[int, int]]:

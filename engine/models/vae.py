@@ -16,7 +16,7 @@ def freeze(module: nn.Module) -> nn.Module:
 
 
 @torch.no_grad()
-def decode_pictures(vae: nn.Module, latents: Tensor) -> Tensor:
+def decode_images(vae: nn.Module, latents: Tensor) -> Tensor:
     """Decode [B, C, h, w] -> [B, 3, H, W] in [-1, 1]. A video autoencoder decodes a single frame."""
     if _is_video(vae):
         return decode_video(vae, latents[:, :, None])[:, :, 0]
@@ -36,8 +36,8 @@ def decode_video(vae: nn.Module, latents: Tensor) -> Tensor:
 def _decoded(vae: nn.Module, z: Tensor) -> Tensor:
     weight = next(vae.parameters())
     # The latents of trained rollouts were recorded on the CPU.
-    pictures: Tensor = vae.decode(z.to(weight.device, weight.dtype), return_dict=False)[0]  # type: ignore[operator]
-    return pictures.float().clamp(-1.0, 1.0)
+    images: Tensor = vae.decode(z.to(weight.device, weight.dtype), return_dict=False)[0]  # type: ignore[operator]
+    return images.float().clamp(-1.0, 1.0)
 
 
 def _is_video(vae: nn.Module) -> bool:

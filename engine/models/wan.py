@@ -28,7 +28,7 @@ WAN_LORA_TARGETS = (
     "ffn.net.2",
 )
 
-FRAMES, PICTURE_HEIGHT, PICTURE_WIDTH = 33, 240, 416
+FRAMES, IMAGE_HEIGHT, IMAGE_WIDTH = 33, 240, 416
 """Size of a video for a folder of weights: Flow-GRPO's small setting for Wan."""
 
 TEXT_LENGTH = 226
@@ -78,7 +78,7 @@ class WanAdapter:
 def load_wan(
     path: Path,
     device: str = "cpu",
-    video_size: tuple[int, int, int] = (FRAMES, PICTURE_HEIGHT, PICTURE_WIDTH),
+    video_size: tuple[int, int, int] = (FRAMES, IMAGE_HEIGHT, IMAGE_WIDTH),
     text_length: int = TEXT_LENGTH,
     dtype: torch.dtype = torch.bfloat16,
 ) -> WanAdapter:

@@ -50,7 +50,7 @@ def make_worker(
         draining=draining,
         trace=trace.stepped,
         finished=partial(touch, Path(spec.folder) / FINISHED_FILE),
-        heard=trace.regrouped,
+        on_regroup=trace.regrouped,
         elastic=elastic,
     )
 

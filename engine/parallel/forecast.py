@@ -58,7 +58,7 @@ class Demand:
     waiting: Sequence[Requests]
     in_flight: Mapping[str, Requests]
     """By the worker that runs the request."""
-    pictures: Mapping[str, int]
+    images: Mapping[str, int]
     """Images per lease, by request class."""
 
 

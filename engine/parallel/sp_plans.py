@@ -33,9 +33,9 @@ Attend = Callable[..., Tensor]
 class Stream(StrEnum):
     """The stream along a dimension of a tensor."""
 
-    PICTURE = "picture"
+    IMAGE = "image"
     TEXT = "text"
-    JOINT = "text, then picture"
+    JOINT = "text, then image"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +67,8 @@ class Plan:
         ]
 
 
-_BOTH = (Stream.PICTURE, Stream.TEXT)
-_ROTARY = ((Stream.PICTURE, 0), (Stream.PICTURE, 0))
+_BOTH = (Stream.IMAGE, Stream.TEXT)
+_ROTARY = ((Stream.IMAGE, 0), (Stream.IMAGE, 0))
 """Cosines and sines, [S, D]."""
 
 PLANS = {
@@ -76,7 +76,7 @@ PLANS = {
         blocks=("transformer_blocks",),
         attentions=("attn",),
         enters=_BOTH,
-        outputs={"pos_embed": ((Stream.PICTURE, 0), (Stream.TEXT, 0))},
+        outputs={"pos_embed": ((Stream.IMAGE, 0), (Stream.TEXT, 0))},
         text_first=True,
     ),
     "FluxTransformer2DModel": Plan(
@@ -85,7 +85,7 @@ PLANS = {
         enters=(),
         # The rotary table covers both streams and is made before the first block. Both lengths must be known by then.
         outputs={
-            "x_embedder": ((Stream.PICTURE, 1),),
+            "x_embedder": ((Stream.IMAGE, 1),),
             "context_embedder": ((Stream.TEXT, 1),),
             "pos_embed": ((Stream.JOINT, 0), (Stream.JOINT, 0)),
         },
@@ -94,8 +94,8 @@ PLANS = {
     "WanTransformer3DModel": Plan(
         blocks=("blocks",),
         attentions=("attn1",),
-        enters=(Stream.PICTURE,),
-        outputs={"rope": ((Stream.PICTURE, 1), (Stream.PICTURE, 1))},
+        enters=(Stream.IMAGE,),
+        outputs={"rope": ((Stream.IMAGE, 1), (Stream.IMAGE, 1))},
         text_first=False,
     ),
     "SD3Transformer2DModel": Plan(
@@ -125,7 +125,7 @@ def plan_for(model: nn.Module) -> Plan:
     for option, refused in (("zero_cond_t", True), ("image_condition_type", "token_replace")):
         if getattr(config, option, None) == refused:
             raise ValueError(
-                f"this {family} has {option}={refused!r}, which treats some tokens of the picture in another way; "
+                f"this {family} has {option}={refused!r}, which treats some tokens of the image in another way; "
                 "use degree 1, because its plan would cut them apart"
             )
     return PLANS[family]
@@ -238,11 +238,11 @@ class SD3Attention:
             query, key, value, backend=self._attention_backend, parallel_config=self._parallel_config
         )
         attended = attended.flatten(2).to(query.dtype)
-        picture = attn.to_out[1](attn.to_out[0](attended[:, : hidden_states.shape[1]]))
+        image = attn.to_out[1](attn.to_out[0](attended[:, : hidden_states.shape[1]]))
         if encoder_hidden_states is None:
-            return picture
+            return image
         rest = attended[:, hidden_states.shape[1] :]
-        return picture, rest if attn.context_pre_only else attn.to_add_out(rest)
+        return image, rest if attn.context_pre_only else attn.to_add_out(rest)
 
 
 def _heads(

@@ -185,7 +185,7 @@ class _SharedPass(SharedAttention):
     def part(self, x: Tensor, stream: Stream, dim: int) -> Tensor:
         """Return this rank's tokens of a tensor along `stream` in dimension `dim`."""
         if stream is Stream.JOINT:
-            lengths = [self._lengths[Stream.TEXT], self._lengths[Stream.PICTURE]]
+            lengths = [self._lengths[Stream.TEXT], self._lengths[Stream.IMAGE]]
             return torch.cat([self._own(one, dim) for one in x.split(lengths, dim)], dim)
         self._lengths[stream] = x.shape[dim]
         return self._own(x, dim)
@@ -196,7 +196,7 @@ class _SharedPass(SharedAttention):
     def leave(self, _: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         """After the last layer: gather the image tokens of all ranks, [B, own, C] -> [B, image, C]."""
         whole: Tensor = _AllGather.apply(output.transpose(0, 1), self._group)
-        return whole[: self._lengths[Stream.PICTURE]].transpose(0, 1).contiguous()
+        return whole[: self._lengths[Stream.IMAGE]].transpose(0, 1).contiguous()
 
     def attend(self, alone: Attend, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         """Compute attention over all tokens, in the order and with the mask of an unshared pass. Padding is left out.
@@ -225,15 +225,15 @@ class _SharedPass(SharedAttention):
         `own`: number of tokens on this rank.
         """
         degree = self._group.degree
-        streams = (Stream.TEXT, Stream.PICTURE) if self._plan.text_first else (Stream.PICTURE, Stream.TEXT)
+        streams = (Stream.TEXT, Stream.IMAGE) if self._plan.text_first else (Stream.IMAGE, Stream.TEXT)
         lengths = tuple(self._lengths[stream] for stream in streams if stream in self._lengths)
-        picture = (self._lengths[Stream.PICTURE],)
-        for candidate in (lengths, picture):
+        image = (self._lengths[Stream.IMAGE],)
+        for candidate in (lengths, image):
             if sum(share_of(length, degree) for length in candidate) == own:
                 return candidate
         raise RuntimeError(
             f"attention got {own} tokens on this rank, but the pass under way has {lengths} in all at degree {degree}; "
-            "with gradient checkpointing, use one length of text and one size of picture for all passes of a backward"
+            "with gradient checkpointing, use one length of text and one size of image for all passes of a backward"
         )
 
     def _whole_mask(self, mask: Tensor, tokens: int) -> Tensor:
@@ -244,8 +244,8 @@ class _SharedPass(SharedAttention):
         missing = tokens - mask.shape[-1]
         if missing == 0:
             return mask
-        here = share_of(self._lengths[Stream.PICTURE], self._group.degree)
-        if not self._plan.text_first or missing != self._lengths[Stream.PICTURE] - here:
+        here = share_of(self._lengths[Stream.IMAGE], self._group.degree)
+        if not self._plan.text_first or missing != self._lengths[Stream.IMAGE] - here:
             raise RuntimeError(
                 f"an attention mask over {mask.shape[-1]} keys does not belong to {tokens} tokens; "
                 "give the text's mask as the model's forward pass takes it"

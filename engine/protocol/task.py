@@ -14,7 +14,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     """A set of requests that share weights and sampler plan, as submitted by the trainer.
 
     `sampler` is the plan as JSON (engine/diffusion/sampler.py). `steps` is the plan's number of denoising steps.
-    `pictures` is the number of leading requests whose finished image is sent back. All requests have the same kind.
+    `images` is the number of leading requests whose finished image is sent back. All requests have the same kind.
     Raises ValueError if the scorer is the student and the kind is not exploration: training and reports use the reward.
     """
 
@@ -24,7 +24,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     steps: int
     shape: int
     dtype: str
-    pictures: int = 0
+    images: int = msgspec.field(default=0, name="pictures")
     scorer: Scorer = "reward"
 
     @property

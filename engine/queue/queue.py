@@ -91,7 +91,7 @@ class Queue:
             return
         work = (task.requests[0].kind, task.sampler, task.shape, task.dtype, task.scorer)
         pace = self._paces.setdefault(work, Pace())
-        shown = frozenset(task.requests[: task.pictures])
+        shown = frozenset(task.requests[: task.images])
         of = Submission(number=self._submissions, task=task, pace=pace, shown=shown)
         self._submissions += 1
         for request in task.requests:
@@ -422,7 +422,7 @@ class Queue:
             return load if load is not None else self._work(member, items, now_ms, copy=copy)
         if too_large and member.warned_room != room:
             member.warned_room = room
-            text = f"{member.name} has room for {room} pictures a forward pass, and what waits needs {too_large}"
+            text = f"{member.name} has room for {room} images a forward pass, and what waits needs {too_large}"
             self.events.append(
                 Warned(text=f"{text}; lower the shape of runtime, evaluation or exploration if nobody can take it")
             )
@@ -439,7 +439,7 @@ class Queue:
             dtype=of.task.dtype,
             expires_ms=lease.expires_ms,
             commit_every=self.commits.steps_between(of, lease.first_step),
-            pictures=tuple(item.attempt.request in of.shown for item in items),
+            images=tuple(item.attempt.request in of.shown for item in items),
             scorer=of.task.scorer,
         )
 

@@ -146,16 +146,16 @@ class QueueState:
         """Return the waiting and in-flight work, as input for planning SP groups."""
         waiting: list[Requests] = []
         in_flight: dict[str, Requests] = {}
-        pictures: dict[str, int] = {}
+        images: dict[str, int] = {}
         for some, shape in self.backlog.demand():
             waiting.append(some)
-            pictures[some.request_class] = shape
+            images[some.request_class] = shape
         for worker, left, shape in self.leases.demand(now_ms):
-            pictures[left.request_class] = shape
+            images[left.request_class] = shape
             # A worker may hold two leases: the images of the first are scored while the second is sampled.
             if worker not in in_flight or in_flight[worker].steps < left.steps:
                 in_flight[worker] = left
-        return Demand(waiting=waiting, in_flight=in_flight, pictures=pictures)
+        return Demand(waiting=waiting, in_flight=in_flight, images=images)
 
     def check(self, number: int | None = None) -> None:
         """Raise AssertionError if the state contradicts itself.

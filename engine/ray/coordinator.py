@@ -127,8 +127,8 @@ class CoordinatorActor:
         found = self._shelf.find(weights, digest)
         if found is None:
             # This process started after the publish: read the weights from the book on disk.
-            said, _, blobs = await self._answer(FetchWeights(weights=weights), {})
-            if said != "ok" or digest_of(blobs["weights"]) != digest:
+            reply, _, blobs = await self._answer(FetchWeights(weights=weights), {})
+            if reply != "ok" or digest_of(blobs["weights"]) != digest:
                 return []
             await asyncio.to_thread(self._shelf.put, weights, digest, blobs)
             found = self._shelf.find(weights, digest)
@@ -168,15 +168,15 @@ class RayTransport:
     def call(self, head: Mapping[str, Any], blobs: Blobs | None = None, *, wait: bool = False) -> Answer:
         whole = {**head, "wait_ms": WAIT_MS} if wait else dict(head)
         arrays = {name: _array(data) for name, data in (blobs or {}).items()}
-        answer, found = when_there_is_room(lambda: self._ask(whole, arrays), _tell)
+        answer, found = when_there_is_room(lambda: self._ask(whole, arrays), _print)
         return answer, {name: array.tobytes() for name, array in found.items()}
 
     def _ask(self, head: Head, arrays: dict[str, np.ndarray]) -> tuple[Any, Any]:
         """Call the actor once. Raises OSError if the coordinator's disk is full, CallRefused if the call is refused."""
-        said, answer, blobs = self.request("call", self._token, head, arrays)
-        if said == "full":
+        reply, answer, blobs = self.request("call", self._token, head, arrays)
+        if reply == "full":
             raise OSError(errno.ENOSPC, answer)
-        if said == "refused":
+        if reply == "refused":
             raise CallRefused(f"{head['call']}: {answer}")
         return answer, blobs
 
@@ -259,5 +259,5 @@ def _only_one(path: Path) -> Any:
             time.sleep(0.05)
 
 
-def _tell(text: str) -> None:
+def _print(text: str) -> None:
     print(f"coordinator: {text}", flush=True)

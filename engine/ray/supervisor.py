@@ -1,6 +1,6 @@
 """Keep the coordinator and one worker per slot alive, on a Ray cluster with a changing set of spot nodes.
 
-look (nodes, deaths, pings) -> compare with the wanted actors -> make missing actors, tell the coordinator
+look (nodes, deaths, pings) -> compare with the wanted actors -> make missing actors, inform the coordinator
 
 The supervisor keeps no state: every actor has a name and outlives the supervisor, so a restarted supervisor adopts the
 existing actors. The supervisor reports a death to the coordinator at once. The report may be wrong (Ray calls actors
@@ -39,7 +39,7 @@ LONGEST_PAUSE_SECONDS = 3.0
 
 
 @dataclass(kw_only=True)
-class _Place:
+class _Slot:
     """Slot of one worker on one node, as known to Ray. A node that joins again gets another id."""
 
     node: str
@@ -75,14 +75,14 @@ def gpus_of_a_worker(gpus: int, workers: int) -> float:
 class Supervisor:
     spec: NodeSpec
     address: str
-    places: dict[tuple[str, int], _Place] = field(default_factory=dict)
+    slots: dict[tuple[str, int], _Slot] = field(default_factory=dict)
     groups: dict[str, Any] = field(default_factory=dict)
-    told_lost: set[str] = field(default_factory=set)
+    reported_lost: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self._tells: list[Observation] = []
+        self._unsent: list[Observation] = []
         """Reports that the coordinator has not acknowledged."""
-        self._telling: Any = None
+        self._sending: Any = None
         self._ping: Any = None
         self._pinged = 0.0
         self._ping_again = 0.0
@@ -100,11 +100,11 @@ class Supervisor:
     def look(self) -> None:
         """Make one pass. Takes LOOK_SECONDS, or less if a worker dies."""
         self._look_at_nodes()
-        for place in self.places.values():
-            self._look_at(place)
+        for slot in self.slots.values():
+            self._look_at(slot)
         self._watch_coordinator()
-        self._tell()
-        waiting = [place.serve_ref for place in self.places.values() if place.serve_ref is not None]
+        self._send()
+        waiting = [slot.serve_ref for slot in self.slots.values() if slot.serve_ref is not None]
         if not waiting:
             time.sleep(LOOK_SECONDS)
         else:
@@ -119,8 +119,8 @@ class Supervisor:
                 continue
             if node["Alive"] and node_id not in self.groups:
                 self._adopt_node(labels["node"], node_id, int(node["Resources"].get("CPU", 0)), node["Resources"])
-            elif not node["Alive"] and node_id not in self.told_lost:
-                self.told_lost.add(node_id)
+            elif not node["Alive"] and node_id not in self.reported_lost:
+                self.reported_lost.add(node_id)
                 self._forget_node(labels["node"], node_id)
 
     def _adopt_node(self, node: str, node_id: str, workers: int, resources: dict[str, float]) -> None:
@@ -144,50 +144,50 @@ class Supervisor:
                 lifetime="detached",
                 bundle_label_selector=[{"ray.io/node-id": node_id, "market": "spot"}] * workers,
             )
-        print(f"{node} is here, with {workers} place(s)", flush=True)
+        print(f"{node} is here, with {workers} slot(s)", flush=True)
         self.groups[node_id] = (group, bundle)
         for number in range(workers):
-            self.places[node_id, number] = _Place(node=node, node_id=node_id, number=number)
+            self.slots[node_id, number] = _Slot(node=node, node_id=node_id, number=number)
 
     def _forget_node(self, node: str, node_id: str) -> None:
         print(f"{node} is gone", flush=True)
-        came_back = any(other.node == node and other.node_id != node_id for other in self.places.values())
-        for place in [place for place in self.places.values() if place.node_id == node_id]:
-            self._say_died(place, "its node is gone")
-            del self.places[place.node_id, place.number]
+        came_back = any(other.node == node and other.node_id != node_id for other in self.slots.values())
+        for slot in [slot for slot in self.slots.values() if slot.node_id == node_id]:
+            self._report_death(slot, "its node is gone")
+            del self.slots[slot.node_id, slot.number]
         if not came_back:
-            self._tells.append(NodeLost(node=node, reason="Ray lost its node"))
+            self._unsent.append(NodeLost(node=node, reason="Ray lost its node"))
         if node_id in self.groups:
             with contextlib.suppress(RayError):
                 remove_placement_group(self.groups.pop(node_id)[0])
 
     # --- workers ----------------------------------------------------------------------------------------
 
-    def _look_at(self, place: _Place) -> None:
-        if place.serve_ref is None:
-            if place.actor is None and time.monotonic() >= place.not_before:
-                self._start(place)
+    def _look_at(self, slot: _Slot) -> None:
+        if slot.serve_ref is None:
+            if slot.actor is None and time.monotonic() >= slot.not_before:
+                self._start(slot)
             return
-        if place.boot is None:
-            done, _ = ray.wait([place.boot_ref], timeout=0)
+        if slot.boot is None:
+            done, _ = ray.wait([slot.boot_ref], timeout=0)
             if done:
                 with contextlib.suppress(RayError):
-                    place.boot = ray.get(place.boot_ref)
-        done, _ = ray.wait([place.serve_ref], timeout=0, fetch_local=False)
+                    slot.boot = ray.get(slot.boot_ref)
+        done, _ = ray.wait([slot.serve_ref], timeout=0, fetch_local=False)
         if not done:
             return
         try:
-            reason = ray.get(place.serve_ref)
+            reason = ray.get(slot.serve_ref)
         except RayError as error:
-            self._died(place, error)
+            self._died(slot, error)
         else:
-            print(f"{place.worker} has ended: {reason}", flush=True)
-            place.serve_ref = None  # the actor stays, and its slot is not filled again
+            print(f"{slot.worker} has ended: {reason}", flush=True)
+            slot.serve_ref = None  # the actor stays, and its slot is not filled again
 
-    def _start(self, place: _Place) -> None:
-        group, bundle = self.groups[place.node_id]
+    def _start(self, slot: _Slot) -> None:
+        group, bundle = self.groups[slot.node_id]
         make = ray.remote(WorkerActor).options(
-            name=place.actor_name,
+            name=slot.actor_name,
             namespace=NAMESPACE,
             get_if_exists=True,
             lifetime="detached",
@@ -195,32 +195,32 @@ class Supervisor:
             max_concurrency=8,  # room for concurrent serve calls, of this supervisor and of its successor
             num_cpus=1,
             num_gpus=bundle.get("GPU", 0),
-            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=place.number),
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=slot.number),
         )
-        place.actor = make.remote(place.number)
-        place.boot = None
-        place.boot_ref = place.actor.boot.remote()
-        place.serve_ref = place.actor.serve.remote()
+        slot.actor = make.remote(slot.number)
+        slot.boot = None
+        slot.boot_ref = slot.actor.boot.remote()
+        slot.serve_ref = slot.actor.serve.remote()
 
-    def _died(self, place: _Place, error: RayError) -> None:
-        place.deaths += 1
+    def _died(self, slot: _Slot, error: RayError) -> None:
+        slot.deaths += 1
         text = " ".join(str(error).split())[:300]
-        print(f"{place.worker} died ({type(error).__name__}), death {place.deaths}: {text}", flush=True)
-        self._say_died(place, f"its process died ({type(error).__name__})")
+        print(f"{slot.worker} died ({type(error).__name__}), death {slot.deaths}: {text}", flush=True)
+        self._report_death(slot, f"its process died ({type(error).__name__})")
         with contextlib.suppress(RayError, ValueError):
-            ray.kill(place.actor)  # the actor may only be unavailable, or have raised
-        place.actor = place.serve_ref = None
-        pause = 0.0 if place.deaths == 1 else min(LONGEST_PAUSE_SECONDS, 0.1 * 2**place.deaths)
-        place.not_before = time.monotonic() + pause
+            ray.kill(slot.actor)  # the actor may only be unavailable, or have raised
+        slot.actor = slot.serve_ref = None
+        pause = 0.0 if slot.deaths == 1 else min(LONGEST_PAUSE_SECONDS, 0.1 * 2**slot.deaths)
+        slot.not_before = time.monotonic() + pause
 
-    def _say_died(self, place: _Place, reason: str) -> None:
-        if place.boot is None and place.boot_ref is not None:
+    def _report_death(self, slot: _Slot, reason: str) -> None:
+        if slot.boot is None and slot.boot_ref is not None:
             with contextlib.suppress(RayError):
-                place.boot = ray.get(place.boot_ref, timeout=0)
-        if place.boot is None:
+                slot.boot = ray.get(slot.boot_ref, timeout=0)
+        if slot.boot is None:
             return  # the worker never called in
-        self._tells.append(WorkerDied(worker=place.worker, node=place.node, boot=place.boot, reason=reason))
-        self._tell()
+        self._unsent.append(WorkerDied(worker=slot.worker, node=slot.node, boot=slot.boot, reason=reason))
+        self._send()
 
     # --- the coordinator --------------------------------------------------------------------------------
 
@@ -238,30 +238,30 @@ class Supervisor:
         )
         return make.remote(self.spec.model_dump_json(), self.address)
 
-    def _tell(self) -> None:
+    def _send(self) -> None:
         """Send the reports in order, each until the coordinator answers."""
         while True:
-            if self._telling is not None:
-                done, _ = ray.wait([self._telling], timeout=0)
+            if self._sending is not None:
+                done, _ = ray.wait([self._sending], timeout=0)
                 if not done:
                     return
                 try:
-                    said = ray.get(self._telling)
+                    reply = ray.get(self._sending)
                 except RayTaskError as error:
-                    print(f"the coordinator could not take {self._tells[0]}: {error}", flush=True)
+                    print(f"the coordinator could not take {self._unsent[0]}: {error}", flush=True)
                 except RayError:
-                    self._telling = None
+                    self._sending = None
                     return  # Ray is restarting the coordinator
                 else:
-                    if said[0] == "full":
-                        self._telling = None
+                    if reply[0] == "full":
+                        self._sending = None
                         return
-                self._telling = None
-                self._tells.pop(0)
-            if not self._tells:
+                self._sending = None
+                self._unsent.pop(0)
+            if not self._unsent:
                 return
-            self._telling = self._coordinator.call.remote(self.spec.own_token, encode(self._tells[0]), {})
-            ray.wait([self._telling], timeout=0.05)
+            self._sending = self._coordinator.call.remote(self.spec.own_token, encode(self._unsent[0]), {})
+            ray.wait([self._sending], timeout=0.05)
 
     def _watch_coordinator(self) -> None:
         """Ping the coordinator and kill a frozen one. Ray detects a dead coordinator, but not a frozen coordinator."""

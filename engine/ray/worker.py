@@ -39,7 +39,7 @@ class WorkerActor:
         self._worker = make_worker(spec, number, transport, RayWeights(transport), noticed)
         self._serving = threading.Lock()
         self._reason: str | None = None
-        self._say("ready")
+        self._report("ready")
 
     def boot(self) -> int:
         """Return the start number of this process, used to report its death."""
@@ -59,11 +59,11 @@ class WorkerActor:
                     write_note(self._mark, starts=self._starts, progress=read_note(self._mark).get("progress"))
                     raise
                 print("exit:", reason, flush=True)
-                self._say("exit")
+                self._report("exit")
                 self._reason = reason
         return self._reason
 
-    def _say(self, state: str) -> None:
+    def _report(self, state: str) -> None:
         if read_note(self._mark).get("starts", [])[-1:] == self._starts[-1:]:  # else another process has taken the slot
             write_note(self._mark, starts=self._starts, progress=read_note(self._mark).get("progress"), state=state)
 

@@ -1,7 +1,7 @@
 """Load a `Reward` by its name in the job file.
 
 Built-in scorers are chosen by name. A name with a colon is the user's own `package.module:function`, imported
-from the job's workdir: `function(pictures, prompts)` returns a float or a `Score` per image. Every call checks the
+from the job's workdir: `function(images, prompts)` returns a float or a `Score` per image. Every call checks the
 returned values, because a wrong reward silently trains the wrong goal. A non-finite reward becomes NaN: the engine then
 skips the group and reports the skip.
 """
@@ -68,15 +68,15 @@ class UserReward:
         self._name = name
         self._function = function
 
-    def __call__(self, pictures: Tensor, prompts: Sequence[str]) -> list[Score]:
+    def __call__(self, images: Tensor, prompts: Sequence[str]) -> list[Score]:
         try:
-            returned = self._function(pictures, list(prompts))
+            returned = self._function(images, list(prompts))
         except SystemExit as error:  # an exit would end the scoring process
             raise RewardError(f"reward {self._name} called sys.exit({error.code!r}); raise an error instead") from error
         values = self._as_list(returned)
         if len(values) != len(prompts):
             raise RewardError(
-                f"reward {self._name} returned {len(values)} values for {len(prompts)} pictures; return one each"
+                f"reward {self._name} returned {len(values)} values for {len(prompts)} images; return one each"
             )
         return [self._score(index, value) for index, value in enumerate(values)]
 
@@ -85,13 +85,13 @@ class UserReward:
             if returned.ndim != 1:
                 raise RewardError(
                     f"reward {self._name} returned an array of shape {list(returned.shape)}; "
-                    "return one value per picture, shape [B]"
+                    "return one value per image, shape [B]"
                 )
             return list(returned.tolist())
         if isinstance(returned, Sequence) and not isinstance(returned, str | bytes):
             return list(returned)
         raise RewardError(
-            f"reward {self._name} returned {_described(returned)}; return a list with one float or Score per picture"
+            f"reward {self._name} returned {_described(returned)}; return a list with one float or Score per image"
         )
 
     def _score(self, index: int, value: Any) -> Score:
@@ -103,7 +103,7 @@ class UserReward:
             number = float(value)
             return Score(reward=number if isfinite(number) else nan, metrics={})
         raise RewardError(
-            f"reward {self._name} returned {_described(value)} for picture {index}; return a float or a Score"
+            f"reward {self._name} returned {_described(value)} for image {index}; return a float or a Score"
         )
 
 

@@ -71,9 +71,9 @@ class LineRecogniser:
         self.class_of = {character: index for index, character in enumerate(self.characters)}
         self._columns = columns
 
-    def probabilities(self, pictures: Tensor) -> NDArray[np.float32]:
-        """Return the class probabilities: pictures [B, 1 or 3, H, W] in [-1, 1] -> [B, T, classes]."""
-        scaled = functional.interpolate(pictures.float().cpu(), size=(ROWS, self._columns), mode="bicubic")
+    def probabilities(self, images: Tensor) -> NDArray[np.float32]:
+        """Return the class probabilities: images [B, 1 or 3, H, W] in [-1, 1] -> [B, T, classes]."""
+        scaled = functional.interpolate(images.float().cpu(), size=(ROWS, self._columns), mode="bicubic")
         pixels = scaled.clamp(-1.0, 1.0).expand(-1, 3, -1, -1).contiguous().numpy()
         starts = range(0, len(pixels), BATCH)
         return np.concatenate(
@@ -129,12 +129,12 @@ class PageReader:
             }
         )
 
-    def read(self, pictures: Tensor) -> list[str]:
-        """Return the text of each image, top to bottom and left to right. pictures [B, 1 or 3, H, W] in [-1, 1].
+    def read(self, images: Tensor) -> list[str]:
+        """Return the text of each image, top to bottom and left to right. images [B, 1 or 3, H, W] in [-1, 1].
 
         Lines read with less than 50 % confidence are left out.
         """
-        colour = pictures.float().cpu().expand(-1, 3, -1, -1).flip(1)  # OpenCV's order: blue, green, red
+        colour = images.float().cpu().expand(-1, 3, -1, -1).flip(1)  # OpenCV's order: blue, green, red
         pixels = ((colour + 1.0) * 127.5).round().clamp(0.0, 255.0).to(torch.uint8).permute(0, 2, 3, 1)
         found = [self._read(one) for one in pixels.contiguous().numpy()]
         # Any other output type means boxes without any readable text.
@@ -148,23 +148,23 @@ class OcrReward:
         self._name = name
         self._columns = columns
 
-    def __call__(self, pictures: Tensor, prompts: Sequence[str]) -> list[Score]:
-        if pictures.dim() != 4:
-            raise ValueError(f"ocr reads pictures [B, C, H, W]; it was given {list(pictures.shape)}")
-        rows, columns = pictures.shape[2:]
+    def __call__(self, images: Tensor, prompts: Sequence[str]) -> list[Score]:
+        if images.dim() != 4:
+            raise ValueError(f"ocr reads images [B, C, H, W]; it was given {list(images.shape)}")
+        rows, columns = images.shape[2:]
         if rows <= ROWS and columns <= LINE_COLUMNS:
-            return self._score_lines(pictures, prompts)
+            return self._score_lines(images, prompts)
         if self._name == "ocr_smooth":
             raise ValueError(
-                f"ocr_smooth reads pictures of one line, at most {ROWS} x {LINE_COLUMNS} pixels; it was given "
+                f"ocr_smooth reads images of one line, at most {ROWS} x {LINE_COLUMNS} pixels; it was given "
                 f"{rows} x {columns}: use ocr or ocr_strict"
             )
-        readings = _shared_page_reader().read(pictures)
+        readings = _shared_page_reader().read(images)
         return [self._score(reading, target_text(prompt)) for reading, prompt in zip(readings, prompts, strict=True)]
 
-    def _score_lines(self, pictures: Tensor, prompts: Sequence[str]) -> list[Score]:
+    def _score_lines(self, images: Tensor, prompts: Sequence[str]) -> list[Score]:
         recogniser = _shared_recogniser(self._columns)
-        probabilities = recogniser.probabilities(pictures)
+        probabilities = recogniser.probabilities(images)
         scores = []
         for row, reading, prompt in zip(probabilities, recogniser.read(probabilities), prompts, strict=True):
             target = target_text(prompt)

@@ -11,8 +11,8 @@ from engine.protocol.request import Score
 class Reward(Protocol):
     """Scores images. A score depends on image and prompt alone: a repeated rollout gets an equal score."""
 
-    def __call__(self, pictures: Tensor, prompts: Sequence[str]) -> Sequence[Score]:
-        """Score pictures [B, C, H, W] in [-1, 1], on the CPU whatever the model's device. Return a Score per image.
+    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Sequence[Score]:
+        """Score images [B, C, H, W] in [-1, 1], on the CPU whatever the model's device. Return a Score per image.
 
         Scores are in the order of the images. May run in a thread beside sampling. A user's function may return plain
         floats instead of Scores.

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.protocol.request import Score
-from engine.shapes import COLOURS, KINDS, PICTURE, SHAPE, Request, Thing, coverage, parse
+from engine.shapes import COLOURS, IMAGE_SIDE, KINDS, SHAPE, Request, Thing, coverage, parse
 
 ShapesName = Literal["shapes", "shapes_strict"]
 
@@ -70,13 +70,13 @@ class ShapesReward:
     def __init__(self, name: ShapesName = "shapes") -> None:
         self._name = name
 
-    def __call__(self, pictures: Tensor, prompts: Sequence[str]) -> list[Score]:
-        if tuple(pictures.shape[1:]) != (3, PICTURE, PICTURE):
+    def __call__(self, images: Tensor, prompts: Sequence[str]) -> list[Score]:
+        if tuple(images.shape[1:]) != (3, IMAGE_SIDE, IMAGE_SIDE):
             raise ValueError(
-                f"{self._name} reads pictures [B, 3, {PICTURE}, {PICTURE}]; it was given {list(pictures.shape)}, "
+                f"{self._name} reads images [B, 3, {IMAGE_SIDE}, {IMAGE_SIDE}]; it was given {list(images.shape)}, "
                 "so use it with model: shapes"
             )
-        pixels = pictures.float().cpu().permute(0, 2, 3, 1).numpy()
+        pixels = images.float().cpu().permute(0, 2, 3, 1).numpy()
         return [self._score(detect(one), parse(prompt)) for one, prompt in zip(pixels, prompts, strict=True)]
 
     def _score(self, seen: Sequence[Seen], request: Request) -> Score:
@@ -127,9 +127,9 @@ def relations(a: Seen, b: Seen) -> set[str]:
 # --- detection -----------------------------------------------------------------------------------------------
 
 
-def detect(picture: NDArray[np.float32]) -> list[Seen]:
-    """Return the objects of an image [PICTURE, PICTURE, 3] in [-1, 1], from top to bottom."""
-    names, nearest = list(COLOURS), _nearest_colour(picture)
+def detect(image: NDArray[np.float32]) -> list[Seen]:
+    """Return the objects of an image [IMAGE_SIDE, IMAGE_SIDE, 3] in [-1, 1], from top to bottom."""
+    names, nearest = list(COLOURS), _nearest_colour(image)
     found = []
     ink = nearest < len(names)
     # The soft edge of a shape mixes its colour with white. The mixed colour may be near to a third colour.
@@ -155,11 +155,11 @@ def detect(picture: NDArray[np.float32]) -> list[Seen]:
     return found
 
 
-def _nearest_colour(picture: NDArray[np.float32]) -> NDArray[np.intp]:
-    """Return [PICTURE, PICTURE]: the index of a pixel's colour in COLOURS, or len(COLOURS) for white."""
+def _nearest_colour(image: NDArray[np.float32]) -> NDArray[np.intp]:
+    """Return [IMAGE_SIDE, IMAGE_SIDE]: the index of a pixel's colour in COLOURS, or len(COLOURS) for white."""
     palette = np.array([*COLOURS.values(), (255, 255, 255)], dtype=np.float32) / 127.5 - 1.0
     # |p - c|^2 without |p|^2, which is equal for every colour.
-    distance = (palette**2).sum(axis=1) - 2.0 * np.clip(picture, -1.0, 1.0) @ palette.T
+    distance = (palette**2).sum(axis=1) - 2.0 * np.clip(image, -1.0, 1.0) @ palette.T
     nearest: NDArray[np.intp] = distance.argmin(axis=-1)
     return nearest
 

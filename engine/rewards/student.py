@@ -50,9 +50,9 @@ class DigitReader(nn.Module):
             nn.Linear(HIDDEN, CHARACTERS * (NOTHING + 1)),
         )
 
-    def forward(self, pictures: Tensor) -> Tensor:
+    def forward(self, images: Tensor) -> Tensor:
         """Return the logits: [B, 1, 12, 32] in [-1, 1] -> [B, 4, 11], per position the ten digits and `NOTHING`."""
-        logits: Tensor = self.decide(self.look(pictures).flatten(1))
+        logits: Tensor = self.decide(self.look(images).flatten(1))
         return logits.view(-1, CHARACTERS, NOTHING + 1)
 
 
@@ -62,26 +62,24 @@ class DigitsStudent:
     def __init__(self, reader: DigitReader) -> None:
         self._reader = reader.eval().requires_grad_(False)
 
-    def __call__(self, pictures: Tensor, prompts: Sequence[str]) -> list[Score]:
-        """Score pictures [B, 1, 12, 32] for prompts of four digits. Raises ValueError for any other input.
+    def __call__(self, images: Tensor, prompts: Sequence[str]) -> list[Score]:
+        """Score images [B, 1, 12, 32] for prompts of four digits. Raises ValueError for any other input.
 
         The student was trained on no other input.
         """
-        if pictures.shape[1:] != (1, HEIGHT, WIDTH):
-            raise ValueError(
-                f"the student scores pictures [B, 1, {HEIGHT}, {WIDTH}]; it was given {list(pictures.shape)}"
-            )
+        if images.shape[1:] != (1, HEIGHT, WIDTH):
+            raise ValueError(f"the student scores images [B, 1, {HEIGHT}, {WIDTH}]; it was given {list(images.shape)}")
         asked = torch.tensor([digits_of(prompt) for prompt in prompts])
-        probabilities = self._read(pictures.float().cpu()).softmax(dim=2)
+        probabilities = self._read(images.float().cpu()).softmax(dim=2)
         shares = probabilities.gather(2, asked[:, :, None]).mean(dim=(1, 2))
         return [Score(reward=share, metrics={}) for share in shares.tolist()]
 
     @torch.no_grad()
-    def _read(self, pictures: Tensor) -> Tensor:
+    def _read(self, images: Tensor) -> Tensor:
         """Return the logits [B, 4, 11], computed in blocks padded with blank images."""
-        missing = -len(pictures) % BLOCK
-        filled = torch.cat([pictures, pictures.new_ones(missing, *pictures.shape[1:])])
-        return torch.cat([self._reader(block) for block in filled.split(BLOCK)])[: len(pictures)]
+        missing = -len(images) % BLOCK
+        filled = torch.cat([images, images.new_ones(missing, *images.shape[1:])])
+        return torch.cat([self._reader(block) for block in filled.split(BLOCK)])[: len(images)]
 
 
 def digits_of(prompt: str) -> list[int]:

@@ -236,11 +236,11 @@ class CheckpointStore:
         try:
             yield
         except BaseError as error:
-            said = str(error).split("\n")[0]
+            text = str(error).split("\n")[0]
             number = re.search(r"\(os error (\d+)\)", str(error))
             if number is not None and int(number[1]) in FULL:
-                raise OSError(int(number[1]), said) from error
-            refused = re.search(r"status code: 4(?!08|29)\d\d", said)
+                raise OSError(int(number[1]), text) from error
+            refused = re.search(r"status code: 4(?!08|29)\d\d", text)
             if isinstance(error, GenericError) and not refused and not isinstance(self._store, LocalStore):
-                raise OSError(AWAY, said) from error
+                raise OSError(AWAY, text) from error
             raise

@@ -22,7 +22,7 @@ ASK_AGAIN_SECONDS = 0.5
 Result = TypeVar("Result")
 
 
-def when_there_is_room(do: Callable[[], Result], tell: Callable[[str], None]) -> Result:
+def when_there_is_room(do: Callable[[], Result], report: Callable[[str], None]) -> Result:
     """Call `do`, and repeat the call while the disk is full or the store is unreachable. `do` must be repeatable.
 
     Other errors are raised.
@@ -35,12 +35,12 @@ def when_there_is_room(do: Callable[[], Result], tell: Callable[[str], None]) ->
             if error.errno not in FULL and error.errno != AWAY:
                 raise
             if not waited:
-                tell(f"{error.strerror}; waiting until {'it answers' if error.errno == AWAY else 'there is room'}")
+                report(f"{error.strerror}; waiting until {'it answers' if error.errno == AWAY else 'there is room'}")
             waited = True
             time.sleep(ASK_AGAIN_SECONDS)
             continue
         if waited:
-            tell("it can be written again; going on")
+            report("it can be written again; going on")
         return result
 
 

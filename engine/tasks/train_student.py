@@ -34,7 +34,7 @@ from engine.rewards.reward import Reward
 from engine.rewards.student import NOTHING, STUDENT, DigitReader, digits_of, load_digits_student
 from engine.tasks.pretrain_digits import training_words
 
-PICTURES = 3_000
+IMAGES = 3_000
 SEEDS = 12
 """Images per prompt. The images of a prompt share the requested digits and differ in the drawing."""
 ODE_SHARE = 0.25
@@ -64,10 +64,10 @@ AT_ONCE = 48
 
 @click.command()
 @click.option("--out", type=click.Path(path_type=Path), default=STUDENT, help="Where the safetensors file goes.")
-@click.option("--pictures", default=PICTURES, show_default=True, help="Pictures of the base to learn from.")
+@click.option("--images", default=IMAGES, show_default=True, help="Images of the base to learn from.")
 @click.option("--steps", default=STEPS, show_default=True, help="Optimiser steps.")
 @click.option("--seed", default=0, show_default=True)
-def main(out: Path, pictures: int, steps: int, seed: int) -> None:
+def main(out: Path, images: int, steps: int, seed: int) -> None:
     """Train the student of digits-ocr.
 
     Example: python -m engine.tasks.train_student --out student.safetensors
@@ -75,8 +75,8 @@ def main(out: Path, pictures: int, steps: int, seed: int) -> None:
     torch.set_num_threads(1)
     started = time.monotonic()
     adapter = load_digits()
-    reader = train(draw_examples(adapter, pictures, seed), steps, seed)
-    facts = {"steps": str(steps), "seed": str(seed), "pictures": str(pictures), "torch": torch.__version__}
+    reader = train(draw_examples(adapter, images, seed), steps, seed)
+    facts = {"steps": str(steps), "seed": str(seed), "pictures": str(images), "torch": torch.__version__}
     facts["seconds"] = f"{time.monotonic() - started:.0f}"
     save(reader, out, facts)
     # Measure the saved file first, then store the figures in the file.
@@ -92,7 +92,7 @@ def main(out: Path, pictures: int, steps: int, seed: int) -> None:
 class Examples:
     """Images of the base [N, 1, 12, 32], and the recogniser's class for each of their positions [N, 4]."""
 
-    pictures: Tensor
+    images: Tensor
     classes: Tensor
 
 
@@ -106,10 +106,10 @@ def draw_examples(adapter: DiTAdapter, count: int, seed: int) -> Examples:
         for plan, prompts in ((ode, words[:without_noise]), (sde, words[without_noise:]))
         if prompts
     ]
-    pictures = torch.cat(drawn)[:count]
+    images = torch.cat(drawn)[:count]
     recogniser = LineRecogniser()
-    readings = recogniser.read(recogniser.probabilities(pictures))
-    return Examples(pictures=pictures, classes=torch.tensor([classes_of(reading) for reading in readings]))
+    readings = recogniser.read(recogniser.probabilities(images))
+    return Examples(images=images, classes=torch.tensor([classes_of(reading) for reading in readings]))
 
 
 def draw(adapter: DiTAdapter, plan: Plan, prompts: Sequence[str], seeds: int, run_seed: int, stream: Stream) -> Tensor:
@@ -139,7 +139,7 @@ def train(examples: Examples, steps: int, seed: int) -> DigitReader:
     rng = random.Random(seed)
     words = training_words(rng, CLEAN)
     clean = Examples(
-        pictures=torch.from_numpy(np.stack([render(word, rng) for word in words]))[:, None],
+        images=torch.from_numpy(np.stack([render(word, rng) for word in words]))[:, None],
         classes=torch.tensor([digits_of(word) for word in words]),
     )
     reader = DigitReader()
@@ -148,9 +148,9 @@ def train(examples: Examples, steps: int, seed: int) -> DigitReader:
     for step in range(steps):
         for group in optimiser.param_groups:
             group["lr"] = LEARNING_RATE * min(1.0, (1.0 - step / steps) / (1.0 - DECAY_FROM))
-        pictures, classes = training_batch(examples, clean, rng)
+        images, classes = training_batch(examples, clean, rng)
         loss = functional.cross_entropy(
-            reader(pictures).flatten(0, 1), classes.flatten(), label_smoothing=LABEL_SMOOTHING
+            reader(images).flatten(0, 1), classes.flatten(), label_smoothing=LABEL_SMOOTHING
         )
         optimiser.zero_grad()
         loss.backward()
@@ -163,18 +163,18 @@ def train(examples: Examples, steps: int, seed: int) -> DigitReader:
 
 def training_batch(drawn: Examples, clean: Examples, rng: random.Random) -> tuple[Tensor, Tensor]:
     """Return images [128, 1, 12, 32], 37 % of them degraded renderings, and their classes [128, 4]."""
-    i, j = torch.randint(len(drawn.pictures), (DRAWN_BATCH,)), torch.randint(len(clean.pictures), (CLEAN_BATCH,))
-    noisy = drawn.pictures[i] + DRAWN_NOISE * torch.randn(DRAWN_BATCH, 1, HEIGHT, WIDTH)
-    pictures = torch.cat([noisy, spoilt(clean.pictures[j])])
-    pictures = pictures.roll(rng.choice(SHIFTS), dims=(2, 3)) * (torch.rand_like(pictures) > DROPPED)
-    return pictures, torch.cat([drawn.classes[i], clean.classes[j]])
+    i, j = torch.randint(len(drawn.images), (DRAWN_BATCH,)), torch.randint(len(clean.images), (CLEAN_BATCH,))
+    noisy = drawn.images[i] + DRAWN_NOISE * torch.randn(DRAWN_BATCH, 1, HEIGHT, WIDTH)
+    images = torch.cat([noisy, spoilt(clean.images[j])])
+    images = images.roll(rng.choice(SHIFTS), dims=(2, 3)) * (torch.rand_like(images) > DROPPED)
+    return images, torch.cat([drawn.classes[i], clean.classes[j]])
 
 
-def spoilt(pictures: Tensor) -> Tensor:
+def spoilt(images: Tensor) -> Tensor:
     """Degrade each image [B, 1, 12, 32] with its own amount of blur and noise."""
-    blur, noise = torch.rand(2, len(pictures), 1, 1, 1)
-    blurred = pictures.lerp(functional.avg_pool2d(pictures, 3, stride=1, padding=1), BLUR * blur)
-    soiled: Tensor = blurred + CLEAN_NOISE * noise * torch.randn_like(pictures)
+    blur, noise = torch.rand(2, len(images), 1, 1, 1)
+    blurred = images.lerp(functional.avg_pool2d(images, 3, stride=1, padding=1), BLUR * blur)
+    soiled: Tensor = blurred + CLEAN_NOISE * noise * torch.randn_like(images)
     return soiled
 
 
@@ -188,26 +188,26 @@ def measure(student: Reward, adapter: DiTAdapter) -> dict[str, str]:
     """
     prompts = held_out_digits()[:MEASURED_PROMPTS]
     plan = rollout_plan(SamplerConfig(), 0, 0)
-    pictures = draw(adapter, plan, prompts, MEASURED_SEEDS, 0, Stream.EVAL)
+    images = draw(adapter, plan, prompts, MEASURED_SEEDS, 0, Stream.EVAL)
     asked = [prompt for prompt in prompts for _ in range(MEASURED_SEEDS)]
     rewards: tuple[OcrName, ...] = ("ocr", "ocr_strict", "ocr_smooth")
     facts = {
-        f"correlation_{name}": f"{in_group_correlation(student, OcrReward(name), pictures, asked):.3f}"
+        f"correlation_{name}": f"{in_group_correlation(student, OcrReward(name), images, asked):.3f}"
         for name in rewards
     }
     started = time.process_time()  # warm by now
-    student(pictures, asked)
-    facts["ms_per_picture"] = f"{1000 * (time.process_time() - started) / len(pictures):.3f}"
+    student(images, asked)
+    facts["ms_per_picture"] = f"{1000 * (time.process_time() - started) / len(images):.3f}"
     return facts
 
 
-def in_group_correlation(student: Reward, reward: Reward, pictures: Tensor, prompts: Sequence[str]) -> float:
+def in_group_correlation(student: Reward, reward: Reward, images: Tensor, prompts: Sequence[str]) -> float:
     """Return the mean over prompts of Pearson's correlation between the scores of a prompt's images.
 
     A prompt with equal scores on a side carries no information and is left out. NaN if all prompts are left out.
     """
     pairs: dict[str, list[tuple[float, float]]] = {}
-    for prompt, mine, true in zip(prompts, student(pictures, prompts), reward(pictures, prompts), strict=True):
+    for prompt, mine, true in zip(prompts, student(images, prompts), reward(images, prompts), strict=True):
         pairs.setdefault(prompt, []).append((mine.reward, true.reward))
     groups = [np.array(group).T for group in pairs.values()]
     correlations = [float(np.corrcoef(group)[0, 1]) for group in groups if group.std(axis=1).min() > 0]

@@ -96,7 +96,7 @@ class CoordinatorClient:
             steps=plan.steps,
             shape=shape,
             dtype="float32",
-            pictures=images,
+            images=images,
         )
         self._order(Submit(task=task))
 
@@ -124,7 +124,7 @@ class CoordinatorClient:
         if found.stop:
             raise Stopped(found.stop)
         if found.poisoned and kind in (Kind.TRAIN, Kind.EVALUATE):
-            raise Unhealthy(f"a picture could not be made or scored on three workers: {found.poisoned[0]}")
+            raise Unhealthy(f"an image could not be made or scored on three workers: {found.poisoned[0]}")
         self.exploring_seconds = found.exploring_seconds
         has_spot = bool(set(found.nodes) - {self._node})
         self.alone_since = None if has_spot else self.alone_since or time.monotonic()

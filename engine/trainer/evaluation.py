@@ -62,20 +62,20 @@ def held(evaluations: Sequence[Mapping[str, float]], target: TargetConfig) -> bo
     return len(last) == target.evaluations and all(last)
 
 
-def contact_sheet(pictures: Sequence[tuple[str, bytes]]) -> bytes:
+def contact_sheet(images: Sequence[tuple[str, bytes]]) -> bytes:
     """Return a PNG of these images in a grid, in order, each image under its prompt.
 
-    pictures: (prompt, safetensors bytes of uint8 [C, H, W] or [C, F, H, W])
+    images: (prompt, safetensors bytes of uint8 [C, H, W] or [C, F, H, W])
     """
-    if not pictures:
+    if not images:
         return b""
-    tiles = [Image.fromarray(to_rgb(load(data)["picture"].numpy())) for _, data in pictures]
+    tiles = [Image.fromarray(to_rgb(load(data)["picture"].numpy())) for _, data in images]
     scale = SCALE if tiles[0].width < SMALL else 1
     width, height = tiles[0].width * scale, tiles[0].height * scale + CAPTION
     lines = math.ceil(len(tiles) / COLUMNS)
     sheet = Image.new("RGB", (COLUMNS * (width + BORDER) + BORDER, lines * (height + BORDER) + BORDER), "white")
     draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(CAPTION - 4)
-    for i, ((prompt, _), tile) in enumerate(zip(pictures, tiles, strict=True)):
+    for i, ((prompt, _), tile) in enumerate(zip(images, tiles, strict=True)):
         left, top = BORDER + i % COLUMNS * (width + BORDER), BORDER + i // COLUMNS * (height + BORDER)
         draw.text((left, top), _shortened(prompt, font, width), font=font, fill=(90, 90, 90))
         sheet.paste(tile.resize((width, height - CAPTION), Image.Resampling.NEAREST), (left, top + CAPTION))
@@ -94,9 +94,9 @@ def _shortened(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, wi
     return text + "..."
 
 
-def to_rgb(picture: np.ndarray) -> np.ndarray:
+def to_rgb(image: np.ndarray) -> np.ndarray:
     """Convert uint8 [C, H, W], or the first frame of [C, F, H, W], to [H, W, 3]. Grey images become RGB."""
-    if picture.ndim == 4:  # video: use the first frame
-        picture = picture[:, 0]
-    channels = picture if picture.shape[0] == 3 else np.repeat(picture[:1], 3, axis=0)
+    if image.ndim == 4:  # video: use the first frame
+        image = image[:, 0]
+    channels = image if image.shape[0] == 3 else np.repeat(image[:1], 3, axis=0)
     return np.moveaxis(channels, 0, 2)

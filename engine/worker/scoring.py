@@ -17,9 +17,9 @@ class ImageScorer:
         self._adapter, self.reward, self._load_student = adapter, reward, load_student
 
     def __call__(self, latents: Tensor, prompts: list[str], scorer: Scorer) -> tuple[list[Score], Tensor]:
-        pictures = self._adapter.decode(latents).cpu()
+        images = self._adapter.decode(latents).cpu()
         reward = self.reward if scorer == "reward" else self._student_or_reward
-        return list(reward(pictures, prompts)), pictures
+        return list(reward(images, prompts)), images
 
     @cached_property
     def _student_or_reward(self) -> Reward:

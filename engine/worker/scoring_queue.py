@@ -119,7 +119,7 @@ class ScoringQueue:
             if attempt.request.kind is Kind.TRAIN:
                 name = blob_name(attempt.request, sampled.trajectories[i].step)
                 blobs[name] = sampled.trajectories[i].to_bytes()
-            elif work.pictures[i]:
+            elif work.images[i]:
                 name = blob_name(attempt.request, sampled.trajectories[i].step)
                 blobs[name] = save({"picture": as_bytes(images[i])})
             results.append(Result.of(Finished(request=attempt.request, score=score, trajectory=name)))

@@ -59,7 +59,7 @@ class InprocTransport:
         self._coordinator = coordinator
 
     def call(self, head: Mapping[str, Any], blobs: Blobs | None = None, *, wait: bool = False) -> Answer:
-        return when_there_is_room(lambda: self._ask(head, blobs), _tell)
+        return when_there_is_room(lambda: self._ask(head, blobs), _print)
 
     def _ask(self, head: Mapping[str, Any], blobs: Blobs | None) -> Answer:
         # Encode and decode, so tests use the same wire format as HTTP.
@@ -84,7 +84,7 @@ class HttpTransport:
 
     def call(self, head: Mapping[str, Any], blobs: Blobs | None = None, *, wait: bool = False) -> Answer:
         body = pack({**head, "wait_ms": WAIT_MS} if wait else head, blobs)
-        response = when_there_is_room(lambda: self._post(body), _tell)
+        response = when_there_is_room(lambda: self._post(body), _print)
         if response.status_code != 200:
             raise CallRefused(f"{head['call']}: {response.status_code} {response.text[:300]}")
         return unpack(response.content)
@@ -120,5 +120,5 @@ class HttpTransport:
 _OPEN_ENDED = httpx.Timeout(10.0, connect=2.0, read=None)
 
 
-def _tell(text: str) -> None:
+def _print(text: str) -> None:
     print(f"coordinator: {text}", flush=True)

@@ -76,7 +76,7 @@ class Worker:
     """Treatment of interrupted images (engine/config.py)."""
     finished: Callable[[], None] = lambda: None
     """Callback after a lease is finished and its results are durable."""
-    heard: Callable[[Regroup], None] = lambda order: None
+    on_regroup: Callable[[Regroup], None] = lambda order: None
     """Callback with every regroup order, before the worker follows the order."""
     elastic: Elastic | None = None
     """Member of the node's sequence-parallel groups; None: the worker always works alone."""
@@ -162,7 +162,7 @@ class Worker:
             case Wait() | Drain() | Exit():
                 self._scores.send(block=True)
             case Regroup() if self.elastic is not None:
-                self.heard(reply)
+                self.on_regroup(reply)
                 with self.usage.measure(Phase.SYNC):
                     self.elastic.follow(reply)
             case Regroup() | Fenced():
@@ -178,7 +178,7 @@ class Worker:
     def _wind_up(self) -> Reply:
         """Send the scored results and take no new work.
 
-        Used after the node agent received a notice, even if the coordinator has not heard of the notice.
+        Used after the node agent received a notice, even if the coordinator does not know the notice.
         """
         self._group.leave()
         self._scores.send(block=True)

@@ -105,7 +105,7 @@ def sample(
             "sampler": job.get("sampler") or {},
             "steps": steps or EvaluationConfig.model_validate(job.get("evaluation") or {}).steps,
             "weights": weights and str(weights),
-            "pictures": wanted,
+            "images": wanted,
         }
         if not as_json:
             click.echo(f"{what}; loading it", err=True)

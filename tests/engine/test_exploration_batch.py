@@ -53,7 +53,7 @@ def dealt(exploration, *, backwards=False):
     while requests := exploration.more(1000):
         everything += requests
         told = [result(request) for request in requests]
-        exploration.heard(told[::-1] if backwards else told)
+        exploration.add_results(told[::-1] if backwards else told)
     return everything
 
 
@@ -82,7 +82,7 @@ def test_the_later_rounds_go_where_the_first_found_most():
 def test_a_round_is_not_begun_before_the_one_before_it_is_in():
     exploration = BatchExploration(order())
     first = exploration.more(1000)
-    exploration.heard([result(request) for request in first[1:]])
+    exploration.add_results([result(request) for request in first[1:]])
     assert exploration.more(1000) == ()
     exploration.settled(first[0], math.nan)  # it will never come
     assert exploration.more(1000) != ()
@@ -104,22 +104,22 @@ def test_one_that_is_restored_deals_on_alike(data):
     for _ in range(data.draw(st.integers(0, 4))):
         asked += exploration.more(data.draw(st.integers(0, 10)))
         some = [request for request in asked if request not in told and data.draw(st.booleans())]
-        exploration.heard([result(request) for request in some])
+        exploration.add_results([result(request) for request in some])
         told += some
     again = BatchExploration(convert(encode(exploration.order), ExplorationOrder))
     again.took(asked)
-    again.heard([result(request) for request in told])
+    again.add_results([result(request) for request in told])
     assert again.pending == exploration.pending == len(asked) - len(told)
     assert again.open == exploration.open
     rest = [request for request in asked if request not in told]
     for one in (exploration, again):
-        one.heard([result(request) for request in rest])
+        one.add_results([result(request) for request in rest])
     assert dealt(again) == dealt(exploration)
 
 
 def test_what_another_batch_found_is_not_counted():
     exploration, other = BatchExploration(order()), BatchExploration(order(batch=9))
-    exploration.heard([result(request) for request in other.more(1000)])
+    exploration.add_results([result(request) for request in other.more(1000)])
     assert exploration.open == 24
 
 

@@ -220,7 +220,7 @@ def picture_of(pipeline, **arguments):
 def test_sd3_is_sampled_as_its_pipeline_does(tmp_path):
     pipeline = make_sd3()
     pipeline.save_pretrained(tmp_path)
-    adapter = load_sd3(tmp_path, picture_size=16, t5_length=20, dtype=torch.float32)
+    adapter = load_sd3(tmp_path, image_size=16, t5_length=20, dtype=torch.float32)
     latents = noise_rows([1, 2], 0, adapter.latent_shape())
     theirs, sigmas = picture_of(
         pipeline, height=16, width=16, latents=latents, guidance_scale=2.0, max_sequence_length=20
@@ -231,7 +231,7 @@ def test_sd3_is_sampled_as_its_pipeline_does(tmp_path):
 def test_flux_is_sampled_as_its_pipeline_does(tmp_path):
     pipeline = make_flux()
     pipeline.save_pretrained(tmp_path)
-    adapter = load_flux(tmp_path, picture_size=16, text_length=20, dtype=torch.float32)
+    adapter = load_flux(tmp_path, image_size=16, text_length=20, dtype=torch.float32)
     latents = noise_rows([1, 2], 0, adapter.latent_shape())
     theirs, sigmas = picture_of(
         pipeline, height=16, width=16, latents=latents, guidance_scale=3.5, max_sequence_length=20
@@ -242,7 +242,7 @@ def test_flux_is_sampled_as_its_pipeline_does(tmp_path):
 def test_qwen_image_is_sampled_as_its_pipeline_does_without_guidance(tmp_path):
     pipeline = make_qwen_image()
     pipeline.save_pretrained(tmp_path)
-    adapter = load_qwen_image(tmp_path, picture_size=16, text_length=300, dtype=torch.float32)
+    adapter = load_qwen_image(tmp_path, image_size=16, text_length=300, dtype=torch.float32)
     latents = noise_rows([1, 2], 0, adapter.latent_shape())
     theirs, sigmas = picture_of(pipeline, height=16, width=16, latents=latents, true_cfg_scale=1.0)
     torch.testing.assert_close(ode_pictures(adapter, sigmas, 1.0, latents), theirs, atol=1e-4, rtol=0)

@@ -37,10 +37,10 @@ def requests(count, kind=Kind.TRAIN, batch=0):
     )
 
 
-def task(count=2, kind=Kind.TRAIN, *, batch=0, weights=V0, shape=2, pictures=0):
+def task(count=2, kind=Kind.TRAIN, *, batch=0, weights=V0, shape=2, images=0):
     wanted = requests(count, kind, batch)
     return Task(
-        requests=wanted, weights=weights, sampler="plan", steps=STEPS, shape=shape, dtype="float32", pictures=pictures
+        requests=wanted, weights=weights, sampler="plan", steps=STEPS, shape=shape, dtype="float32", images=images
     )
 
 
@@ -98,7 +98,7 @@ def test_demand_counts_leases_that_wait_and_what_is_left_of_those_that_are_made(
         ("8 x float32", STEPS, 1),
     ]
     assert {worker: one.steps for worker, one in demand.in_flight.items()} == {"a/0": STEPS - 3}
-    assert demand.pictures == {"2 x float32": 2, "8 x float32": 8}
+    assert demand.images == {"2 x float32": 2, "8 x float32": 8}
 
 
 # --- what is given out
@@ -155,10 +155,10 @@ def test_a_lease_holds_pictures_of_one_step():
 
 
 def test_only_the_first_pictures_of_a_task_are_wanted_back():
-    queue = queue_with(task(4, Kind.EVALUATE, pictures=1))
+    queue = queue_with(task(4, Kind.EVALUATE, images=1))
     first = pull(queue)
-    assert first.pictures == (True, False)
-    assert pull(queue).pictures == (False, False)
+    assert first.images == (True, False)
+    assert pull(queue).images == (False, False)
 
 
 def test_weights_are_loaded_before_work_that_needs_them():

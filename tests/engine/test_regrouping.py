@@ -11,7 +11,7 @@ from engine.protocol.request import ALONE
 
 PLAN_MS = 500
 CLASS = "24 x float32"
-NOTHING = Demand(waiting=(), in_flight={}, pictures={})
+NOTHING = Demand(waiting=(), in_flight={}, images={})
 BELIEVED = {1: 1.0, 2: 0.6, 4: 0.4}
 
 
@@ -64,7 +64,7 @@ class World:
 
 
 def waiting(count, steps=8):
-    return Demand(waiting=[Requests(request_class=CLASS, steps=steps, count=count)], in_flight={}, pictures={CLASS: 24})
+    return Demand(waiting=[Requests(request_class=CLASS, steps=steps, count=count)], in_flight={}, images={CLASS: 24})
 
 
 def test_a_fixed_degree_groups_a_node_as_its_workers_come():
@@ -141,11 +141,11 @@ def test_what_steps_were_measured_to_take_decides(seconds, shares):
 
 
 def test_a_class_that_was_not_seen_yet_is_believed_to_be_as_slow_as_those_that_were():
-    two = Demand(waiting=(), in_flight={}, pictures={"8 x float32": 8, CLASS: 24})
+    two = Demand(waiting=(), in_flight={}, images={"8 x float32": 8, CLASS: 24})
     world = World("a/0", sp_degree="auto", demand=two)
     world.settle(1)
     world.groups.measured(CLASS, 1, 48.0)  # believed: 24
-    table = world.groups._step_seconds(two.pictures)
+    table = world.groups._step_seconds(two.images)
     assert table["8 x float32"] == pytest.approx({1: 16.0, 2: 9.6, 4: 6.4})
 
 

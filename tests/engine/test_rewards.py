@@ -173,10 +173,10 @@ def test_a_function_may_return_numbers_in_any_usual_shape(tmp_path, case, return
 @pytest.mark.parametrize(
     ("case", "returned", "complaint"),
     [
-        ("count", "[1.0]", r"bad_count:score returned 1 values for 2 pictures"),
+        ("count", "[1.0]", r"bad_count:score returned 1 values for 2 images"),
         ("number", "1.0", r"returned float 1\.0; return a list"),
         ("none", "None", r"returned NoneType None"),
-        ("strings", "['good', 'bad']", r"returned str 'good' for picture 0"),
+        ("strings", "['good', 'bad']", r"returned str 'good' for image 0"),
         ("matrix", "torch.zeros(2, 3)", r"array of shape \[2, 3\]"),
     ],
 )

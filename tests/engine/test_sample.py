@@ -9,7 +9,7 @@ from PIL import Image
 from engine.config import ModelConfig, SamplerConfig
 from engine.diffusion.images import as_bytes
 from engine.diffusion.sampler import evaluation_plan
-from engine.entrypoints.sample import SampleRequest, draw, load_trained, sample, write_picture
+from engine.entrypoints.sample import SampleRequest, draw, load_trained, sample, write_image
 from engine.models.load import load_adapter, trainable
 from engine.models.weights import get_weights
 from launcher.report.diffusers_files import write_for_diffusers
@@ -54,7 +54,7 @@ def test_each_picture_is_written_as_it_was_asked_for(trained, tmp_path):
             "sampler": {},
             "steps": 4,
             "weights": weights,
-            "pictures": [{"prompt": p, "seed": s, "file": tmp_path / "out" / f"{p}-{s}.png"} for p, s in wanted],
+            "images": [{"prompt": p, "seed": s, "file": tmp_path / "out" / f"{p}-{s}.png"} for p, s in wanted],
         }
     )
     assert [(done.prompt, done.seed) for done in sample(request, "cpu")] == wanted
@@ -73,7 +73,7 @@ def test_weights_of_another_model_are_refused(tmp_path):
 
 def test_a_video_becomes_an_animated_picture_with_all_its_frames(tmp_path):
     video = torch.linspace(-1, 1, 5).view(1, 5, 1, 1).expand(3, 5, 8, 8)
-    write_picture(video, tmp_path / "clip.png")
+    write_image(video, tmp_path / "clip.png")
     with Image.open(tmp_path / "clip.png") as clip:
         assert clip.n_frames == 5
         clip.seek(4)

@@ -91,7 +91,7 @@ def test_a_score_does_not_depend_on_the_batch_to_the_last_bit(student):
 
 @pytest.mark.parametrize("shape", [(1, 3, 12, 32), (1, 1, 12, 36), (1, 3, 2, 12, 32)])
 def test_other_pictures_are_refused(student, shape):
-    with pytest.raises(ValueError, match=r"scores pictures \[B, 1, 12, 32\]; it was given"):
+    with pytest.raises(ValueError, match=r"scores images \[B, 1, 12, 32\]; it was given"):
         student(torch.zeros(shape), ["1234"])
 
 
@@ -160,14 +160,14 @@ def examples():
 
 
 def test_examples_are_what_the_recogniser_reads(examples):
-    assert examples.pictures.shape == (20, 1, 12, 32)
+    assert examples.images.shape == (20, 1, 12, 32)
     assert examples.classes.shape == (20, 4)
-    assert examples.pictures.abs().max() <= 1
+    assert examples.images.abs().max() <= 1
     rows = examples.classes.tolist()
     shown = [i for i, row in enumerate(rows) if row != [NOTHING] * 4]
     assert len(shown) > 10
     words = ["".join(map(str, rows[i])) for i in shown]
-    assert values(OcrReward("ocr_strict")(examples.pictures[shown], words)) == [1.0] * len(shown)
+    assert values(OcrReward("ocr_strict")(examples.images[shown], words)) == [1.0] * len(shown)
 
 
 def test_a_batch_is_for_the_most_part_of_the_base(examples):
@@ -182,14 +182,14 @@ def test_a_batch_is_for_the_most_part_of_the_base(examples):
 def test_training_repeats_bit_for_bit_and_survives_its_file(examples, tmp_path):
     torch.set_num_threads(1)
     again = draw_examples(load_digits(), 20, seed=3)
-    assert torch.equal(again.pictures, examples.pictures)
+    assert torch.equal(again.images, examples.images)
     first, second, other = train(examples, 3, seed=1), train(again, 3, seed=1), train(examples, 3, seed=2)
     save(first, tmp_path / "student.safetensors", {"steps": "3"})
     asked = [held_out_digits()[0]] * 20
-    scores = DigitsStudent(first)(examples.pictures, asked)
-    assert scores == DigitsStudent(second)(examples.pictures, asked)
-    assert scores != DigitsStudent(other)(examples.pictures, asked)
-    assert scores == load_digits_student(tmp_path / "student.safetensors")(examples.pictures, asked)
+    scores = DigitsStudent(first)(examples.images, asked)
+    assert scores == DigitsStudent(second)(examples.images, asked)
+    assert scores != DigitsStudent(other)(examples.images, asked)
+    assert scores == load_digits_student(tmp_path / "student.safetensors")(examples.images, asked)
 
 
 # --- from the job file

@@ -100,7 +100,7 @@ REPLIES = [
         shape=4,
         dtype="bfloat16",
         expires_ms=12345,
-        pictures=(True, False),
+        images=(True, False),
     ),
     Work(
         lease=7,
@@ -128,7 +128,7 @@ def test_every_reply_arrives_as_it_was_sent(reply):
     assert reply_from_dict(travelled(reply_to_dict(reply))) == reply
 
 
-TASK = Task(requests=(REQUEST,), weights=WEIGHTS, sampler="plan", steps=8, shape=4, dtype="float32", pictures=1)
+TASK = Task(requests=(REQUEST,), weights=WEIGHTS, sampler="plan", steps=8, shape=4, dtype="float32", images=1)
 
 
 @pytest.mark.parametrize("task", [TASK, replace(TASK, requests=(CANDIDATE,), scorer="student")])

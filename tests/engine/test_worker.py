@@ -109,7 +109,7 @@ def order(count=1, shape=None, *, commit_every=0, kind=Kind.TRAIN, lease=LEASE, 
         dtype="float32",
         expires_ms=0,
         commit_every=commit_every,
-        pictures=(False,) * count,
+        images=(False,) * count,
         scorer=scorer,
     )
 

@@ -40,9 +40,9 @@ BOUND = 1e-3
 
 
 FOLDERS = {
-    "qwen-image": (make_qwen_image, load_qwen_image, {"picture_size": 16, "text_length": 300}),
-    "sd3": (make_sd3, load_sd3, {"picture_size": 16, "t5_length": 20}),
-    "flux": (make_flux, load_flux, {"picture_size": 16, "text_length": 20}),
+    "qwen-image": (make_qwen_image, load_qwen_image, {"image_size": 16, "text_length": 300}),
+    "sd3": (make_sd3, load_sd3, {"image_size": 16, "t5_length": 20}),
+    "flux": (make_flux, load_flux, {"image_size": 16, "text_length": 20}),
     "wan": (make_wan, load_wan, {"video_size": (5, 16, 16), "text_length": 20}),
 }
 """By family: what makes a tiny folder of random weights, what loads it, and how small its pictures are."""
