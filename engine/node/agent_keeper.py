@@ -130,7 +130,7 @@ class AgentKeeper:
                 return
             yield True
 
-    def _write(self, name: str, value: Mapping[str, Any]) -> None:
+    def _write(self, name: str, value: Mapping[str, object]) -> None:
         write_json(self._folder / name, value)
 
 
@@ -149,7 +149,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def write_json(path: Path, value: Mapping[str, Any]) -> None:
+def write_json(path: Path, value: Mapping[str, object]) -> None:
     """Replace the file durably. Raises OSError, e.g. if the disk is full."""
     write_durably(path, json.dumps(value).encode())
 

@@ -11,7 +11,6 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 PIECE_BYTES = 48 * 1024
 """Maximum bytes of a file in one line."""
@@ -26,7 +25,7 @@ APPENDED = re.compile(r"(progress/[\w-][\w.-]*\.jsonl|logs/[\w-][\w.-]*\.log)")
 class FileWatch:
     """The files of one folder, and the part of them that the launcher has."""
 
-    def __init__(self, folder: Path, say: Callable[[Mapping[str, Any]], None]) -> None:
+    def __init__(self, folder: Path, say: Callable[[Mapping[str, object]], None]) -> None:
         """Create the watch. `say`: sends one message to the launcher."""
         self._folder, self._say = folder, say
         self._shown: dict[str, tuple[int, int, int] | None] = {}

@@ -22,7 +22,7 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from engine.node.agent_keeper import AgentKeeper, read_json, write_json
 from engine.node.alone import HEARD, touch
@@ -41,7 +41,7 @@ class Lines:
     def __init__(self, out: BinaryIO) -> None:
         self._out, self._saying = out, threading.Lock()
 
-    def say(self, what: Mapping[str, Any]) -> None:
+    def say(self, what: Mapping[str, object]) -> None:
         line = memoryview(json.dumps(what).encode() + b"\n")
         with self._saying:
             self._out.write(line)

@@ -199,7 +199,9 @@ def _find_weights(sessions: sessionmaker[Session], checked: CheckedJob, out: Con
     return weights
 
 
-def _plan_on_clouds(sessions: sessionmaker[Session], checked: CheckedJob, out: Console) -> tuple[Plan, dict[str, Any]]:
+def _plan_on_clouds(
+    sessions: sessionmaker[Session], checked: CheckedJob, out: Console
+) -> tuple[Plan, dict[str, object]]:
     """Plan the nodes to buy and print the plan. Return the plan, and its form for --json."""
     now_ms = time.time_ns() // 1_000_000
     on_clouds = cloud_plan(sessions, checked.job, home() / "catalogs", now_ms)
@@ -210,7 +212,7 @@ def _plan_on_clouds(sessions: sessionmaker[Session], checked: CheckedJob, out: C
     return plan, printed
 
 
-def _plan_here(checked: CheckedJob, out: Console) -> tuple[Plan, dict[str, Any]]:
+def _plan_here(checked: CheckedJob, out: Console) -> tuple[Plan, dict[str, object]]:
     """Plan the nodes on this machine and print the plan. Return the plan, and its form for --json."""
     plan = plan_local(checked.job, _own_prices(checked.job, read_catalog()))
     check_budget(plan)
