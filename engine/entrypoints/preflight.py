@@ -13,16 +13,20 @@ import json
 import math
 import sys
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from engine.config import DRIFT, SHIPPED, EngineConfig
+from engine.config import DRIFT, SHIPPED, EngineConfig, TargetConfig
 from engine.diffusion.sampler import evaluation_plan, initial
 from engine.machine_speed import slowness
+from engine.models.adapter import DiTAdapter
 from engine.models.load import load_adapter, load_start, trainable
 from engine.parallel.ulysses import problem_with_degree
 from engine.prompts import FilePrompts, prompt_source
+from engine.protocol.request import Score
 from engine.rewards.load import load_reward
 
 READ_AT_ONCE = 512
@@ -49,6 +53,26 @@ def check(config: EngineConfig, workdir: str | None, start: Path | None = None) 
     except (ValueError, OSError) as error:
         made = ", ".join(f"`{name}`" for name in SHIPPED.values())
         raise JobUnfit("prompts", str(error), f"give {made}, or a text file with one prompt a line") from error
+    adapter = _load_model(config, start)
+    # A shipped model encodes prompts at once; a large model's text encoder may take seconds per prompt.
+    trained = prompts.trained if isinstance(prompts, FilePrompts) else batch
+    _encode(adapter, config, [*trained, *held_out] if config.model.name in SHIPPED else [prompt])
+    steps = evaluation_plan(config.sampler, config.evaluation.steps).steps
+    score = _score_once(config, workdir, adapter.decode(initial([0], adapter.latent_shape())), prompt)
+    metrics = sorted({"reward", *score.metrics})
+    _check_target(config.target, metrics)
+    return {
+        "prompt": prompt,
+        "held_out": len(held_out),
+        "reward": score.reward,
+        "metrics": metrics,
+        "steps": steps,
+        "slowness": slowness(),
+    }
+
+
+def _load_model(config: EngineConfig, start: Path | None) -> DiTAdapter:
+    """Load the model with the start weights of the file `start`, if given."""
     try:
         adapter = load_adapter(config.model)
     except (ValueError, OSError, KeyError) as error:
@@ -63,18 +87,22 @@ def check(config: EngineConfig, workdir: str | None, start: Path | None = None) 
     if degree != "auto" and (problem := problem_with_degree(adapter.transformer, degree)):
         found, _, remedy = problem.partition("; ")
         raise JobUnfit("runtime.sp_degree", found, remedy)
+    return adapter
+
+
+def _encode(adapter: DiTAdapter, config: EngineConfig, prompts: Sequence[str]) -> None:
+    """Encode the prompts, to see that the model can read them."""
     try:
-        # A shipped model encodes prompts at once; a large model's text encoder may take seconds per prompt.
-        trained = prompts.trained if isinstance(prompts, FilePrompts) else batch
-        read = [*trained, *held_out] if config.model.name in SHIPPED else [prompt]
-        for start_at in range(0, len(read), READ_AT_ONCE):
-            adapter.encode(read[start_at : start_at + READ_AT_ONCE])
+        for start_at in range(0, len(prompts), READ_AT_ONCE):
+            adapter.encode(prompts[start_at : start_at + READ_AT_ONCE])
     except (ValueError, KeyError) as error:
         made_for = SHIPPED.get(config.model.name)
         remedy = f"use prompts: {made_for}, or a file in its words" if made_for else "mend the prompt"
         raise JobUnfit("prompts", f"{config.model.name} cannot read a prompt: {error}", remedy) from error
-    steps = evaluation_plan(config.sampler, config.evaluation.steps).steps
-    picture = adapter.decode(initial([0], adapter.latent_shape()))
+
+
+def _score_once(config: EngineConfig, workdir: str | None, picture: Tensor, prompt: str) -> Score:
+    """Import the reward, and return its score of one image."""
     try:
         scores = load_reward(config.reward, workdir)(picture, [prompt])
     except Exception as error:
@@ -96,29 +124,26 @@ def check(config: EngineConfig, workdir: str | None, start: Path | None = None) 
             f"{config.reward.name} reports a metric called {DRIFT!r}, which every evaluation has of its own",
             "give it another name",
         )
-    target = config.target
-    known = sorted({"reward", *scores[0].metrics})
-    if target is not None and target.metric not in known:
+    return scores[0]
+
+
+def _check_target(target: TargetConfig | None, known: Sequence[str]) -> None:
+    """Check that the target and its guards name metrics of the reward. `known`: the reward's metrics."""
+    if target is None:
+        return
+    if target.metric not in known:
         raise JobUnfit(
             "target.metric",
             f"{target.metric!r}; the reward reports {', '.join(known)}",
             f"use one of {', '.join(known)}",
         )
     guarded = [*known, DRIFT]
-    if strange := [guard.metric for guard in (target.guards if target else ()) if guard.metric not in guarded]:
+    if strange := [guard.metric for guard in target.guards if guard.metric not in guarded]:
         raise JobUnfit(
             "target.guards",
             f"a guard on {strange[0]!r}; evaluations report {', '.join(guarded)}",
             f"use one of {', '.join(guarded)}",
         )
-    return {
-        "prompt": prompt,
-        "held_out": len(held_out),
-        "reward": scores[0].reward,
-        "metrics": known,
-        "steps": steps,
-        "slowness": slowness(),
-    }
 
 
 def main() -> int:

@@ -11,13 +11,12 @@ Steps are counted, not timed: the same seed on the same machine gives the same b
 import random
 import string
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
 import numpy as np
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from engine.config import SamplerConfig
@@ -36,16 +35,13 @@ from engine.models.digits import (
 from engine.prompts import held_out_digits
 from engine.protocol.request import Score, Stream, seed_of
 from engine.rewards.ocr import OcrReward
+from engine.tasks.pretraining import save_parts, train_flow
 
 STEPS = 1400
 BATCH = 64
 LEARNING_RATE = 2e-3
-WARM_UP = 100
-DECAY_FROM = 0.6
-"""Share of the steps before the learning rate starts to fall, to 5 % at the end."""
 CAPTION_NOISE = 0.17
 """Probability of drawing each caption character anew. A character is wrong with 0.9 times the probability."""
-EMA = 0.995
 
 
 @click.command()
@@ -62,12 +58,12 @@ def main(out: Path, steps: int, seed: int) -> None:
     adapter = pretrain(steps, seed)
     seconds = time.monotonic() - started
     facts = {"steps": str(steps), "seed": str(seed), "seconds": f"{seconds:.0f}", "torch": torch.__version__}
-    save(adapter, out, facts)
+    save_parts(adapter.transformer, adapter.text, out, facts)
     # Measure the saved fp16 file first, then store the figures in the file.
     scores = evaluate(load_digits(out), held_out_digits())
     for metric in ("exact_match", "similarity"):
         facts[metric] = f"{np.mean([score.metrics[metric] for score in scores]):.4f}"
-    save(adapter, out, facts)
+    save_parts(adapter.transformer, adapter.text, out, facts)
     click.echo(f"{out}: {facts}")
 
 
@@ -76,26 +72,13 @@ def pretrain(steps: int, seed: int) -> DigitsAdapter:
     torch.manual_seed(seed)
     rng = random.Random(seed)
     transformer, text = build_transformer(), ByteText()
-    parameters: list[Tensor] = [*transformer.parameters(), *text.parameters()]
-    optimiser = torch.optim.AdamW(parameters, lr=LEARNING_RATE, weight_decay=0.01, betas=(0.9, 0.99))
-    average = [parameter.detach().clone() for parameter in parameters]
-    losses = []
-    for step, (pictures, captions) in zip(range(steps), training_pairs(rng), strict=False):
-        for group in optimiser.param_groups:
-            group["lr"] = learning_rate(step, steps)
-        loss = flow_matching_loss(transformer, text(captions), pictures)
-        optimiser.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimiser.step()
-        # The early average follows quickly, because a slow average would remember the random start.
-        decay = min(EMA, (1 + step) / (10 + step))
-        torch._foreach_lerp_(average, [parameter.detach() for parameter in parameters], 1.0 - decay)
-        losses.append(loss.item())
-        if (step + 1) % 100 == 0:
-            click.echo(f"step {step + 1}: loss {np.mean(losses[-100:]):.4f}")
-    with torch.no_grad():
-        torch._foreach_copy_(parameters, average)
+    train_flow(
+        [transformer, text],
+        training_pairs(rng),
+        lambda pictures, captions: flow_matching_loss(transformer, text(captions), pictures),
+        steps=steps,
+        highest_rate=LEARNING_RATE,
+    )
     return DigitsAdapter(transformer, text)
 
 
@@ -131,12 +114,6 @@ def flow_matching_loss(transformer: nn.Module, text: Tensor, pictures: Tensor) -
     return (predicted - (noise - pictures)).square().mean()
 
 
-def learning_rate(step: int, steps: int) -> float:
-    done = step / steps
-    decay = 1.0 if done < DECAY_FROM else max(0.05, (1.0 - done) / (1.0 - DECAY_FROM))
-    return LEARNING_RATE * min(1.0, (step + 1) / WARM_UP) * decay
-
-
 def evaluate(adapter: DigitsAdapter, prompts: list[str]) -> list[Score]:
     """Return the scores of an 8-step ODE sampler, with an image per prompt, like the engine's evaluation."""
     plan = evaluation_plan(SamplerConfig(), steps=8)
@@ -148,16 +125,6 @@ def evaluate(adapter: DigitsAdapter, prompts: list[str]) -> list[Score]:
         latents = denoise(adapter, plan, adapter.encode(part), seeds)
         scores.extend(reward(adapter.decode(latents), part))
     return scores
-
-
-def save(adapter: DigitsAdapter, path: Path, facts: Mapping[str, str]) -> None:
-    """Save transformer and text embedding in fp16, with the facts of the training as metadata."""
-    tensors = {
-        f"{part}.{name}": tensor.half().contiguous()
-        for part, module in (("transformer", adapter.transformer), ("text", adapter.text))
-        for name, tensor in module.state_dict().items()
-    }
-    save_file(tensors, path, metadata=dict(facts))
 
 
 if __name__ == "__main__":

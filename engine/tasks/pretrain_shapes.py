@@ -10,7 +10,7 @@ Steps are counted, not timed: the same seed on the same machine gives the same b
 
 import random
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import count
@@ -21,7 +21,6 @@ from typing import TypeVar
 import click
 import numpy as np
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from engine.config import SamplerConfig
@@ -40,18 +39,15 @@ from engine.prompts import held_out_shapes, trained_shapes
 from engine.protocol.request import Score, Stream, seed_of
 from engine.rewards.shapes import ShapesReward
 from engine.shapes import COLOURS, KINDS, NUMBERS, RELATIONS, Request, Task, Thing, parse
+from engine.tasks.pretraining import save_parts, train_flow
 
 T = TypeVar("T")
 
 STEPS = 3000
 BATCH = 32
 LEARNING_RATE = 1.5e-3
-WARM_UP = 100
-DECAY_FROM = 0.6
-"""Share of the steps before the learning rate starts to fall, to 5 % at the end."""
 CAPTION_NOISE = 0.12
 """Probability of drawing each number, colour, kind and relation of a caption anew."""
-EMA = 0.995
 SHIFT = 3.0
 """Shift of the sampled noise levels. Strong noise decides the layout: the many pixels of a shape change together."""
 TRAINED_SHIFT = 5.0
@@ -85,7 +81,7 @@ def main(out: Path, steps: int, seed: int) -> None:
     adapter = pretrain(steps, seed)
     seconds = time.monotonic() - started
     facts = {"steps": str(steps), "seed": str(seed), "seconds": f"{seconds:.0f}", "torch": torch.__version__}
-    save(adapter, out, facts)
+    save_parts(adapter.transformer, adapter.text, out, facts)
     # Measure the saved fp16 file first, then store the figures in the file.
     prompts = held_out_shapes()[:EVALUATED]
     scores = evaluate(load_shapes(out), prompts)
@@ -95,7 +91,7 @@ def main(out: Path, steps: int, seed: int) -> None:
         mine = [score for score, prompt in zip(scores, prompts, strict=True) if parse(prompt).task is task]
         exact = np.mean([score.metrics["exact_match"] for score in mine])
         facts[f"exact_match/{task}"] = f"{exact:.4f} of {len(mine)}"
-    save(adapter, out, facts)
+    save_parts(adapter.transformer, adapter.text, out, facts)
     click.echo(f"{out}: {facts}")
 
 
@@ -104,26 +100,14 @@ def pretrain(steps: int, seed: int) -> ShapesAdapter:
     torch.manual_seed(seed)
     rng = random.Random(seed)
     transformer, text = build_transformer(), WordText()
-    parameters: list[Tensor] = [*transformer.parameters(), *text.parameters()]
-    optimiser = torch.optim.AdamW(parameters, lr=LEARNING_RATE, weight_decay=0.01, betas=(0.9, 0.99), fused=True)
-    average = [parameter.detach().clone() for parameter in parameters]
-    losses = []
-    for step, (pictures, captions) in zip(range(steps), training_pairs(rng), strict=False):
-        for group in optimiser.param_groups:
-            group["lr"] = learning_rate(step, steps)
-        loss = flow_matching_loss(transformer, text(captions), pictures)
-        optimiser.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimiser.step()
-        # The early average follows quickly, because a slow average would remember the random start.
-        decay = min(EMA, (1 + step) / (10 + step))
-        torch._foreach_lerp_(average, [parameter.detach() for parameter in parameters], 1.0 - decay)
-        losses.append(loss.item())
-        if (step + 1) % 100 == 0:
-            click.echo(f"step {step + 1}: loss {np.mean(losses[-100:]):.4f}")
-    with torch.no_grad():
-        torch._foreach_copy_(parameters, average)
+    train_flow(
+        [transformer, text],
+        training_pairs(rng),
+        lambda pictures, captions: flow_matching_loss(transformer, text(captions), pictures),
+        steps=steps,
+        highest_rate=LEARNING_RATE,
+        fused=True,
+    )
     return ShapesAdapter(transformer, text)
 
 
@@ -180,12 +164,6 @@ def flow_matching_loss(transformer: nn.Module, text: Tensor, pictures: Tensor) -
     return (predicted - (noise - pictures)).square().mean()
 
 
-def learning_rate(step: int, steps: int) -> float:
-    done = step / steps
-    decay = 1.0 if done < DECAY_FROM else max(0.05, (1.0 - done) / (1.0 - DECAY_FROM))
-    return LEARNING_RATE * min(1.0, (step + 1) / WARM_UP) * decay
-
-
 def evaluate(adapter: ShapesAdapter, prompts: Sequence[str], shift: float = SHIFT) -> list[Score]:
     """Return the scores of an 8-step ODE sampler, with an image per prompt, like the engine's evaluation."""
     plan = evaluation_plan(SamplerConfig(shift=shift), steps=8)
@@ -197,16 +175,6 @@ def evaluate(adapter: ShapesAdapter, prompts: Sequence[str], shift: float = SHIF
         latents = denoise(adapter, plan, adapter.encode(part), seeds)
         scores.extend(reward(adapter.decode(latents), part))
     return scores
-
-
-def save(adapter: ShapesAdapter, path: Path, facts: Mapping[str, str]) -> None:
-    """Save transformer and text embedding in fp16, with the facts of the training as metadata."""
-    tensors = {
-        f"{part}.{name}": tensor.half().contiguous()
-        for part, module in (("transformer", adapter.transformer), ("text", adapter.text))
-        for name, tensor in module.state_dict().items()
-    }
-    save_file(tensors, path, metadata=dict(facts))
 
 
 if __name__ == "__main__":

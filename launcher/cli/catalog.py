@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.table import Table as Printed
 from sqlalchemy.orm import Session, sessionmaker
 
-from launcher.cli.status import print_table
+from launcher.cli.layout import print_table, print_text
 from launcher.exit_codes import ExitCode
 from launcher.market.offers import (
     CLOUDS,
@@ -43,6 +42,8 @@ from launcher.services.refresh_catalog import (
 from launcher.settings import home
 
 CloudChoice = click.Choice(CLOUDS)
+
+PRICES = ("$/h", "$/GPU-h")
 
 
 @click.group()
@@ -98,18 +99,12 @@ def show(cloud: str | None, gpu: str | None, market: str | None, shipped: bool, 
         click.echo(f"No such offer. The tables have {known}.")
         return
     sources = list(dict.fromkeys((offer.source, age_text(offer.observed_at, now)) for offer in offers))
-    printed = Printed(box=None, pad_edge=False)
-    for column in ("cloud", "region", "zone", "instance", "GPUs", "market", "$/h", "$/GPU-h", "quality", "from"):
-        printed.add_column(column, no_wrap=True, justify="right" if column.startswith("$") else "left")
-    for offer in offers:
-        number = sources.index((offer.source, age_text(offer.observed_at, now))) + 1
-        printed.add_row(*_cells(offer), f"[{number}]")
-    print_table(printed)
-    click.echo("")
-    for number, (source, age) in enumerate(sources, 1):
-        click.echo(f"[{number}] {source}: {age}")
-    for line in summary(found, offers, now):
-        click.echo(line)
+    heading = ("cloud", "region", "zone", "instance", "GPUs", "market", *PRICES, "quality", "from")
+    numbered = [sources.index((offer.source, age_text(offer.observed_at, now))) + 1 for offer in offers]
+    cells = [(*_cells(offer), f"[{number}]") for offer, number in zip(offers, numbered, strict=True)]
+    print_table([heading, *cells], numbers=PRICES)
+    print_text(["", *(f"[{number}] {source}: {age}" for number, (source, age) in enumerate(sources, 1))])
+    print_text(summary(found, offers, now))
 
 
 def _cells(offer: Offer) -> tuple[str, ...]:

@@ -8,12 +8,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 import click
-from rich.table import Table
 
 from launcher.checks.check import Ask, Check, Verdict, ending, failed, run_checks
 from launcher.checks.spotrl_check import of_clouds, of_job, one_will_do, without_a_job
 from launcher.cli.launch import overrides
-from launcher.cli.status import print_table
+from launcher.cli.layout import print_table
 from launcher.clouds.limits import CloudLimits, build_limits
 from launcher.controller.lease import is_held
 from launcher.exit_codes import ExitCode, Failure
@@ -133,14 +132,9 @@ def _end(checks: Sequence[Check], as_json: bool) -> ExitCode:
     if as_json:
         click.echo(json.dumps({"exit_code": int(code), "checks": [asdict(one) for one in checks]}))
         return code
-    table = Table(box=None, pad_edge=False)
-    table.add_column("check", no_wrap=True)
-    table.add_column("", no_wrap=True)
-    table.add_column("found, and what to do", overflow="fold")
-    for one in checks:
-        text = f"{one.found}; {one.remedy}" if one.remedy else one.found
-        table.add_row(one.what, one.verdict.value, " ".join(text.split()))
-    print_table(table)
+    texts = [f"{one.found}; {one.remedy}" if one.remedy else one.found for one in checks]
+    rows = [(one.what, one.verdict.value, text) for one, text in zip(checks, texts, strict=True)]
+    print_table([("check", "", "found, and what to do"), *rows], sentences=True)
     bad = sum(one.verdict is Verdict.FAIL for one in checks)
     odd = sum(one.verdict is Verdict.WARN for one in checks)
     click.echo(f"{len(checks)} checks: {bad} failed, {odd} to look at.")

@@ -33,7 +33,7 @@ from launcher.ledger.billing import LOCAL
 from launcher.ledger.models import Run
 from launcher.market.offers import Offer, read_catalog
 from launcher.money import hourly
-from launcher.placement.cloud_plan import CloudPlan, cloud_plan_json
+from launcher.placement.cloud_plan import cloud_plan_json
 from launcher.placement.plan import Plan, plan_local
 from launcher.placement.sharing import check_sp_degree
 from launcher.runs.runs import release_seconds, start_controller
@@ -146,29 +146,15 @@ def launch(
     check_sp_degree(checked)
     if service:
         check_service(checked.job, os.environ)
-    weights, weights_file = None, None
-    if checked.job.model.start is not None:
-        place = click.get_current_context().with_resource(TemporaryDirectory(prefix=".start-", dir=home()))
-        weights = find_start(sessions, checked, Path(place))
-        weights_file = weights.file
-        out.print(f"Starts from {weights.text}.", highlight=False, markup=False, soft_wrap=True)
+    weights = _find_weights(sessions, checked, out)
+    weights_file = None if weights is None else weights.file
     if checked.job.clouds:
-        on_clouds = _plan_on_clouds(sessions, checked, out)
-        plan, printed = on_clouds.as_plan(), cloud_plan_json(on_clouds)
-        printed["bound_micro_usd"] = bound_of_plan(plan, on_clouds.deadline_ms)
+        plan, printed = _plan_on_clouds(sessions, checked, out)
         if not dry_run:
             _check_clouds(checked, plan, out, allow_old_prices, weights_file)
     else:
-        plan = plan_local(checked.job, _own_prices(checked.job, read_catalog()))
-        check_budget(plan)
-        printed = plan_dict(plan)
-        for line in plan_lines(checked.job, plan):
-            out.print(line, highlight=False, markup=False, soft_wrap=True)
-        found = preflight(checked, home(), start=weights_file)
-        out.print("Checked: reward, prompts and disk.", highlight=False)
-        if checked.job.clock_factor == "auto":
-            checked = checked.with_clock_factor(auto_clock_factor(found["slowness"]))
-            out.print(clock_text(checked.job.factor), highlight=False)
+        plan, printed = _plan_here(checked, out)
+        checked = _check_on_this_machine(checked, out, weights_file)
     if dry_run:
         _print_json(as_json, {"name": checked.job.name, "started": False, "plan": printed})
         out.print("Dry run: nothing was started.", highlight=False)
@@ -176,11 +162,7 @@ def launch(
     if not yes:
         _confirm(out)
     if checked.job.clouds:
-        from launcher.provision.provide import cloud_apis, prepare_folder
-
-        name = checked.job.name
-        say = partial(out.print, highlight=False, markup=False, soft_wrap=True)
-        prepare_folder(runs_folder() / name, checked.job, cloud_apis(checked.job.clouds), checked.workdir, say)
+        _prepare_folder(checked, out)
     follow = Follow(name=checked.job.name, out=out, on_exit=on_exit, release_seconds=release_seconds(checked.job.infra))
     start: Callable[[sessionmaker[Session], str], object] = start_service if service else start_controller
     if weights is not None:
@@ -207,13 +189,47 @@ def overrides(flags: Mapping[str, Any], settings: tuple[str, ...]) -> dict[str, 
     return fields | {dotted.get(flag, flag): value for flag, value in flags.items() if value is not None}
 
 
-def _plan_on_clouds(sessions: sessionmaker[Session], checked: CheckedJob, out: Console) -> CloudPlan:
-    """Plan the nodes to buy, print the plan, and return the plan."""
+def _find_weights(sessions: sessionmaker[Session], checked: CheckedJob, out: Console) -> StartWeights | None:
+    """Fetch the weights to start from, if the job names any. The file exists as long as the command runs."""
+    if checked.job.model.start is None:
+        return None
+    place = click.get_current_context().with_resource(TemporaryDirectory(prefix=".start-", dir=home()))
+    weights = find_start(sessions, checked, Path(place))
+    out.print(f"Starts from {weights.text}.", highlight=False, markup=False, soft_wrap=True)
+    return weights
+
+
+def _plan_on_clouds(
+    sessions: sessionmaker[Session], checked: CheckedJob, out: Console
+) -> tuple[Plan, dict[str, object]]:
+    """Plan the nodes to buy and print the plan. Return the plan, and its form for --json."""
     now_ms = time.time_ns() // 1_000_000
-    plan = cloud_plan(sessions, checked.job, home() / "catalogs", now_ms)
-    for line in cloud_plan_lines(checked.job, plan, now_ms):
+    on_clouds = cloud_plan(sessions, checked.job, home() / "catalogs", now_ms)
+    for line in cloud_plan_lines(checked.job, on_clouds, now_ms):
         out.print(line, highlight=False, markup=False, soft_wrap=True)
-    return plan
+    plan, printed = on_clouds.as_plan(), cloud_plan_json(on_clouds)
+    printed["bound_micro_usd"] = bound_of_plan(plan, on_clouds.deadline_ms)
+    return plan, printed
+
+
+def _plan_here(checked: CheckedJob, out: Console) -> tuple[Plan, dict[str, object]]:
+    """Plan the nodes on this machine and print the plan. Return the plan, and its form for --json."""
+    plan = plan_local(checked.job, _own_prices(checked.job, read_catalog()))
+    check_budget(plan)
+    for line in plan_lines(checked.job, plan):
+        out.print(line, highlight=False, markup=False, soft_wrap=True)
+    return plan, plan_dict(plan)
+
+
+def _check_on_this_machine(checked: CheckedJob, out: Console, weights: Path | None) -> CheckedJob:
+    """Check the job on this machine. Return the job, with the clock factor for this machine if the job wants that."""
+    found = preflight(checked, home(), start=weights)
+    out.print("Checked: reward, prompts and disk.", highlight=False)
+    if checked.job.clock_factor != "auto":
+        return checked
+    checked = checked.with_clock_factor(auto_clock_factor(found["slowness"]))
+    out.print(clock_text(checked.job.factor), highlight=False)
+    return checked
 
 
 def _check_clouds(
@@ -237,6 +253,15 @@ def _check_clouds(
     check_named(checked.job, apis, places, lambda: ssh_from(checked.job))
     for cloud, caller in check_clouds(checked, apis, places).items():
         out.print(f"Checked: {cloud} as {caller.identity} ({caller.account}), and its bucket.", highlight=False)
+
+
+def _prepare_folder(checked: CheckedJob, out: Console) -> None:
+    """Write the common facts of the run's cloud nodes into the run's folder."""
+    from launcher.provision.provide import cloud_apis, prepare_folder
+
+    name = checked.job.name
+    say = partial(out.print, highlight=False, markup=False, soft_wrap=True)
+    prepare_folder(runs_folder() / name, checked.job, cloud_apis(checked.job.clouds), checked.workdir, say)
 
 
 def _own_prices(job: Job, offers: Sequence[Offer]) -> Sequence[Offer]:

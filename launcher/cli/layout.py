@@ -1,13 +1,28 @@
-"""Plain text for 80 columns: sentences are wrapped, and the columns of tables are as wide as their cells."""
+"""Plain text for 80 columns: sentences are wrapped, and the columns of tables are as wide as their cells.
+
+No line ends in blanks, and no cell is cut: a cut name cannot be copied. A row that is wider than the terminal goes on
+in an indented line.
+"""
 
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
+
+import click
+from rich.console import Console
+
+from launcher.harmless import harmless
 
 COLUMNS = 80
 """Default width of a terminal, and the width of most logs."""
 
 HANGING = 4
-"""Extra indent, in columns, of a sentence's second and later lines."""
+"""Extra indent, in columns, of the second and later lines of a sentence or of a row."""
+
+GAP = "  "
+"""Blanks between two columns."""
+
+NARROWEST_SENTENCE = 24
+"""Smallest width of a column of sentences, in columns. A narrower terminal breaks the lines itself."""
 
 
 def fitted(lines: Iterable[str]) -> Iterator[str]:
@@ -26,10 +41,76 @@ def fitted(lines: Iterable[str]) -> Iterator[str]:
 
 def columns(rows: Sequence[Sequence[str]], words: int) -> Iterator[str]:
     """Align the cells of `rows`, starting with the heading. The first `words` columns hold text, the rest numbers."""
+    for cells in _aligned(rows, range(words, len(rows[0]))):
+        yield f"  {GAP.join(cells)}".rstrip()
+
+
+def table_rows(
+    rows: Sequence[Sequence[str]], *, numbers: Container[str] = (), width: int | None = None
+) -> Iterator[list[str]]:
+    """Return the lines of each row, starting with the heading. `numbers`: headings of the columns of numbers.
+
+    `width`: a wider row goes on in indented lines. None: each row is one line, so a program can read the table.
+    """
+    aligned = list(_aligned(rows, {place for place, name in enumerate(rows[0]) if name in numbers}))
+    parts = _parts([len(cell) for cell in aligned[0]], width)
+    for cells in aligned:
+        first, *more = (GAP.join(cells[part]).rstrip() for part in parts)
+        yield [first, *(" " * HANGING + line for line in more if line)]
+
+
+def sentence_rows(rows: Sequence[Sequence[str]], width: int) -> Iterator[list[str]]:
+    """Return the lines of each row, starting with the heading. The last column holds sentences, and is wrapped."""
+    names = [GAP.join([*cells, ""]) for cells in _aligned([row[:-1] for row in rows], ())]
+    indent = len(names[0])
+    for name, row in zip(names, rows, strict=True):
+        room = max(NARROWEST_SENTENCE, width - indent)
+        text = " ".join(row[-1].split())
+        first, *more = textwrap.wrap(text, room, break_long_words=False, break_on_hyphens=False) or [""]
+        yield [f"{name}{first}".rstrip(), *(" " * indent + line for line in more)]
+
+
+def print_table(rows: Sequence[Sequence[str]], *, numbers: Container[str] = (), sentences: bool = False) -> None:
+    """Print a table, starting with the heading, as wide as the terminal. `numbers`: headings of columns of numbers.
+
+    `sentences`: the last column holds sentences. Without a terminal, sentences are wrapped at 80 columns, and each row
+    of any other table is one line.
+    """
+    console = Console(markup=False, emoji=False, highlight=False)
+    width = console.width if console.is_terminal else None
+    rows = [[harmless(cell) for cell in row] for row in rows]  # names of workers come from nodes
+    if sentences:
+        heading, *body = sentence_rows(rows, width or COLUMNS)
+    else:
+        heading, *body = table_rows(rows, numbers=numbers, width=width)
+    for line in heading:
+        console.print(line, style="bold", soft_wrap=True)
+    for line in (line for lines in body for line in lines):
+        click.echo(line)
+
+
+def print_text(lines: Iterable[str]) -> None:
+    """Print sentences, wrapped at 80 columns."""
+    for line in fitted(lines):
+        click.echo(line)
+
+
+def _aligned(rows: Sequence[Sequence[str]], numbers: Container[int]) -> Iterator[list[str]]:
+    """Return the cells of each row, padded to the width of their column."""
     widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
     for row in rows:
-        cells = [
-            f"{cell:<{width}}" if number < words else f"{cell:>{width}}"
+        yield [
+            f"{cell:>{width}}" if number in numbers else f"{cell:<{width}}"
             for number, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
-        yield f"  {'  '.join(cells)}".rstrip()
+
+
+def _parts(widths: Sequence[int], width: int | None) -> list[slice]:
+    """Return the columns of each line of a row, as many as fit. A column wider than the line stands alone."""
+    starts, used = [0], widths[0]
+    for number, more in enumerate(widths[1:], 1):
+        used += len(GAP) + more
+        if width is not None and used > width:
+            starts.append(number)
+            used = HANGING + more
+    return [slice(start, end) for start, end in zip(starts, [*starts[1:], None], strict=True)]

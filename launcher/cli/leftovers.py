@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NoReturn
 
 import click
-from rich.table import Table
 
 from launcher.cleanup.reaping import (
     Account,
@@ -26,8 +25,8 @@ from launcher.cleanup.reaping import (
     price_of,
     sign_in,
 )
-from launcher.cli.status import print_table
-from launcher.clouds.base import CloudApi, Machine
+from launcher.cli.layout import print_table
+from launcher.clouds.base import CloudApi, Machine, Thing
 from launcher.exit_codes import ExitCode, Failure
 from launcher.ledger.billing import LOCAL
 from launcher.market.offers import CLOUDS, Offer, current_catalog
@@ -239,21 +238,10 @@ def _show(choice: Choice, offers: Sequence[Offer]) -> None:
     if goes.is_empty:
         click.echo("Nothing was found.")
     if goes.machines:
-        table = Table(box=None, pad_edge=False)
-        for column in ("machine", "node", "run", "owner", "where", "type", "market", "state", "age", "rate"):
-            table.add_column(column, no_wrap=True)
-        for one in goes.machines:
-            table.add_row(*_row(one, offers))
-        print_table(table)
+        heading = ("machine", "node", "run", "owner", "where", "type", "market", "state", "age", "rate")
+        print_table([heading, *(_row(one, offers) for one in goes.machines)])
     if goes.things:
-        table = Table(box=None, pad_edge=False)
-        for column in ("thing", "id", "run", "owner", "where", "size"):
-            table.add_column(column, no_wrap=True)
-        for thing in goes.things:
-            size = "" if thing.size_gib is None else f"{thing.size_gib} GiB"
-            where = f"{thing.cloud}/{thing.region or 'global'}"
-            table.add_row(thing.kind, thing.id, thing.run or "(all)", thing.owner, where, size)
-        print_table(table)
+        print_table([("thing", "id", "run", "owner", "where", "size"), *map(_thing_row, goes.things)])
     if not choice.stays.is_empty:
         click.echo(f"Left alone: {count_text(choice.stays)}.")
     for note in choice.notes:
@@ -281,6 +269,11 @@ def _row(machine: Machine, offers: Sequence[Offer]) -> tuple[str, ...]:
         "unknown" if age_ms is None else duration(age_ms),
         "not priced" if price is None else hourly(price),
     )
+
+
+def _thing_row(thing: Thing) -> tuple[str, ...]:
+    size = "" if thing.size_gib is None else f"{thing.size_gib} GiB"
+    return thing.kind, thing.id, thing.run or "(all)", thing.owner, f"{thing.cloud}/{thing.region or 'global'}", size
 
 
 def _as_dicts(found: Inventory, offers: Sequence[Offer]) -> list[dict[str, Any]]:

@@ -4,10 +4,9 @@ import json
 from dataclasses import asdict
 
 import click
-from rich.table import Table
 from sqlalchemy.orm import Session, sessionmaker
 
-from launcher.cli.status import print_table
+from launcher.cli.layout import print_table, print_text
 from launcher.money import dollars, hourly
 from launcher.runs.views import RunView, run_views
 
@@ -33,18 +32,12 @@ def ls(sessions: sessionmaker[Session], show_all: bool, as_json: bool) -> None:
     if not every:
         click.echo("No runs yet; `spotrl launch JOB` starts one.")
         return
-    table = Table(box=None, pad_edge=False)
-    for column in ("run", "status", "iteration", "score", "spent", "rate", "nodes"):
-        table.add_column(column, no_wrap=True)
-    for view in views:
-        table.add_row(*_row(view))
     if views:
-        print_table(table)
+        print_table([("run", "status", "iteration", "score", "spent", "rate", "nodes"), *map(_row, views)])
     if hidden:
         click.echo(f"{hidden} removed {'run is' if hidden == 1 else 'runs are'} hidden; see `spotrl ls --all`")
-    for view in views:
-        if view.lacks_controller:
-            click.echo(f"{view.name} has no controller; start one: spotrl resume {view.name}")
+    lonely = [view.name for view in views if view.lacks_controller]
+    print_text(f"{name} has no controller; start one: spotrl resume {name}" for name in lonely)
 
 
 def _status(view: RunView) -> str:

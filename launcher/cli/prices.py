@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.table import Table
 from sqlalchemy.orm import Session, sessionmaker
 
 from engine.events import Market
-from launcher.cli.status import print_table
+from launcher.cli.layout import print_table, print_text
 from launcher.exit_codes import ExitCode, Failure
 from launcher.ledger.prices import latest_prices, places, price_history
 from launcher.market.machines import machine_of, machines
@@ -101,9 +100,8 @@ def show(
     if not points:
         click.echo("No such price. `spotrl prices refresh` asks the clouds.")
         return code
-    print_table(price_table(points, now))
-    for number, source in enumerate(_sources(points), 1):
-        click.echo(f"[{number}] {source}")
+    print_table(price_rows(points, now), numbers=("$/h", "$/GPU-h"))
+    print_text(f"[{number}] {source}" for number, source in enumerate(_sources(points), 1))
     return code
 
 
@@ -174,7 +172,7 @@ def history(
     if as_json:
         click.echo(json.dumps({"place": place, "prices": [price_json(point, until_ms) for point in points]}))
     elif page is None:
-        print_table(history_table(points))
+        print_table(history_rows(points), numbers=("$/h",))
     return ExitCode.OK
 
 
@@ -211,7 +209,8 @@ def refresh(
     if as_json:
         click.echo(json.dumps(refreshed_json(refreshed)))
         return refreshed.exit_code
-    print_table(answer_table(refreshed))
+    heading, *_ = rows = answer_rows(refreshed)
+    print_table(rows, numbers=heading[1:])
     _tell(refreshed.answers)
     return refreshed.exit_code
 
@@ -376,14 +375,15 @@ def refreshed_json(refreshed: Refreshed) -> dict[str, Any]:
 # --- tables and lines --------------------------------------------------------------------------------
 
 
-def price_table(points: Sequence[PricePoint], at_ms: int) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for column in ("cloud", "region", "zone", "instance", "GPUs", "market", "$/h", "$/GPU-h", "since", "seen", "from"):
-        table.add_column(column, no_wrap=True, justify="right" if column.startswith("$") else "left")
+def price_rows(points: Sequence[PricePoint], at_ms: int) -> list[tuple[str, ...]]:
+    """Return the heading and one row for each price."""
+    rows: list[tuple[str, ...]] = [
+        ("cloud", "region", "zone", "instance", "GPUs", "market", "$/h", "$/GPU-h", "since", "seen", "from")
+    ]
     sources = _sources(points)
     for point in sorted(points, key=lambda p: (p.cloud, p.region, p.instance_type, p.market, p.micro_usd_per_hour)):
         machine = machine_of(point.cloud, point.instance_type)
-        table.add_row(
+        row = (
             point.cloud,
             point.region,
             _zone(point),
@@ -396,15 +396,14 @@ def price_table(points: Sequence[PricePoint], at_ms: int) -> Table:
             _ago(at_ms - point.observed_ms),
             f"[{sources.index(point.source) + 1}]",
         )
-    return table
+        rows.append(row)
+    return rows
 
 
-def history_table(points: Sequence[PricePoint]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for column in ("since (UTC)", "zone", "instance", "market", "$/h", "source"):
-        table.add_column(column, no_wrap=True, justify="right" if column.startswith("$") else "left")
-    for point in points:
-        table.add_row(
+def history_rows(points: Sequence[PricePoint]) -> list[tuple[str, ...]]:
+    """Return the heading and one row for each price."""
+    rows = [
+        (
             _minute(point.effective_ms),
             _zone(point),
             point.instance_type,
@@ -412,18 +411,19 @@ def history_table(points: Sequence[PricePoint]) -> Table:
             dollars(point.micro_usd_per_hour),
             point.source,
         )
-    return table
+        for point in points
+    ]
+    return [("since (UTC)", "zone", "instance", "market", "$/h", "source"), *rows]
 
 
-def answer_table(refreshed: Refreshed) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for column in ("source", "prices", "new", "refused", "estimates", "failures"):
-        table.add_column(column, no_wrap=True, justify="left" if column == "source" else "right")
+def answer_rows(refreshed: Refreshed) -> list[tuple[str, ...]]:
+    """Return the heading and one row for each source: a name and five counts."""
+    rows: list[tuple[str, ...]] = [("source", "prices", "new", "refused", "estimates", "failures")]
     for answer in refreshed.answers:
         heard, new, refused = len(answer.points), refreshed.new[answer.source], len(answer.refused)
         counts = (heard, new, refused, len(answer.advice), len(answer.failures))
-        table.add_row(answer.source, *map(str, counts))
-    return table
+        rows.append((answer.source, *map(str, counts)))
+    return rows
 
 
 def watch_lines(refreshed: Refreshed, changed: Sequence[tuple[PricePoint | None, PricePoint]]) -> list[str]:

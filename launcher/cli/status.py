@@ -6,12 +6,10 @@ from dataclasses import asdict
 from typing import Any
 
 import click
-from rich.console import Console
-from rich.table import Table
 from sqlalchemy.orm import Session, sessionmaker
 
 from engine.events import Regrouped
-from launcher.cli.layout import fitted
+from launcher.cli.layout import print_table, print_text
 from launcher.cli.run_argument import run_argument
 from launcher.ledger.store import find_run
 from launcher.money import dollars, duration, hourly
@@ -21,7 +19,6 @@ from launcher.runs.views import EventLine, RunView, event_lines, run_view, short
 
 LAST_EVENTS = 8
 LOOK_SECONDS = 1.0
-PIPE_WIDTH = 200
 
 
 @click.command()
@@ -58,17 +55,9 @@ def _show(sessions: sessionmaker[Session], run_name: str, as_json: bool) -> None
         document: dict[str, Any] = {**asdict(view), "events": [asdict(line) for line in lines]}
         click.echo(json.dumps(document))
         return
-    for text in fitted(headline(view)):
-        click.echo(text)
-    print_table(node_table(view))
-    for text in fitted(event_text(line, view.name) for line in lines):
-        click.echo(text)
-
-
-def print_table(table: Table) -> None:
-    """Print a table. Without a terminal, print at full width: a truncated name cannot be copied."""
-    console = Console(markup=False)  # `spotrl[sky]` is text, not a style
-    (console if console.is_terminal else Console(width=PIPE_WIDTH, markup=False)).print(table)
+    print_text(headline(view))
+    print_table(node_rows(view))
+    print_text(event_text(line, view.name) for line in lines)
 
 
 def headline(view: RunView) -> list[str]:
@@ -92,17 +81,18 @@ def headline(view: RunView) -> list[str]:
     ]
 
 
-def node_table(view: RunView) -> Table:
-    table = Table(box=None, pad_edge=False)
+def node_rows(view: RunView) -> list[tuple[str, ...]]:
+    """Return the heading and one row for each node."""
     shares = any(node.groups for node in view.nodes)
-    for column in ("node", "market", "zone", "status", "age", "rate", *(["groups"] if shares else [])):
-        table.add_column(column, no_wrap=True)
+    rows: list[tuple[str, ...]] = [
+        ("node", "market", "zone", "status", "age", "rate", *(["groups"] if shares else [])),
+    ]
     for node in view.nodes:
         age, rate = duration(node.age_ms), hourly(node.micro_usd_per_hour)
         groups = [groups_text(node.groups)] if shares else []
         name = short_name(view.name, node.name)
-        table.add_row(name, node.market, node.zone, node.status, age, rate, *groups)
-    return table
+        rows.append((name, node.market, node.zone, node.status, age, rate, *groups))
+    return rows
 
 
 def event_text(line: EventLine, run_name: str) -> str:

@@ -24,6 +24,13 @@ def a_console() -> Console:
 
 
 def print_report(report: Report, console: Console) -> None:
+    """Print the report without blanks at the ends of its lines, which rich's tables have."""
+    with console.capture() as captured:
+        _print(report, console)
+    console.file.writelines(f"{line.rstrip()}\n" for line in captured.get().splitlines())
+
+
+def _print(report: Report, console: Console) -> None:
     run, target = report.run, report.target
     console.print(f"{run.name}  {run.infra}, {run.status}{f': {run.reason}' if run.reason else ''}", style="bold")
     console.print(headline(report), style="green" if target.reached else "yellow" if target.value is not None else "")

@@ -11,7 +11,8 @@ from engine.diffusion.noise import noise_rows
 from engine.models.digits import BASE, load_digits, patchify, render, unpatchify
 from engine.models.load import ReferencePolicy, load_adapter, trainable
 from engine.prompts import held_out_digits
-from engine.tasks.pretrain_digits import evaluate, noisy_caption, pretrain, save, training_words
+from engine.tasks.pretrain_digits import evaluate, noisy_caption, pretrain, training_words
+from engine.tasks.pretraining import save_parts
 
 FULL, LORA = ModelConfig(), ModelConfig(weights="lora", lora_rank=4)
 
@@ -99,7 +100,7 @@ def test_pre_training_repeats_bit_for_bit_and_survives_its_file(tmp_path):
     first, second = pretrain(2, seed=1), pretrain(2, seed=1)
     for a, b in zip(first.transformer.parameters(), second.transformer.parameters(), strict=True):
         assert torch.equal(a, b)
-    save(first, tmp_path / "base.safetensors", {"steps": "2"})
+    save_parts(first.transformer, first.text, tmp_path / "base.safetensors", {"steps": "2"})
     again = load_digits(tmp_path / "base.safetensors")
     torch.testing.assert_close(velocity_of(again), velocity_of(first), atol=0.02, rtol=0.02)
 

@@ -33,7 +33,8 @@ from engine.prompts import held_out_shapes, prompt_source
 from engine.protocol.request import Stream, seed_of
 from engine.rewards.shapes import Seen, ShapesReward, detect, relations, similarity
 from engine.shapes import COLOURS, KINDS, RELATIONS, VOCABULARY, Request, Task, Thing, coverage, parse, requests
-from engine.tasks.pretrain_shapes import MIX, evaluate, noisy_caption, pretrain, save, training_requests
+from engine.tasks.pretrain_shapes import MIX, evaluate, noisy_caption, pretrain, training_requests
+from engine.tasks.pretraining import save_parts
 from launcher.job.load import load_job
 
 
@@ -604,7 +605,7 @@ def test_pre_training_repeats_bit_for_bit_and_survives_its_file(tmp_path):
     first, second = pretrain(2, seed=1), pretrain(2, seed=1)
     for a, b in zip(first.transformer.parameters(), second.transformer.parameters(), strict=True):
         assert torch.equal(a, b)
-    save(first, tmp_path / "base.safetensors", {"steps": "2"})
+    save_parts(first.transformer, first.text, tmp_path / "base.safetensors", {"steps": "2"})
     again = load_shapes(tmp_path / "base.safetensors")
     x, sigma = noise_rows([1], 0, (16, 243)), torch.tensor([0.7])
     before, after = (adapter.velocity(x, sigma, adapter.encode(["a cross"]), 1.0) for adapter in (first, again))

@@ -17,8 +17,8 @@ import psutil
 import pytest
 
 from engine.mark import MARK
-from engine.node import remote_console as windows
 from engine.node.alone import HEARD
+from engine.node.file_watch import PUT
 from engine.node.remote_console import Window
 
 AGENT = (
@@ -77,10 +77,10 @@ class Open:
         self._deliver()
 
     def look(self) -> Mirror:
-        while self.window.look():
+        while self.window.files.look():
             pass
-        self.window._agent_has_ended()
-        self.window.look()
+        self.window.agent.record_end()
+        self.window.files.look()
         self._deliver()
         return self.mirror
 
@@ -138,7 +138,7 @@ def started(folder: Path) -> int:
 
 def test_small_files_come_whole_and_go(folder, mirror):
     view = Open(folder, mirror)
-    assert view.look().gone == set(windows.PUT)
+    assert view.look().gone == set(PUT)
     (folder / "ready.json").write_text('{"at_ms": 1}')
     assert view.look().files == {"ready.json": b'{"at_ms": 1}'}
     (folder / "ready.json").unlink()
@@ -291,7 +291,7 @@ def test_what_an_agent_says_of_its_own_end_is_not_overwritten(folder, mirror):
     agent = started(folder)
     (folder / "exit.json").write_text('{"code": 7}')
     os.kill(agent, signal.SIGKILL)
-    wait_until(lambda: not psutil.pid_exists(agent) or view.window._child.poll() is not None)
+    wait_until(lambda: not psutil.pid_exists(agent) or view.window.agent._child.poll() is not None)
     assert view.look().files["exit.json"] == b'{"code": 7}'
 
 
@@ -317,7 +317,7 @@ def test_a_window_that_died_between_two_lines_leaves_one_agent_to_the_next(folde
         assert psutil.pid_exists(first)
         return
     assert started(folder) != first
-    again.window._stop(None)
+    again.window.agent._stop(None)
     assert not psutil.pid_exists(first)
 
 

@@ -16,9 +16,10 @@ from rich.console import Console
 from launcher.cli import follow as follow_module
 from launcher.cli import launch as launch_module
 from launcher.cli.init import EXAMPLES
+from launcher.cli.layout import table_rows
 from launcher.cli.live import panel, plain_line, sparkline
 from launcher.cli.main import GROUPS, HIDDEN, CommandFolder, cli, run, summaries
-from launcher.cli.status import node_table
+from launcher.cli.status import node_rows
 from launcher.exit_codes import ExitCode
 from launcher.job.load import load_job
 from launcher.job.schema import Job
@@ -509,7 +510,11 @@ LONG = replace(
 )
 
 
-@pytest.mark.parametrize("drawn", [lambda: node_table(LONG), lambda: panel(LONG, [0.1, 0.2], "local")])
+def node_lines(view):
+    return "\n".join(line for (line,) in table_rows(node_rows(view), width=80))
+
+
+@pytest.mark.parametrize("drawn", [lambda: node_lines(LONG), lambda: panel(LONG, [0.1, 0.2], "local")])
 def test_80_columns_show_every_node_whole(drawn):
     console = Console(width=80, file=StringIO(), color_system=None)
     console.print(drawn())

@@ -10,7 +10,7 @@ from launcher.clouds import aws
 from launcher.controller import lease, price_watch, recorder, run_process
 from launcher.ledger import node_history, store
 from launcher.provision.local import local_nodes
-from launcher.provision.local.provisioner import LocalProvisioner
+from launcher.provision.local.node_records import NodeRecords
 from launcher.provision.sky import cloud_node, sky_provisioner
 from tests.mutants.faults import Fault
 from tests.mutants.planted_bug import changed, everywhere
@@ -76,9 +76,9 @@ FAULTS: dict[str, Fault] = {
             forgets="that processes may run of which request.json says nothing any more",
             patches=(
                 (
-                    LocalProvisioner,
-                    "_requested",
-                    changed(LocalProvisioner._requested, "if request is None and file.exists()", "if False"),
+                    NodeRecords,
+                    "requested",
+                    changed(NodeRecords.requested, "if request is None and file.exists()", "if False"),
                 ),
             ),
             found_by=f"{CLUSTER}/test_damaged_files.py::"

@@ -1,26 +1,23 @@
 """Nodes of the local infra, listed like a cloud's for `spotrl reap` and `spotrl panic`, without the ledger.
 
-A node is found by the mark of its processes (processes.py) and by the record of its agent in its folder. Nodes with
-running processes are listed; a folder without processes is not a node any more.
+Nodes with running processes are listed (running_nodes.py); a folder without processes is not a node any more.
 """
 
 import getpass
-import json
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import psutil
 
 from engine.events import Market
-from engine.mark import marked
 from launcher.clouds.base import Caller, CloudRefused, Finding, Machine, MachineState, Place, Thing
 from launcher.job.company import NOTHING_NAMED, Named
 from launcher.ledger.billing import LOCAL
-from launcher.provision.local.processes import is_recorded_alive, kill_all, processes_of
+from launcher.provision.local.processes import kill_all, processes_of
+from launcher.provision.local.running_nodes import agent_of, read_json, running_nodes
 
 HERE = "this machine"
 """The only region."""
@@ -41,7 +38,7 @@ class LocalNodes:
         return [HERE]
 
     def machines(self, region: str, *, owner: str | None = None, run: str | None = None) -> Sequence[Machine]:
-        found = [self._machine(folder) for folder in sorted({*self._marked(), *self._recorded()})]
+        found = [self._machine(folder) for folder in running_nodes(self._runs)]
         return [one for one in found if run in (None, one.run)]
 
     def end_of(self, machine: Machine) -> Machine:
@@ -54,7 +51,7 @@ class LocalNodes:
         """SIGKILL every process of the nodes. A process in the middle of a disk write may need a second call."""
         for one in machines:
             folder = self._runs / one.run / "nodes" / one.name
-            kill_all(folder, _agent_of(folder))
+            kill_all(folder, agent_of(folder))
 
     def remove(self, things: Sequence[Thing]) -> Sequence[Thing]:
         return things
@@ -81,27 +78,6 @@ class LocalNodes:
     def open_rules(self, place: Place) -> Sequence[str]:
         return []
 
-    def _marked(self) -> Iterator[Path]:
-        """Yield the node folders named in the marks of live processes."""
-        for pid in psutil.pids():
-            try:
-                process = psutil.Process(pid)
-                folder = Path(marked(process) or "/")
-                if self._is_node(folder) and process.status() != psutil.STATUS_ZOMBIE:
-                    yield folder
-            except (psutil.Error, OSError):
-                continue  # gone meanwhile, or another user's
-
-    def _recorded(self) -> Iterator[Path]:
-        """Yield the folders of nodes with a live agent by the agent's own record."""
-        for file in self._runs.glob("*/nodes/*/agent.json"):
-            agent = _agent_of(file.parent)
-            if agent is not None and is_recorded_alive(agent):
-                yield file.parent
-
-    def _is_node(self, folder: Path) -> bool:
-        return folder.parent.name == "nodes" and folder.parents[2:3] == (self._runs,)
-
     def _machine(self, folder: Path) -> Machine:
         return Machine(
             cloud=self.cloud,
@@ -112,9 +88,9 @@ class LocalNodes:
             run=folder.parent.parent.name,
             owner=self.caller().owner,
             state=MachineState.RUNNING,
-            market=Market((_read(folder / "node.json") or {}).get("market", Market.ON_DEMAND)),
+            market=Market((read_json(folder / "node.json") or {}).get("market", Market.ON_DEMAND)),
             instance_type="processes",
-            launched_ms=_started_ms(processes_of(folder, _agent_of(folder))),
+            launched_ms=_started_ms(processes_of(folder, agent_of(folder))),
         )
 
 
@@ -122,24 +98,10 @@ def recorded_clouds(runs: Path) -> set[str]:
     """Return the clouds that runs were launched on, by the records in the runs' folders below `runs`."""
     clouds: set[str] = set()
     for file in runs.glob("*/common.json"):
-        clouds |= set((_read(file) or {}).get("owners", {}))
+        clouds |= set((read_json(file) or {}).get("owners", {}))
     for pattern in ("*/nodes/*/want.json", "*/nodes/*/machine.json"):
-        clouds |= {str(record["cloud"]) for file in runs.glob(pattern) if "cloud" in (record := _read(file) or {})}
+        clouds |= {str(record["cloud"]) for file in runs.glob(pattern) if "cloud" in (record := read_json(file) or {})}
     return clouds
-
-
-def _agent_of(folder: Path) -> dict[str, Any] | None:
-    agent = _read(folder / "agent.json")
-    # The record of an agent on a cloud is a copy: its pid belongs to another machine, and the record has no start time.
-    return agent if agent is not None and agent.get("create_time") and not (folder / "want.json").exists() else None
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    try:
-        value = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None
-    return value if isinstance(value, dict) else None
 
 
 def _started_ms(pids: Sequence[int]) -> int:

@@ -138,7 +138,7 @@ def test_only_the_trainers_node_is_told_the_token_of_the_run(sessions):
 @pytest.mark.parametrize("slot", ["trainer", "spot-0"])
 def test_a_node_that_is_killed_or_frozen_is_replaced(sessions, monkeypatch, slot, signum):
     monkeypatch.setenv("FAKE_SECONDS", "0.1")
-    monkeypatch.setattr("launcher.provision.local.provisioner.STOPPED_SECONDS", 0.5)
+    monkeypatch.setattr("launcher.provision.local.node_end.STOPPED_SECONDS", 0.5)
     run = made_run(sessions, spot=1, iterations=1000)
     controller = controller_of(sessions, run)
     passes(controller, lambda: len(names_ready(sessions, run)) == 2)

@@ -15,9 +15,11 @@ from engine.events import Market
 from engine.mark import MARK, read_exits
 from launcher.decide.node_facts import NodeStatus
 from launcher.provision.local import processes
+from launcher.provision.local.node_records import NodeRecords
+from launcher.provision.local.preempting import SILENCE_MS
 from launcher.provision.local.preemptions import ReclaimRule
 from launcher.provision.local.processes import is_alive, is_stopped, processes_of
-from launcher.provision.local.provisioner import SILENCE_MS, LocalProvisioner, node_folder
+from launcher.provision.local.provisioner import LocalProvisioner, node_folder
 from tests.launcher.cluster.stage import FAKE_AGENT, HandClock, fact_of, placement, rule, spec, wait_until
 
 NODE = "demo-spot-0-g0"
@@ -68,7 +70,7 @@ def test_a_second_agent_finds_the_lock_taken_and_leaves(tmp_path):
     clock = HandClock()
     provisioner = started(tmp_path, clock)
     pid = agent_pid(tmp_path)
-    provisioner._spawn(node_folder(tmp_path, NODE))  # as after a crash between spawn and record
+    provisioner._spawn(NodeRecords(node_folder(tmp_path, NODE), clock))  # as after a crash between spawn and record
     wait_until(lambda: list(read_exits(node_folder(tmp_path, NODE)).values()) == [0])
     assert status_of(provisioner) is NodeStatus.UP
     assert agent_pid(tmp_path) == pid
@@ -114,7 +116,7 @@ def test_a_full_disk_keeps_no_node_alive(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Path, "touch", full)
-    monkeypatch.setattr("launcher.provision.local.provisioner.write_durably", full)
+    monkeypatch.setattr("launcher.provision.local.node_records.write_durably", full)
     with pytest.raises(OSError, match="No space left"):
         provisioner.release([NODE])  # the controller tries again
     assert processes_of(node_folder(tmp_path, NODE)) == []
@@ -204,7 +206,7 @@ def test_an_agent_that_dies_while_it_is_looked_at_still_has_its_exit_signal(tmp_
 def test_the_exit_code_of_a_second_agent_is_not_taken_for_that_of_the_first(tmp_path):
     clock = HandClock()
     provisioner = started(tmp_path, clock)
-    provisioner._spawn(node_folder(tmp_path, NODE))
+    provisioner._spawn(NodeRecords(node_folder(tmp_path, NODE), clock))
     wait_until(lambda: list(read_exits(node_folder(tmp_path, NODE)).values()) == [0])
     os.kill(agent_pid(tmp_path), signal.SIGKILL)
     wait_until(lambda: status_of(provisioner) is NodeStatus.GONE)
