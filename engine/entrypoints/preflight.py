@@ -101,22 +101,22 @@ def _encode(adapter: DiTAdapter, config: EngineConfig, prompts: Sequence[str]) -
         raise JobUnfit("prompts", f"{config.model.name} cannot read a prompt: {error}", remedy) from error
 
 
-def _score_once(config: EngineConfig, workdir: str | None, picture: Tensor, prompt: str) -> Score:
+def _score_once(config: EngineConfig, workdir: str | None, image: Tensor, prompt: str) -> Score:
     """Import the reward, and return its score of one image."""
     try:
-        scores = load_reward(config.reward, workdir)(picture, [prompt])
+        scores = load_reward(config.reward, workdir)(image, [prompt])
     except Exception as error:
         where = "; ".join(line.strip() for line in "".join(traceback.format_exception(error)[-2:]).splitlines())
         raise JobUnfit(
             "reward",
-            f"{config.reward.name} on one picture {list(picture.shape)} and prompt {prompt!r}: {where}",
+            f"{config.reward.name} on one image {list(image.shape)} and prompt {prompt!r}: {where}",
             "mend the function, and call it by hand with a tensor of that shape and a list of one prompt",
         ) from error
     if not math.isfinite(scores[0].reward):
         raise JobUnfit(
             "reward",
-            f"{config.reward.name} gives one picture of noise {list(picture.shape)} a reward that is not finite",
-            "return a number for every picture; groups with one that is not finite are not trained",
+            f"{config.reward.name} gives one image of noise {list(image.shape)} a reward that is not finite",
+            "return a number for every image; groups with one that is not finite are not trained",
         )
     if DRIFT in scores[0].metrics:
         raise JobUnfit(

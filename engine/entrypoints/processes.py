@@ -20,7 +20,7 @@ from engine.coordinator.open import open_coordinator
 from engine.coordinator.rights import Rights
 from engine.coordinator.server import CoordinatorServer, Front, bind
 from engine.node.build_worker import load_model, make_worker
-from engine.node.child import Beat, begin
+from engine.node.child import SharedHeartbeat, begin
 from engine.node_spec import NodeSpec
 from engine.prompts import prompt_source
 from engine.rewards.load import load_reward
@@ -38,9 +38,9 @@ PATIENCE_SECONDS = 60.0
 """Wall seconds a worker or trainer keeps calling a coordinator that does not answer."""
 
 
-def run_coordinator(spec: NodeSpec, beat: Beat, ready: Event) -> None:
+def run_coordinator(spec: NodeSpec, heartbeat: SharedHeartbeat, ready: Event) -> None:
     """Serve until the agent ends this process."""
-    begin(spec, "coordinator", beat)
+    begin(spec, "coordinator", heartbeat)
     folder = Path(spec.folder)
     clock = spec.clock.clock()
 
@@ -55,9 +55,9 @@ def run_coordinator(spec: NodeSpec, beat: Beat, ready: Event) -> None:
     asyncio.run(CoordinatorServer(Front(coordinator), Rights(spec.token), shipped=folder / "shipped").serve(listener))
 
 
-def run_trainer(spec: NodeSpec, beat: Beat, ready: Event) -> None:
+def run_trainer(spec: NodeSpec, heartbeat: SharedHeartbeat, ready: Event) -> None:
     """Train until the run is finished. A return means the engine is finished."""
-    begin(spec, "trainer", beat)
+    begin(spec, "trainer", heartbeat)
     alone = spec.engine.exploration.mode == "none"
     torch.set_num_threads(spec.engine.runtime.trainer_threads or (os.cpu_count() or 1 if alone else 1))
     folder, clock = Path(spec.folder), spec.clock.clock()
@@ -78,9 +78,11 @@ def run_trainer(spec: NodeSpec, beat: Beat, ready: Event) -> None:
     print(loop.run(), flush=True)
 
 
-def run_worker(spec: NodeSpec, beat: Beat, number: int, drain: Event, memory: NodeMemory, ready: Event) -> None:
+def run_worker(
+    spec: NodeSpec, heartbeat: SharedHeartbeat, number: int, drain: Event, memory: NodeMemory, ready: Event
+) -> None:
     """Roll out and explore until ordered to exit. `memory`: the node's memory with the single copy of the weights."""
-    begin(spec, f"worker-{number}", beat)
+    begin(spec, f"worker-{number}", heartbeat)
     transport = _transport(spec)
     source = NodeWeights(memory, FromCoordinator(transport).fetch)
     worker = make_worker(spec, number, transport, source, drain.is_set)

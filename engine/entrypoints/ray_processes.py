@@ -11,7 +11,7 @@ import httpx
 import psutil
 
 from engine.node.agent import FROZEN_SECONDS
-from engine.node.child import EXIT_UNANSWERED, Beat, begin
+from engine.node.child import EXIT_UNANSWERED, SharedHeartbeat, begin
 from engine.node_spec import NodeSpec
 from engine.ray.cluster import (
     broken,
@@ -29,9 +29,9 @@ ASK_SECONDS = 1.0
 """Interval at which a spot node checks its cluster's address. A new trainer node makes a new cluster."""
 
 
-def run_ray_head(spec: NodeSpec, beat: Beat, ready: Event) -> None:
+def run_ray_head(spec: NodeSpec, heartbeat: SharedHeartbeat, ready: Event) -> None:
     """Run GCS and raylet of the on-demand node. Ends when either ends."""
-    begin(spec, "ray", beat)
+    begin(spec, "ray", heartbeat)
     ray_file(spec).unlink(missing_ok=True)
     node, address = start_head(spec)
     fresh = ray_file(spec).with_suffix(".new")
@@ -45,18 +45,18 @@ def run_ray_head(spec: NodeSpec, beat: Beat, ready: Event) -> None:
         time.sleep(LOOK_SECONDS)
 
 
-def run_ray_supervisor(spec: NodeSpec, beat: Beat, ready: Event) -> None:
+def run_ray_supervisor(spec: NodeSpec, heartbeat: SharedHeartbeat, ready: Event) -> None:
     """Supervise the cluster's coordinator and workers while the head lives."""
-    begin(spec, "supervisor", beat)
+    begin(spec, "supervisor", heartbeat)
     supervisor = Supervisor(spec, connect_beside_head(spec))
     supervisor.wait_for_coordinator()
     ready.set()
     supervisor.run()
 
 
-def run_raylet(spec: NodeSpec, beat: Beat, ready: Event) -> None:
+def run_raylet(spec: NodeSpec, heartbeat: SharedHeartbeat, ready: Event) -> None:
     """Take part in the run's cluster until every worker of this node was ordered to exit."""
-    begin(spec, "ray", beat)
+    begin(spec, "ray", heartbeat)
     forget_marks(spec)
     with httpx.Client(headers={"Authorization": f"Bearer {spec.own_token}"}, timeout=1.0, trust_env=False) as client:
         while (address := _ask_address(client, spec)) is None:

@@ -42,8 +42,8 @@ from engine.node.child import EXIT_UNANSWERED, Deaths, exit_in_words, last_line,
 from engine.node.node_store import forget_store, may_share
 from engine.node.preemption_notice import watch_notice
 from engine.node.ray_environment import ray_environment
-from engine.node.self_termination import end_machine
-from engine.node.spend_guard import Guard, Money, boot_id
+from engine.node.self_termination import terminate_instance
+from engine.node.spend_guard import Guard, TimeLeft, boot_id
 from engine.node.starter import ENVIRONMENT
 from engine.node_spec import NodeSpec
 from engine.protocol.codec import encode, pack
@@ -73,7 +73,7 @@ class _Child:
 
     name: str
     start: Callable[[], Any]
-    beat: Any
+    heartbeat: Any
     past: Deaths
     process: Any = None
     started: float = 0.0
@@ -89,7 +89,7 @@ class _Child:
         if self.done:
             return None
         if self.process is not None and self.process.is_alive():
-            if self.beat.value and now - self.beat.value > FROZEN_SECONDS:
+            if self.heartbeat.value and now - self.heartbeat.value > FROZEN_SECONDS:
                 print(f"{self.name} is frozen: killed", flush=True)
                 self.process.kill()
                 self.process.join()
@@ -110,7 +110,7 @@ class _Child:
             # Restart at once after a first death. After later deaths the restart waits longer each time.
             self.started = now + (0.1 * 2**deaths if deaths > 1 else 0.0)
         if now >= self.started:
-            self.beat.value = 0.0
+            self.heartbeat.value = 0.0
             self.process = self.start()
             self.started = now
         return None
@@ -143,7 +143,7 @@ class Agent:
         self.memory = NodeMemory.make()
         self.noticed_ms: int | None = None
         self.on_cloud = self.spec.cloud != "local"
-        self.money, self.guard = Money(self.folder), Guard(self.folder)
+        self.money, self.guard = TimeLeft(self.folder), Guard(self.folder)
 
     def run(self) -> tuple[int, str]:
         """Run the node until its end. Returns the exit code and the reason."""
@@ -152,7 +152,7 @@ class Agent:
         if self.spec.cloud != "local" and self.spec.market == Market.SPOT:
             watch_notice(self.spec.cloud, self.folder, self.spec.clock.clock())
         ready = self._prepare()
-        told_ready = False
+        ready_sent = False
         looked = time.monotonic()
         while True:
             if time.monotonic() - looked > FROZEN_SECONDS / 2:
@@ -166,10 +166,10 @@ class Agent:
                 why = child.keep_alive(leaving=self.noticed_ms is not None)
                 if why is not None:
                     return EXIT_BROKEN, f"{why}; its log ends: {last_line(self.spec, child.name)}"
-            if not told_ready and all(event.is_set() for event in ready):
+            if not ready_sent and all(event.is_set() for event in ready):
                 with contextlib.suppress(OSError):  # a full disk: try again at the next look
                     self.write("ready.json", {"at_ms": self.spec.clock.clock().now_ms(), "pid": os.getpid()})
-                    told_ready = True
+                    ready_sent = True
             self._hear_notice()
             if self._is_finished():
                 if self.spec.role == "trainer":
@@ -233,16 +233,16 @@ class Agent:
 
     def _child(self, name: str, runs: str, *arguments: Any) -> Any:
         """Register a process with this log name. Returns the event the process sets when ready."""
-        ready, beat = self.context.Event(), self.context.Value("d", 0.0, lock=False)
+        ready, heartbeat = self.context.Event(), self.context.Value("d", 0.0, lock=False)
         spec_json = self.spec.model_dump_json()
 
         def start() -> Any:
-            process = self.context.Process(target=_run, args=(runs, spec_json, beat, *arguments, ready))
+            process = self.context.Process(target=_run, args=(runs, spec_json, heartbeat, *arguments, ready))
             process.start()
             return process
 
         past = Deaths(partial(progress_of, self.spec))
-        self.children.append(_Child(name=name, start=start, beat=beat, past=past))
+        self.children.append(_Child(name=name, start=start, heartbeat=heartbeat, past=past))
         return ready
 
     def _is_finished(self) -> bool:
@@ -340,13 +340,13 @@ def other_setup(spec: NodeSpec) -> str | None:
     )
 
 
-class _ToldToEnd(BaseException):
+class _EndRequested(BaseException):
     """Request to end, raised on SIGTERM."""
 
 
 def _on_sigterm(*_: Any) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # ignore repeats: an agent already ending finishes undisturbed
-    raise _ToldToEnd
+    raise _EndRequested
 
 
 def main() -> int:
@@ -375,8 +375,8 @@ def main() -> int:
     code, text = EXIT_BROKEN, "its agent failed; its log says why"
     try:
         code, text = agent.run()
-    except _ToldToEnd:
-        text = "told to end (SIGTERM)"
+    except _EndRequested:
+        text = "ended by SIGTERM"
     except Exception as error:
         text = f"its agent failed: {error!r}"
         raise
@@ -390,7 +390,7 @@ def main() -> int:
         if shipping is not None:
             shipping.end()
     if code == EXIT_MONEY and spec.cloud != "local":
-        end_machine(spec.cloud, lambda said: print(said, flush=True))
+        terminate_instance(spec.cloud, lambda text: print(text, flush=True))
     return code
 
 

@@ -46,7 +46,7 @@ class AgentKeeper:
         order.
         """
         if Path(spec["folder"]) != self._folder:
-            raise OSError(f"{spec['node']} has its disk in {spec['folder']}, and this window shows {self._folder}")
+            raise OSError(f"{spec['node']} has its disk in {spec['folder']}, and this console serves {self._folder}")
         wanted = digest_of(spec)
         with self._alone():
             started = read_json(self._folder / "started.json")

@@ -27,7 +27,7 @@ is often a day away."""
 ALONE = "SPOTRL_ALONE_SECONDS"
 """Environment variable with another number of seconds, for drills."""
 
-HEARD = "heard"
+LAST_CONTACT = "heard"
 
 COPY_TRIES, COPY_SECONDS, COPY_GAP_SECONDS = 3, 60.0, 10.0
 """Attempts to send the logs to the bucket, the seconds allowed for each, and the pause between: logs are worth no more
@@ -64,22 +64,22 @@ class Alone:
     def __init__(self, folder: Path, boot_ms: Callable[[], int], boot_id: str) -> None:
         self._folder, self._boot_ms, self._boot_id = folder, boot_ms, boot_id
         self._limit_ms = round(float(os.environ.get(ALONE, ALONE_SECONDS)) * 1000)
-        self._heard_ms, self._seen = boot_ms(), self._touched()
+        self._contact_ms, self._seen = boot_ms(), self._touched()
 
     def has_ended(self) -> bool:
         """Return True if the node has no agent, and the controller was silent for ten minutes."""
         now_ms, touched = self._boot_ms(), self._touched()
         if touched != self._seen:
-            self._heard_ms, self._seen = now_ms, touched
-        return now_ms - self._heard_ms >= self._limit_ms and not self._agent_runs()
+            self._contact_ms, self._seen = now_ms, touched
+        return now_ms - self._contact_ms >= self._limit_ms and not self._agent_runs()
 
     def minutes(self) -> float:
         """Return the minutes of the controller's silence."""
-        return (self._boot_ms() - self._heard_ms) / 60_000
+        return (self._boot_ms() - self._contact_ms) / 60_000
 
     def _touched(self) -> int | None:
         with contextlib.suppress(OSError):
-            return (self._folder / HEARD).stat().st_mtime_ns
+            return (self._folder / LAST_CONTACT).stat().st_mtime_ns
         return None
 
     def _agent_runs(self) -> bool:
@@ -94,7 +94,7 @@ class Alone:
         return False
 
 
-def copy_logs(folder: Path, say: Callable[[str], None]) -> bool:
+def copy_logs(folder: Path, report: Callable[[str], None]) -> bool:
     """Copy the node's files to the bucket, in a separate process. Returns True if the copy is complete."""
     for attempt in range(1, COPY_TRIES + 1):
         try:
@@ -106,7 +106,7 @@ def copy_logs(folder: Path, say: Callable[[str], None]) -> bool:
             )
             return True
         except (OSError, subprocess.SubprocessError) as error:
-            say(f"copying the logs to the bucket, try {attempt} of {COPY_TRIES}: {error}")
+            report(f"copying the logs to the bucket, try {attempt} of {COPY_TRIES}: {error}")
         if attempt < COPY_TRIES:
             time.sleep(COPY_GAP_SECONDS)
     return False

@@ -23,7 +23,7 @@ from engine.node_spec import NodeSpec
 from engine.storage.disk import log_to
 
 
-class Beat(Protocol):
+class SharedHeartbeat(Protocol):
     """A shared number: the monotonic time of a process's last sign of life."""
 
     value: float
@@ -42,18 +42,18 @@ FINISHED_FILE = "finished"
 
 LAST_LINE_CHARACTERS = 300
 
-BEAT_SECONDS = 0.2
+HEARTBEAT_SECONDS = 0.2
 """Interval of a process's signs of life to its agent."""
 
 LOOK_SECONDS = 0.5
 """Interval of checks for an agent's death that no pipe reports."""
 
 
-def begin(spec: NodeSpec, name: str, beat: Beat) -> None:
+def begin(spec: NodeSpec, name: str, heartbeat: SharedHeartbeat) -> None:
     """Set up log, title and sign of life. Every process started by the agent calls this function first."""
     open_log(spec, name)
     rename(name)
-    threading.Thread(target=_beat, args=(beat,), daemon=True).start()
+    threading.Thread(target=_send_heartbeats, args=(heartbeat,), daemon=True).start()
     parent = multiprocessing.parent_process()
     if parent is not None:
         threading.Thread(target=_follow, args=(parent,), daemon=True).start()
@@ -167,10 +167,10 @@ def write_note(path: Path, **content: Any) -> None:
     fresh.replace(path)
 
 
-def _beat(beat: Beat) -> None:
+def _send_heartbeats(heartbeat: SharedHeartbeat) -> None:
     while True:
-        beat.value = time.monotonic()
-        time.sleep(BEAT_SECONDS)
+        heartbeat.value = time.monotonic()
+        time.sleep(HEARTBEAT_SECONDS)
 
 
 def _follow(parent: multiprocessing.process.BaseProcess) -> None:

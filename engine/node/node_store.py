@@ -13,7 +13,7 @@ from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.node.child import Beat, begin, read_note, write_note
+from engine.node.child import SharedHeartbeat, begin, read_note, write_note
 from engine.node_spec import NodeSpec
 
 if TYPE_CHECKING:
@@ -34,13 +34,13 @@ def forget_store(spec: NodeSpec) -> None:
     _store_file(spec).unlink(missing_ok=True)
 
 
-def run_store(spec: NodeSpec, beat: Beat, ready: Event) -> None:
+def run_store(spec: NodeSpec, heartbeat: SharedHeartbeat, ready: Event) -> None:
     """Serve until the agent ends this process."""
     # Import before the first sign of life: without torch preloaded, the import takes longer than a process may be
     # silent.
     from engine.parallel.communicator import serve_store
 
-    begin(spec, "store", beat)
+    begin(spec, "store", heartbeat)
     forget_store(spec)
     store = serve_store()
     # A port may be reused by a later store, a start time is not.

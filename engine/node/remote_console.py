@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from engine.node.agent_keeper import AgentKeeper, read_json, write_json
-from engine.node.alone import HEARD, touch
+from engine.node.alone import LAST_CONTACT, touch
 from engine.node.file_watch import FileWatch
 
 LOOK_SECONDS = 0.1
@@ -39,24 +39,25 @@ class Lines:
     """The lines to the launcher. A line is sent whole, whichever thread sends another."""
 
     def __init__(self, out: BinaryIO) -> None:
-        self._out, self._saying = out, threading.Lock()
+        self._out, self._sending = out, threading.Lock()
 
-    def say(self, what: Mapping[str, object]) -> None:
+    def send(self, what: Mapping[str, object]) -> None:
+        """Send one message."""
         line = memoryview(json.dumps(what).encode() + b"\n")
-        with self._saying:
+        with self._sending:
             self._out.write(line)
             self._out.flush()
 
 
-class Window:
+class RemoteConsole:
     """Remote console of one folder: the messages in both directions."""
 
     def __init__(self, folder: Path, agent: Sequence[str], out: BinaryIO) -> None:
         """Create the console. `agent`: command that starts the agent of node.json."""
         self._folder = folder
-        self._heard = time.monotonic()
+        self._last_line = time.monotonic()
         self._lines = Lines(out)
-        self.files = FileWatch(folder, self._lines.say)
+        self.files = FileWatch(folder, self._lines.send)
         self.agent = AgentKeeper(folder, agent)
 
     def show(self) -> None:
@@ -66,13 +67,13 @@ class Window:
             more = self.files.look()
             if time.monotonic() - beat >= BEAT_SECONDS:
                 beat = time.monotonic()
-                self._lines.say({"beat": 1})
+                self._lines.send({"beat": 1})
             with contextlib.suppress(OSError):  # a full disk: try again at the next look
                 self.agent.record_end()
             if not more:
                 time.sleep(LOOK_SECONDS)
 
-    def hear(self, line: bytes) -> None:
+    def receive(self, line: bytes) -> None:
         """Apply one line from the launcher."""
         order = json.loads(line)
         try:
@@ -89,13 +90,13 @@ class Window:
                 if known is None or int(known["deadline_ms"]) > order["notice"]["deadline_ms"]:
                     write_json(self._folder / "notice.json", order["notice"])
         except OSError as error:  # a full disk: the launcher repeats the order on the next connection
-            self._lines.say({"trouble": f"{next(iter(order))}: {error}"})
-        self._heard = time.monotonic()
-        touch(self._folder / HEARD)
+            self._lines.send({"trouble": f"{next(iter(order))}: {error}"})
+        self._last_line = time.monotonic()
+        touch(self._folder / LAST_CONTACT)
 
     def silence(self) -> float:
         """Return the seconds since the launcher's last line."""
-        return time.monotonic() - self._heard
+        return time.monotonic() - self._last_line
 
 
 def main() -> None:
@@ -106,28 +107,28 @@ def main() -> None:
     orders = sys.stdin.buffer
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # stray prints go to stderr, not into the protocol
-    window = Window(folder, agent, out)
+    console = RemoteConsole(folder, agent, out)
     have = orders.readline()
     if have:
-        window.hear(have)
+        console.receive(have)
 
-    def hear() -> None:
+    def receive() -> None:
         try:
             for line in orders:
-                window.hear(line)
+                console.receive(line)
         except Exception:
             traceback.print_exc()
         os._exit(0)
 
     def watch() -> None:
-        while window.silence() < SILENCE_SECONDS:
+        while console.silence() < SILENCE_SECONDS:
             time.sleep(1.0)
         os._exit(0)
 
-    threading.Thread(target=hear, daemon=True).start()
+    threading.Thread(target=receive, daemon=True).start()
     threading.Thread(target=watch, daemon=True).start()
     with contextlib.suppress(BrokenPipeError):
-        window.show()
+        console.show()
     os._exit(0)
 
 

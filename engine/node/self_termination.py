@@ -31,28 +31,30 @@ STILL_HERE_SECONDS = 60.0
 """Seconds within which an instance is gone after its cloud accepted the deletion."""
 
 
-def end_machine(cloud: str, say: Callable[[str], None], still_here_seconds: float = STILL_HERE_SECONDS) -> None:
+def terminate_instance(
+    cloud: str, report: Callable[[str], None], still_here_seconds: float = STILL_HERE_SECONDS
+) -> None:
     """Terminate this instance. Returns only if the instance is still running afterwards."""
     if cloud not in ("aws", "gcp"):
-        say(f"this machine is not ended: {cloud or 'no cloud'!r} is neither aws nor gcp")
+        report(f"this instance is not ended: {cloud or 'no cloud'!r} is neither aws nor gcp")
         return
     delete = _delete_aws if cloud == "aws" else _delete_gcp
     for attempt in range(1, TRIES + 1):
         try:
-            say(f"ending this machine: {delete()}")
+            report(f"ending this instance: {delete()}")
             time.sleep(still_here_seconds)
-            say(f"the cloud took the order {still_here_seconds:.0f} s ago and this machine is still here")
+            report(f"the cloud took the order {still_here_seconds:.0f} s ago and this instance is still here")
             break
         except (OSError, ValueError, KeyError, TypeError, http.client.HTTPException) as error:
-            say(f"ending this machine, try {attempt} of {TRIES}: {_in_words(error)}")
+            report(f"ending this instance, try {attempt} of {TRIES}: {_in_words(error)}")
             time.sleep(GAP_SECONDS)
     command = shlex.split(os.environ.get(SHUTDOWN, "sudo -n shutdown -h now"))
-    say(f"shutting the system down: {' '.join(command)}")
+    report(f"shutting the system down: {' '.join(command)}")
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_SECONDS, check=False)
-        say(f"{command[0]} ended with {done.returncode} {done.stderr.strip()}")
+        report(f"{command[0]} ended with {done.returncode} {done.stderr.strip()}")
     except (OSError, subprocess.TimeoutExpired) as error:
-        say(f"{command[0]}: {error}")
+        report(f"{command[0]}: {error}")
 
 
 def _delete_aws() -> str:
@@ -121,7 +123,7 @@ def _send(request: urllib.request.Request) -> None:
 
 def _needed(text: str | None, what: str) -> str:
     if text is None:
-        raise ValueError(f"the metadata service knows no {what} of this machine")
+        raise ValueError(f"the metadata service knows no {what} of this instance")
     return text
 
 

@@ -28,7 +28,7 @@ from typing import Any
 from engine.durable import write_durably
 from engine.mark import MARK
 from engine.node.alone import Alone, copy_logs
-from engine.node.self_termination import end_machine
+from engine.node.self_termination import terminate_instance
 
 LATE_MS = 20_000
 """Milliseconds after the deadline before the guard acts. The agent acts first, because the agent copies its last
@@ -68,14 +68,14 @@ def boot_id() -> str:
 class Armed:
     """Deadline as counted: `left_ms` remained at `at`, and `longest_ms` at most, whatever later orders say.
 
-    `node` and `told` identify the orders behind the deadline.
+    `node` and `order` identify the orders behind the deadline.
     """
 
     at: Moment
     left_ms: int
     longest_ms: int | None
     node: str
-    told: int | None
+    order: int | None
 
     def at_moment(self, now: Moment) -> "Armed":
         """Return the same deadlines, counted from `now`."""
@@ -88,7 +88,7 @@ class Armed:
         return replace(self, at=now, left_ms=self.left_ms - passed_ms, longest_ms=longest_ms)
 
 
-class Money:
+class TimeLeft:
     """Remaining time of the node. The agent and the guard each read the node's folder independently."""
 
     def __init__(self, folder: Path, now: Callable[[], Moment] = this_moment) -> None:
@@ -99,7 +99,7 @@ class Money:
         """Return the milliseconds until the deadline: negative after the deadline, None without a deadline."""
         now = self._now()
         node, node_left_ms, longest_ms = self._node_order()
-        told, told_left_ms = self._told_order()
+        order, order_left_ms = self._latest_order()
         known = self._armed or self._kept()
         before = None if known is None else known.at_moment(now)
         if before is not None and before.longest_ms is not None:
@@ -107,16 +107,16 @@ class Money:
         armed = before
         # The newest order counts. If both files are new, nothing watched the folder before, and money.json is the newer
         # file.
-        if told is not None and (before is None or before.told != told):
+        if order is not None and (before is None or before.order != order):
             known_node = "" if before is None else before.node
-            armed = Armed(at=now, left_ms=told_left_ms, longest_ms=longest_ms, node=node or known_node, told=told)
+            armed = Armed(at=now, left_ms=order_left_ms, longest_ms=longest_ms, node=node or known_node, order=order)
         elif node_left_ms is not None and (before is None or before.node != node):
-            armed = Armed(at=now, left_ms=node_left_ms, longest_ms=longest_ms, node=node, told=told)
+            armed = Armed(at=now, left_ms=node_left_ms, longest_ms=longest_ms, node=node, order=order)
         if armed is None:
             return None
         if longest_ms is not None:
             armed = replace(armed, left_ms=min(armed.left_ms, longest_ms), longest_ms=longest_ms)
-        is_new = known is None or (armed.node, armed.told) != (known.node, known.told)
+        is_new = known is None or (armed.node, armed.order) != (known.node, known.order)
         if known is None or is_new or known.at.boot_id != now.boot_id or now.boot_ms - known.at.boot_ms >= KEEP_MS:
             self._keep(armed)
             self._armed = armed
@@ -136,7 +136,7 @@ class Money:
             return hashlib.sha256(raw).hexdigest()[:16], left_ms, longest_ms
         return "", None, None
 
-    def _told_order(self) -> tuple[int | None, int]:
+    def _latest_order(self) -> tuple[int | None, int]:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             raw = json.loads((self._folder / "money.json").read_text())
             return int(raw["told"]), int(raw["left_ms"])
@@ -152,7 +152,7 @@ class Money:
                 left_ms=int(raw["left_ms"]),
                 longest_ms=None if longest_ms is None else int(longest_ms),
                 node=raw["node"],
-                told=raw["told"],
+                order=raw["told"],
             )
         return None
 
@@ -166,7 +166,7 @@ class Money:
                 "left_ms": armed.left_ms,
                 "longest_ms": armed.longest_ms,
                 "node": armed.node,
-                "told": armed.told,
+                "told": armed.order,
             }
         )
         with contextlib.suppress(OSError):  # a full disk: this process keeps the value in memory
@@ -221,7 +221,7 @@ def guard(
     folder: Path,
     *,
     now: Callable[[], Moment] = this_moment,
-    end: Callable[[str, Callable[[str], None]], None] = end_machine,
+    end: Callable[[str, Callable[[str], None]], None] = terminate_instance,
     copy: Callable[[Path, Callable[[str], None]], bool] = copy_logs,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
@@ -236,19 +236,19 @@ def guard(
         return
     with contextlib.suppress(OSError):
         (folder / "guard.json").write_text(json.dumps({"pid": os.getpid()}))
-    money, alone = Money(folder, now), Alone(folder, lambda: now().boot_ms, now().boot_id)
+    money, alone = TimeLeft(folder, now), Alone(folder, lambda: now().boot_ms, now().boot_id)
     has_copied = False
     while folder.exists():
         left = money.left_ms()
         if left is not None and left <= -LATE_MS:
-            _say(f"guard: the money deadline passed {-left / 1000:.0f} s ago and this machine is still here")
-            end(_cloud_of(folder), _say)
+            _print(f"guard: the money deadline passed {-left / 1000:.0f} s ago and this instance is still here")
+            end(_cloud_of(folder), _print)
             sleep(AGAIN_SECONDS)
         elif alone.has_ended():
-            _say(f"guard: the agent has ended, and no controller was heard for {alone.minutes():.1f} minutes")
-            has_copied = has_copied or copy(folder, _say)
+            _print(f"guard: the agent has ended, and no controller has called for {alone.minutes():.1f} minutes")
+            has_copied = has_copied or copy(folder, _print)
             if alone.has_ended():  # check again: a controller may have come during the copy
-                end(_cloud_of(folder), _say)
+                end(_cloud_of(folder), _print)
                 sleep(AGAIN_SECONDS)
         sleep(LOOK_SECONDS)
 
@@ -265,7 +265,7 @@ def _cloud_of(folder: Path) -> str:
     return ""
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     with contextlib.suppress(OSError):  # a full disk
         print(f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())} {text}", flush=True)
 

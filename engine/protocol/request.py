@@ -163,7 +163,7 @@ class Work(msgspec.Struct, frozen=True, kw_only=True, tag_field="do", tag="work"
     expires_ms: int
     commit_every: int = 0
     """Steps between commits of in-flight state. 0: commit on a preemption notice only."""
-    images: tuple[bool, ...] = msgspec.field(default=(), name="pictures")
+    images: tuple[bool, ...] = msgspec.field(default=(), name="images")
     """For each attempt: True if the finished image must be sent back."""
     scorer: Scorer = "reward"
 

@@ -24,7 +24,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     steps: int
     shape: int
     dtype: str
-    images: int = msgspec.field(default=0, name="pictures")
+    images: int = msgspec.field(default=0, name="images")
     scorer: Scorer = "reward"
 
     @property

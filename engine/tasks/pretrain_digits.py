@@ -75,7 +75,7 @@ def pretrain(steps: int, seed: int) -> DigitsAdapter:
     train_flow(
         [transformer, text],
         training_pairs(rng),
-        lambda pictures, captions: flow_matching_loss(transformer, text(captions), pictures),
+        lambda images, captions: flow_matching_loss(transformer, text(captions), images),
         steps=steps,
         highest_rate=LEARNING_RATE,
     )
@@ -86,8 +86,8 @@ def training_pairs(rng: random.Random) -> Iterator[tuple[Tensor, list[str]]]:
     """Yield batches of clean images as tokens [BATCH, 24, 16], with their noisy captions."""
     while True:
         words = training_words(rng, BATCH)
-        pictures = torch.from_numpy(np.stack([render(word, rng) for word in words]))
-        yield patchify(pictures[:, None]), [noisy_caption(word, rng) for word in words]
+        images = torch.from_numpy(np.stack([render(word, rng) for word in words]))
+        yield patchify(images[:, None]), [noisy_caption(word, rng) for word in words]
 
 
 def training_words(rng: random.Random, count: int) -> list[str]:
@@ -105,13 +105,13 @@ def noisy_caption(word: str, rng: random.Random) -> str:
     return "".join(rng.choice(string.digits) if rng.random() < CAPTION_NOISE else digit for digit in word)
 
 
-def flow_matching_loss(transformer: nn.Module, text: Tensor, pictures: Tensor) -> Tensor:
-    """Return the squared error of the velocity at a noise level drawn near the middle. pictures [B, 24, 16]."""
-    noise = torch.randn_like(pictures)
-    sigma = torch.sigmoid(torch.randn(len(pictures)))
+def flow_matching_loss(transformer: nn.Module, text: Tensor, images: Tensor) -> Tensor:
+    """Return the squared error of the velocity at a noise level drawn near the middle. images [B, 24, 16]."""
+    noise = torch.randn_like(images)
+    sigma = torch.sigmoid(torch.randn(len(images)))
     s = sigma[:, None, None]
-    predicted = velocity(transformer, (1.0 - s) * pictures + s * noise, sigma, text)
-    return (predicted - (noise - pictures)).square().mean()
+    predicted = velocity(transformer, (1.0 - s) * images + s * noise, sigma, text)
+    return (predicted - (noise - images)).square().mean()
 
 
 def evaluate(adapter: DigitsAdapter, prompts: list[str]) -> list[Score]:

@@ -103,7 +103,7 @@ def pretrain(steps: int, seed: int) -> ShapesAdapter:
     train_flow(
         [transformer, text],
         training_pairs(rng),
-        lambda pictures, captions: flow_matching_loss(transformer, text(captions), pictures),
+        lambda images, captions: flow_matching_loss(transformer, text(captions), images),
         steps=steps,
         highest_rate=LEARNING_RATE,
         fused=True,
@@ -115,8 +115,8 @@ def training_pairs(rng: random.Random) -> Iterator[tuple[Tensor, list[str]]]:
     """Yield batches of clean images as tokens [BATCH, 16, 243], with their noisy captions."""
     for step in count():
         wanted = training_requests(rng, BATCH, EASY_TASKS if step < EASY_STEPS else MIX)
-        pictures = torch.from_numpy(np.stack([render(request, rng) for request in wanted]))
-        yield patchify(pictures), [noisy_caption(request, rng) for request in wanted]
+        images = torch.from_numpy(np.stack([render(request, rng) for request in wanted]))
+        yield patchify(images), [noisy_caption(request, rng) for request in wanted]
 
 
 def training_requests(rng: random.Random, number: int, tasks: Sequence[Task]) -> list[Request]:
@@ -155,13 +155,13 @@ def _trained() -> frozenset[str]:
     return frozenset(prompt for prompts in trained_shapes().values() for prompt in prompts)
 
 
-def flow_matching_loss(transformer: nn.Module, text: Tensor, pictures: Tensor) -> Tensor:
-    """Return the squared error of the velocity at a shifted noise level around the middle. pictures [B, 16, 243]."""
-    noise = torch.randn_like(pictures)
-    sigma = torch.sigmoid(TRAINED_SPREAD * torch.randn(len(pictures)) + log(TRAINED_SHIFT))
+def flow_matching_loss(transformer: nn.Module, text: Tensor, images: Tensor) -> Tensor:
+    """Return the squared error of the velocity at a shifted noise level around the middle. images [B, 16, 243]."""
+    noise = torch.randn_like(images)
+    sigma = torch.sigmoid(TRAINED_SPREAD * torch.randn(len(images)) + log(TRAINED_SHIFT))
     s = sigma[:, None, None]
-    predicted = velocity(transformer, (1.0 - s) * pictures + s * noise, sigma, text)
-    return (predicted - (noise - pictures)).square().mean()
+    predicted = velocity(transformer, (1.0 - s) * images + s * noise, sigma, text)
+    return (predicted - (noise - images)).square().mean()
 
 
 def evaluate(adapter: ShapesAdapter, prompts: Sequence[str], shift: float = SHIFT) -> list[Score]:

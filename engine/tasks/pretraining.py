@@ -35,10 +35,10 @@ def train_flow(
     optimiser = torch.optim.AdamW(parameters, lr=highest_rate, weight_decay=0.01, betas=(0.9, 0.99), fused=fused)
     average = [parameter.detach().clone() for parameter in parameters]
     losses = []
-    for step, (pictures, captions) in zip(range(steps), pairs, strict=False):
+    for step, (images, captions) in zip(range(steps), pairs, strict=False):
         for group in optimiser.param_groups:
             group["lr"] = learning_rate(step, steps, highest_rate)
-        loss = loss_of(pictures, captions)
+        loss = loss_of(images, captions)
         optimiser.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(parameters, 1.0)

@@ -28,7 +28,7 @@ class Control(Agent):
         child, spec_json = self.children[-1], self.spec.model_dump_json()
 
         def start() -> Any:
-            target = (spec_json, child.beat, *arguments, ready)
+            target = (spec_json, child.heartbeat, *arguments, ready)
             process = self.context.Process(target=run_other_noise, args=target)
             process.start()
             return process

@@ -176,7 +176,7 @@ def test_a_node_that_broke_without_a_controller_sends_its_logs_and_ends_itself(w
     """Its trainer goes on without it, for as long as the deadline allows."""
     wait_for(lambda: ABANDONED_ROLLOUT not in nodes_there(runs.abandoned), ALONE_SECONDS + 120)
     said = object_of(world, BUCKETS["aws"], f"abandoned/logs/{ABANDONED_ROLLOUT}/agent.log")
-    assert "the agent has ended, and no controller was heard" in said
+    assert "the agent has ended, and no controller has called" in said
     assert nodes_there(runs.abandoned) == ["abandoned-trainer-g0"]
 
 
@@ -324,7 +324,7 @@ def test_a_run_that_finished_without_a_controller_ends_its_nodes(world, runs):
     assert newest.endswith(f"-i{last['event']['iteration']:06d}")
     for node in (trainer.name, rollout.name):
         said = object_of(world, BUCKETS["gcp"], f"steady/logs/{node}/agent.log")
-        assert "the agent has ended, and no controller was heard" in said
+        assert "the agent has ended, and no controller has called" in said
 
 
 def test_no_secret_is_in_what_runs_leave_here(world, runs):

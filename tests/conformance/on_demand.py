@@ -15,7 +15,7 @@ from typing import Any
 
 import engine.node.agent
 from engine.node.agent import Agent
-from engine.node.child import Beat, begin
+from engine.node.child import SharedHeartbeat, begin
 from engine.node_spec import NodeSpec
 from engine.protocol.codec import Blobs
 from engine.worker.transport import Answer, CallRefused
@@ -30,7 +30,7 @@ class OnDemand(Agent):
             child, spec_json = self.children[-1], self.spec.model_dump_json()
 
             def start() -> Any:
-                process = self.context.Process(target=run_seat, args=(spec_json, child.beat, ready))
+                process = self.context.Process(target=run_seat, args=(spec_json, child.heartbeat, ready))
                 process.start()
                 return process
 
@@ -38,12 +38,12 @@ class OnDemand(Agent):
         return ready
 
 
-def run_seat(spec_json: str, beat: Beat, ready: Event) -> None:
+def run_seat(spec_json: str, heartbeat: SharedHeartbeat, ready: Event) -> None:
     """Serve until the agent ends this process."""
     from engine.entrypoints.processes import _transport_of_trainer
 
     spec = NodeSpec.model_validate_json(spec_json)
-    begin(spec, "trainer", beat)
+    begin(spec, "trainer", heartbeat)
     transport = _transport_of_trainer(spec)
     path = seat_of(Path(spec.folder))
     path.unlink(missing_ok=True)

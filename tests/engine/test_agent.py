@@ -169,7 +169,7 @@ class Place:
     def __init__(self):
         self.progress, self.starts = 0, 0
         past = Deaths(lambda: self.progress)
-        self.child = _Child(name="worker-0", start=self.start, beat=SimpleNamespace(value=0.0), past=past)
+        self.child = _Child(name="worker-0", start=self.start, heartbeat=SimpleNamespace(value=0.0), past=past)
 
     def start(self):
         self.starts += 1

@@ -152,7 +152,7 @@ def test_a_node_that_refuses_its_work_is_deleted_when_no_controller_comes(machin
     machine.wait_for(lambda: google.deleted)
     kept = machine.folder / "store/logs/spot-0/agent.log"
     assert "wanted-digest" in kept.read_text()
-    assert "the agent has ended, and no controller was heard" in machine.log()
+    assert "the agent has ended, and no controller has called" in machine.log()
 
 
 def test_a_node_whose_agent_was_killed_is_deleted_when_no_controller_comes(machines, google, monkeypatch):
@@ -223,7 +223,7 @@ def test_told_to_end_it_leaves_no_process_but_the_guard(machines, frozen):
     machine.agent.terminate()
     assert machine.agent.wait(20) == EXIT_BROKEN
     machine.wait_for(lambda: not machine.processes(), seconds=10)
-    assert machine.says("exit.json")["text"] == "told to end (SIGTERM)"
+    assert machine.says("exit.json")["text"] == "ended by SIGTERM"
     assert psutil.pid_exists(machine.says("guard.json")["pid"])
 
 

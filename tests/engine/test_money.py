@@ -13,8 +13,8 @@ from dataclasses import replace
 import psutil
 import pytest
 
-from engine.node.alone import HEARD, start_ticks
-from engine.node.spend_guard import KEEP_MS, LATE_MS, Guard, Moment, Money, guard
+from engine.node.alone import LAST_CONTACT, start_ticks
+from engine.node.spend_guard import KEEP_MS, LATE_MS, Guard, Moment, TimeLeft, guard
 from engine.storage.metadata import GCE_HOST
 from tests.engine.metadata_faces import FakeCompute, FakeGceMetadata
 
@@ -28,7 +28,7 @@ class Machine:
         self.folder, self.at = folder, START
 
     def money(self):
-        return Money(self.folder, now=lambda: self.at)
+        return TimeLeft(self.folder, now=lambda: self.at)
 
     def pass_ms(self, ms, *, wall_ms=None):
         self.at = replace(self.at, boot_ms=self.at.boot_ms + ms, wall_ms=self.at.wall_ms + (wall_ms or ms))
@@ -276,7 +276,7 @@ class Guarded:
     def sleep(self, seconds):
         self.machine.pass_ms(round(seconds * 1000))
         if self.machine.at.boot_ms <= self.heard_until_ms:
-            os.utime(self.machine.folder / HEARD, ns=(0, self.machine.at.boot_ms))
+            os.utime(self.machine.folder / LAST_CONTACT, ns=(0, self.machine.at.boot_ms))
         if self.machine.at.boot_ms > self.until_ms and self.machine.folder.exists():
             self.machine.folder.rename(f"{self.machine.folder}-over")
 
@@ -303,7 +303,7 @@ def test_a_finished_node_without_a_controller_copies_its_logs_and_ends_after_ten
 
 def test_a_node_whose_controller_is_heard_stays(machine):
     machine.node(100 * 3_600_000)
-    (machine.folder / HEARD).touch()
+    (machine.folder / LAST_CONTACT).touch()
     guarded = Guarded(machine, hours=3.0)
     guarded.heard_until_ms = START.boot_ms + 2 * 3_600_000
     assert guarded.run()[:2] == [(130.0, "copy"), (130.0, "end gcp")]

@@ -10,7 +10,7 @@ from botocore.credentials import Credentials
 from moto.server import ThreadedMotoServer
 
 from engine.node import self_termination
-from engine.node.self_termination import end_machine, signed
+from engine.node.self_termination import signed, terminate_instance
 from engine.storage.metadata import GCE_HOST, IMDS_URL
 from tests.engine.metadata_faces import FakeCompute, FakeGceMetadata, FakeImds
 
@@ -83,47 +83,47 @@ def test_an_aws_machine_terminates_itself_with_its_role(imds, ec2, said, monkeyp
     made = ec2.run_instances(ImageId=image, MinCount=2, MaxCount=2, InstanceType="m6i.large")["Instances"]
     this, other = (instance["InstanceId"] for instance in made)
     imds.is_instance(this, region="us-west-2")
-    end_machine("aws", said.append, still_here_seconds=0)
+    terminate_instance("aws", said.append, still_here_seconds=0)
     assert (state_of(ec2, this), state_of(ec2, other)) == ("terminated", "running")
-    assert said[0] == f"ending this machine: EC2 terminates {this} in us-west-2"
+    assert said[0] == f"ending this instance: EC2 terminates {this} in us-west-2"
     assert (tmp_path / "shut-down").exists()  # this one, being a test, was still there
 
 
 def test_a_google_machine_deletes_itself_with_its_service_account(google, said):
-    end_machine("gcp", said.append, still_here_seconds=0)
+    terminate_instance("gcp", said.append, still_here_seconds=0)
     assert google.deleted == ["/compute/v1/projects/a-project/zones/us-central1-a/instances/a-machine"]
-    assert said[0] == "ending this machine: Compute Engine deletes a-machine in us-central1-a"
+    assert said[0] == "ending this instance: Compute Engine deletes a-machine in us-central1-a"
 
 
 def test_an_api_in_trouble_is_asked_again(google, said):
     google.refusing = 2
-    end_machine("gcp", said.append, still_here_seconds=0)
+    terminate_instance("gcp", said.append, still_here_seconds=0)
     assert len(google.deleted) == 1
     assert ["try 1 of 3" in said[0], "503" in said[0], "try 2 of 3" in said[1]] == [True, True, True]
 
 
 def test_a_machine_that_cannot_delete_itself_shuts_down(google, said, tmp_path):
     google.refusing = 3
-    end_machine("gcp", said.append)
+    terminate_instance("gcp", said.append)
     assert google.deleted == []
     assert (tmp_path / "shut-down").exists()
 
 
 def test_a_machine_without_identity_shuts_down_and_says_what_is_missing(imds, said, tmp_path):
-    end_machine("aws", said.append)
-    assert "knows no identity document of this machine" in said[0]
+    terminate_instance("aws", said.append)
+    assert "knows no identity document of this instance" in said[0]
     assert (tmp_path / "shut-down").exists()
 
 
 def test_a_shutdown_that_cannot_be_is_said(google, said, monkeypatch):
     monkeypatch.setenv("SPOTRL_SHUTDOWN", "/no/such/program now")
     google.refusing = 3
-    end_machine("gcp", said.append)
+    terminate_instance("gcp", said.append)
     assert "No such file" in said[-1]
 
 
 @pytest.mark.parametrize("cloud", ["local", ""])
 def test_nothing_is_ended_where_there_is_no_cloud(said, tmp_path, cloud):
-    end_machine(cloud, said.append)
+    terminate_instance(cloud, said.append)
     assert len(said) == 1
     assert not (tmp_path / "shut-down").exists()

@@ -177,14 +177,14 @@ def test_a_trainers_copy_never_shortens_the_log_that_a_node_sent_itself(tmp_path
     store = tmp_path / "store"
     sent = store / "logs" / "spot-1" / "agent.log"
     sent.parent.mkdir(parents=True)
-    sent.write_text("this agent ends: finished\nguard: no controller was heard\n")
+    sent.write_text("this agent ends: finished\nguard: no controller has called\n")
     shipped = tmp_path / "shipped" / "spot-1" / "agent.log"
     shipped.parent.mkdir(parents=True)
     shipped.write_text("this agent ends: finished\n")
     copy = StoreCopy(spec(tmp_path, 1, node="trainer", role="trainer"), starts=False)
     copy.once()
-    assert sent.read_text().endswith("guard: no controller was heard\n")
-    shipped.write_text("this agent ends: finished\nguard: no controller was heard\nand more\n")
+    assert sent.read_text().endswith("guard: no controller has called\n")
+    shipped.write_text("this agent ends: finished\nguard: no controller has called\nand more\n")
     copy.once()
     assert sent.read_text().endswith("and more\n")
 

@@ -17,9 +17,9 @@ import psutil
 import pytest
 
 from engine.mark import MARK
-from engine.node.alone import HEARD
+from engine.node.alone import LAST_CONTACT
 from engine.node.file_watch import PUT
-from engine.node.remote_console import Window
+from engine.node.remote_console import RemoteConsole
 
 AGENT = (
     sys.executable,
@@ -66,14 +66,14 @@ class Open:
     def __init__(self, folder: Path, mirror: Mirror, agent: tuple[str, ...] = AGENT) -> None:
         folder.mkdir(exist_ok=True)
         self.out, self.mirror = io.BytesIO(), mirror
-        self.window = Window(folder, agent, self.out)
+        self.window = RemoteConsole(folder, agent, self.out)
         self.order(have=mirror.have())
 
     def order(self, **order: Any) -> None:
         if "run" in order:
             Open.told += 1
             order = {"told": Open.told, **order}
-        self.window.hear(json.dumps(order).encode())
+        self.window.receive(json.dumps(order).encode())
         self._deliver()
 
     def look(self) -> Mirror:
@@ -250,7 +250,7 @@ def test_the_end_of_an_agent_that_is_replaced_is_no_end_of_the_node(folder, mirr
     view.order(run=spec(folder))
     first = started(folder)
     order = json.dumps({"run": spec(folder, coordinator_host="10.0.0.2"), "told": 10**15}).encode()
-    replacing = threading.Thread(target=view.window.hear, args=(order,))
+    replacing = threading.Thread(target=view.window.receive, args=(order,))
     replacing.start()
     wait_until((folder / "exit.json").exists)
     assert "exit.json" not in view.look().files
@@ -352,7 +352,7 @@ def plain() -> set[str]:
 
 def test_the_node_can_see_that_its_controller_is_there(tmp_path: Path) -> None:
     window = Open(tmp_path / "node", Mirror())
-    heard = tmp_path / "node" / HEARD
+    heard = tmp_path / "node" / LAST_CONTACT
     before = heard.stat().st_mtime_ns
     os.utime(heard, ns=(0, 0))
     window.order(beat=1)

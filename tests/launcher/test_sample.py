@@ -62,7 +62,7 @@ def test_pictures_of_the_newest_checkpoint_are_written(sessions, tmp_path):
 
 
 def test_the_base_needs_no_checkpoint_and_has_names_of_its_own(sessions, tmp_path, monkeypatch):
-    stands_in(monkeypatch, "import json, sys; [print(p['file']) for p in json.load(sys.stdin)['pictures']]")
+    stands_in(monkeypatch, "import json, sys; [print(p['file']) for p in json.load(sys.stdin)['images']]")
     told = sampled(sessions, "12", "--base", "--to", str(tmp_path / "out"))
     assert told == f"{tmp_path / 'out' / '001-seed0-base.png'}  12\n"
 

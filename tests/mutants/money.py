@@ -6,7 +6,7 @@ from typing import Any
 
 from sqlalchemy.orm import Session
 
-from engine.node.spend_guard import Money
+from engine.node.spend_guard import TimeLeft
 from launcher.cleanup import removal
 from launcher.controller import facts_reader, run_process, spend_deadlines
 from launcher.controller.cloud_time import CloudTime
@@ -52,12 +52,12 @@ def _only_later(self: SpendDeadlines, facts: Facts, wanted: Wanted) -> None:
             self._armed[node.name] = deadline_ms
 
 
-def _no_longest(self: Money) -> tuple[str, int | None, None]:
+def _no_longest(self: TimeLeft) -> tuple[str, int | None, None]:
     node, left_ms, _ = _node_order(self)
     return node, left_ms, None
 
 
-_node_order = Money._node_order
+_node_order = TimeLeft._node_order
 
 
 @contextmanager
@@ -107,7 +107,7 @@ _ALL = (
     Fault(
         name="no_longest_life",
         forgets="that an order may come from a controller that forgot what was spent",
-        patches=((Money, "_node_order", _no_longest),),
+        patches=((TimeLeft, "_node_order", _no_longest),),
         found_by="tests/engine/test_money.py::"
         "test_no_order_lets_a_node_live_longer_than_the_money_would_last_for_it_alone",
     ),
