@@ -16,7 +16,6 @@ label and without a request is reported. A VM that lives on after its end is ter
 damaged by a power cut is read again from the cloud or from SkyPilot. A node with a lost spec is terminated.
 """
 
-import json
 import logging
 import math
 import time
@@ -26,7 +25,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from threading import Lock
-from typing import Any
 
 from engine.clock import Clock
 from engine.durable import sync_folder
@@ -50,8 +48,20 @@ from launcher.provision.local.provisioner import node_folder, nodes_folder
 from launcher.provision.sky.bundle import REMOTE_BUNDLE, Bundle
 from launcher.provision.sky.chores import Chores, NotYet
 from launcher.provision.sky.cloud_node import CloudNode, Link
+from launcher.provision.sky.node_files import NodeFiles
 from launcher.provision.sky.node_link import Login
 from launcher.provision.sky.outcome import Failed, Outcome
+from launcher.provision.sky.records import (
+    ClearedRecord,
+    EndedRecord,
+    EndingRecord,
+    ExitRecord,
+    FileName,
+    LaunchRecord,
+    LoginRecord,
+    ReleaseRecord,
+    StoppingRecord,
+)
 from launcher.provision.sky.set_up import MachineUnreachable, SetUp, ask_set_up
 from launcher.provision.sky.sky import Sky
 from launcher.provision.sky.task import Launch
@@ -66,9 +76,6 @@ SWEEP_SECONDS = 60.0
 
 FRESH_SECONDS = 10.0
 """Age up to which an inventory counts as proof."""
-
-SILENT_SECONDS = 20.0
-"""Silence of a connection after which the node is in doubt."""
 
 LOST_SECONDS = 90.0
 """Silence after which a node is terminated even though the cloud calls the VM running: the node costs money without
@@ -205,12 +212,12 @@ class SkyProvisioner:
         A repeated name requests no second node. A name that ended stays ended.
         """
         node = self._node(spec.node)
-        if node.has("spec"):
+        if node.files.has("spec"):
             return
         self._tidied.clear()
-        node.fresh = not node.has("launch")
-        node.write_want(want)
-        node.write("spec", json.loads(spec.model_dump_json()))
+        node.fresh = not node.files.has("launch")
+        node.files.write_want(want)
+        node.files.write_spec(spec)
 
     def observe(self) -> Sequence[NodeFact]:
         """Return the state of every node from current knowledge, and advance each node by one step."""
@@ -236,23 +243,23 @@ class SkyProvisioner:
         """
         for name in names:
             node = self._node(name)
-            if not node.is_begun("release") and not node.has("ended"):
-                node.write("release", {"at_ms": self._clock.now_ms()})
+            if not node.files.is_begun("release") and not node.files.has("ended"):
+                node.files.write(ReleaseRecord(at_ms=self._clock.now_ms()))
             self._find_machine(node)
 
     def rearm(self, name: str, money_deadline_ms: int) -> None:
         """Send the node a new spend deadline. SkyPilot's own timer on the VM follows."""
         node = self._nodes.get(name)
-        if node is None or node.has("ended"):
+        if node is None or node.files.has("ended"):
             return
-        node.deadline_ms = money_deadline_ms
-        if node.link is not None:
-            node.link.rearm(money_deadline_ms - self._clock.now_ms())
+        node.agent.deadline_ms = money_deadline_ms
+        if node.agent.link is not None:
+            node.agent.link.rearm(money_deadline_ms - self._clock.now_ms())
 
     def door(self, name: str, port: int) -> tuple[str, int] | None:
         """Return the local end of the tunnel to the node."""
         node = self._nodes.get(name)
-        return node.link.door(port) if node is not None and node.link is not None else None
+        return node.agent.link.door(port) if node is not None and node.agent.link is not None else None
 
     def tidy(self) -> bool:
         """Remove the groups, networks and identities of the run, once no node is left."""
@@ -268,7 +275,7 @@ class SkyProvisioner:
         """Drop tasks waiting for a thread of the pool, and close the connections to nodes."""
         self._chores.close()
         for node in self._nodes.values():
-            self._close(node)
+            node.agent.close()
 
     def troubles(self) -> Sequence[str]:
         """Return the current errors in words: clouds that do not answer, resources that cannot be removed."""
@@ -283,10 +290,10 @@ class SkyProvisioner:
         for cloud, region in {*active, *self._all.regions}:
             seconds = LOOK_SECONDS if (cloud, region) in active else SWEEP_SECONDS
             self._chores.every(seconds, f"look {cloud}/{region}", partial(self._look_at, cloud, region))
-        for cloud, region in {place for node in nodes if node.has("login") and (place := node.region)}:
+        for cloud, region in {place for node in nodes if node.files.has("login") and (place := node.region)}:
             if (cloud, region) not in self._places:  # a process that continues the run may have another address
                 self._chores.do(f"place {cloud}/{region}", partial(self._prepare, cloud, region))
-        requests = [str(one["request_id"]) for node in self._launching() if (one := node.read("launch"))]
+        requests = self._under_way()
         if requests:
             self._chores.every(LOOK_SECONDS, "requests", partial(self._poll, requests))
 
@@ -340,15 +347,15 @@ class SkyProvisioner:
     def _advance(self, node: CloudNode, passed: float) -> None:
         if self._chores.is_busy(node.name):
             return  # a pool task is writing the node's files
-        if node.has("ended"):
-            self._close(node)
+        if node.files.has("ended"):
+            node.agent.close()
             self._chores.do(node.name, partial(self._clear, node))
             return
         if node.is_ending:
-            self._close(node)
+            node.agent.close()
             self._chores.do(node.name, partial(self._end, node))
             return
-        if not node.has("spec") and not self._is_damaged(node):
+        if not node.files.has("spec") and not node.is_damaged:
             return  # an interrupted intent: a repeated request completes the files
         machine = self._cloud_says(node)
         if node.is_ending or self._chores.is_busy(node.name):
@@ -356,67 +363,78 @@ class SkyProvisioner:
         self._mend(node)
         if node.is_ending:
             return
-        launch = node.read("launch")
+        launch = node.files.read(LaunchRecord)
         if launch is None:
             self._chores.do(node.name, partial(self._launch, node))
-        elif not node.has("login"):
+        elif not node.files.has("login"):
             self._wait_for_launch(node, launch)
         else:
             self._keep(node, machine, passed)
 
-    def _is_damaged(self, node: CloudNode) -> bool:
-        """Return whether the node's spec was written and cannot be read any more."""
-        return not node.has("spec") and (node.is_begun("spec") or node.is_begun("launch"))
-
     def _mend(self, node: CloudNode) -> None:
         """Recover the content of a damaged file, or end the node if no other source knows the content."""
-        if self._is_damaged(node):
-            self._ending(node, NodeStatus.GONE, "its spec.json cannot be read: a power cut of the launcher's machine?")
-        elif not node.has("want") and not node.has("launch"):
-            self._ending(node, NodeStatus.GONE, "its want.json cannot be read: a power cut of the launcher's machine?")
-        elif node.is_begun("login") and not node.can_log_in:
+        if node.is_damaged:
+            node.begin_end(
+                EndingRecord(
+                    status=NodeStatus.GONE,
+                    evidence="its spec.json cannot be read: a power cut of the launcher's machine?",
+                )
+            )
+        elif not node.files.has("want") and not node.files.has("launch"):
+            node.begin_end(
+                EndingRecord(
+                    status=NodeStatus.GONE,
+                    evidence="its want.json cannot be read: a power cut of the launcher's machine?",
+                )
+            )
+        elif node.files.is_begun("login") and not node.can_log_in:
             log.warning("%s: its login cannot be read any more; SkyPilot is asked again", node.name)
-            self._close(node)
-            node.login = None
-            node.forget("login")
-            node.forget("launch")  # an old launch would count as late; its cluster is adopted instead
+            node.agent.close()
+            node.setting_up.login = None
+            node.files.forget("login")
+            node.files.forget("launch")  # an old launch would count as late; its cluster is adopted instead
 
     def _find_machine(self, node: CloudNode) -> None:
         """Record the VM of a node by its label, if no file says where the node is."""
         if node.region is None:
             known = _newest([*self._machines()], node.name)
             if known is not None:
-                node.write_machine(known)
+                node.files.write_machine(known)
 
     def _cloud_says(self, node: CloudNode) -> Machine | None:
         """Return the node's VM from the inventory. Begin the node's end if the cloud reports an end."""
         self._find_machine(node)
         place = node.region
         seen = self._seen.get(place) if place is not None else None
-        if seen is None or seen.at is None or node.missing_look == seen.looks:
+        if seen is None or seen.at is None or node.sightings.look == seen.looks:
             return None if seen is None else _newest(seen.machines, node.name)
-        node.missing_look = seen.looks
-        machine, known = _newest(seen.machines, node.name), node.machine
+        node.sightings.look = seen.looks
+        machine, known = _newest(seen.machines, node.name), node.files.machine
         if machine is not None and machine.state in (MachineState.PENDING, MachineState.RUNNING):
-            node.missing, node.stopping_since = 0, None
+            node.sightings.missing, node.sightings.stopping_since = 0, None
             if machine != known:
-                node.write_machine(machine)
+                node.files.write_machine(machine)
             self._end_doubles(node, seen.machines)
             self._refuse_strange_identity(node, machine)
             return machine
-        if known is None and not node.has("login"):
+        if known is None and not node.files.has("login"):
             return machine  # no VM existed yet, or only remains of a SkyPilot attempt
         if machine is not None and machine.state is MachineState.STOPPING:
             self._is_stopping(node, machine)
             return machine
-        node.missing += 1
-        if machine is not None or node.missing >= GONE_LOOKS or node.has("stopping"):
+        node.sightings.missing += 1
+        if machine is not None or node.sightings.missing >= GONE_LOOKS or node.files.has("stopping"):
             last = machine or known
             if last is not None:
-                patient = node.missing * LOOK_SECONDS < STOPPED_SECONDS
+                patient = node.sightings.missing * LOOK_SECONDS < STOPPED_SECONDS
                 self._chores.do(node.name, partial(self._learn_end, node, last, patient))
-            elif node.missing > NEVER_SEEN_LOOKS:
-                self._ending(node, NodeStatus.GONE, "SkyPilot says that it is up, and its cloud lists no machine of it")
+            elif node.sightings.missing > NEVER_SEEN_LOOKS:
+                node.begin_end(
+                    EndingRecord(
+                        status=NodeStatus.GONE,
+                        evidence="SkyPilot says that it is up, and its cloud lists no machine of it",
+                    )
+                )
         return machine
 
     def _refuse_strange_identity(self, node: CloudNode, machine: Machine) -> None:
@@ -431,95 +449,123 @@ class SkyProvisioner:
                 "spotrl and does not have its plugin (launcher/provision/sky/sky_plugins.yaml); name that file there "
                 "in SKYPILOT_SERVER_PLUGINS_CONFIG, or end the server (`sky api stop`) and have spotrl start one"
             )
-            self._ending(node, NodeStatus.DENIED, evidence)
+            node.begin_end(EndingRecord(status=NodeStatus.DENIED, evidence=evidence))
 
     def _is_stopping(self, node: CloudNode, machine: Machine) -> None:
         """Record a notice if none came, and end the node if the VM keeps stopping."""
         now = self._monotonic()
-        if node.stopping_since is None:
-            node.stopping_since = now
+        if node.sightings.stopping_since is None:
+            node.sightings.stopping_since = now
         # before the login, SkyPilot itself stops VMs of a failed launch
-        if not node.has("stopping") and node.has("login"):
+        if not node.files.has("stopping") and node.files.has("login"):
             deadline_ms = self._clock.now_ms() + STOPPING_NOTICE_MS
-            node.write("stopping", {"deadline_ms": deadline_ms, "reason": machine.reason})
-            if node.link is not None:
-                node.link.notice(deadline_ms)
-        if now - node.stopping_since > STOPPED_SECONDS:
+            node.files.write(StoppingRecord(deadline_ms=deadline_ms, reason=machine.reason))
+            if node.agent.link is not None:
+                node.agent.link.notice(deadline_ms)
+        if now - node.sightings.stopping_since > STOPPED_SECONDS:
             self._chores.do(node.name, partial(self._learn_end, node, machine, False))
 
     def _end_doubles(self, node: CloudNode, machines: Sequence[Machine]) -> None:
         """Terminate second VMs of the same name, left by SkyPilot's retries. The VM of SkyPilot's login stays."""
         alive = [one for one in machines if one.name == node.name and one.state is MachineState.RUNNING]
-        login = node.read("login")
+        login = node.files.read(LoginRecord)
         if len(alive) > 1 and login is not None:
-            extra = [one for one in alive if login["host"] not in (one.public_address, one.address)]
+            extra = [one for one in alive if login.host not in (one.public_address, one.address)]
             if 0 < len(extra) < len(alive):
                 log.warning("%s has %s machines: the extra ones are ended", node.name, len(alive))
                 self._chores.do(f"double {node.name}", partial(self._clouds[extra[0].cloud].end, extra))
 
-    def _wait_for_launch(self, node: CloudNode, launch: Mapping[str, Any]) -> None:
-        outcome = Outcome() if launch.get("adopted") else self._outcomes.get(str(launch["request_id"]))
-        waited_ms = self._clock.now_ms() - int(launch["at_ms"])
+    def _wait_for_launch(self, node: CloudNode, launch: LaunchRecord) -> None:
+        outcome = Outcome() if launch.adopted else self._outcomes.get(launch.request_id)
+        waited_ms = self._clock.now_ms() - launch.at_ms
         if outcome is None:
             if waited_ms > LAUNCH_SECONDS * 1000:
-                self._ending(node, NodeStatus.GONE, f"it did not come up within {LAUNCH_SECONDS:.0f} s", ask_rules=True)
-        elif outcome.failed is None and node.set_up is not None and node.set_up.failed is not None:
-            self._ending(node, NodeStatus.GONE, f"its set-up failed: {node.set_up.text}", ask_rules=True)
-        elif outcome.failed is None and node.set_up is not None and node.digest not in ("", self._all.bundle.digest):
-            evidence = f"it was set up from bundle {node.digest}, and this run's is {self._all.bundle.digest}"
-            self._ending(node, NodeStatus.GONE, evidence)
+                node.begin_end(
+                    EndingRecord(
+                        status=NodeStatus.GONE,
+                        evidence=f"it did not come up within {LAUNCH_SECONDS:.0f} s",
+                        ask_rules=True,
+                    )
+                )
+        elif (
+            outcome.failed is None
+            and node.setting_up.outcome is not None
+            and node.setting_up.outcome.failed is not None
+        ):
+            node.begin_end(
+                EndingRecord(
+                    status=NodeStatus.GONE,
+                    evidence=f"its set-up failed: {node.setting_up.outcome.text}",
+                    ask_rules=True,
+                )
+            )
+        elif (
+            outcome.failed is None
+            and node.setting_up.outcome is not None
+            and node.setting_up.digest not in ("", self._all.bundle.digest)
+        ):
+            evidence = (
+                f"it was set up from bundle {node.setting_up.digest}, and this run's is {self._all.bundle.digest}"
+            )
+            node.begin_end(EndingRecord(status=NodeStatus.GONE, evidence=evidence))
         elif outcome.failed is None and waited_ms > LAUNCH_SECONDS * 1000:
-            evidence = f"it was not set up within {LAUNCH_SECONDS:.0f} s {node.words}".rstrip()
-            self._ending(node, NodeStatus.GONE, evidence, ask_rules=True)
+            evidence = f"it was not set up within {LAUNCH_SECONDS:.0f} s {node.setting_up.trouble}".rstrip()
+            node.begin_end(EndingRecord(status=NodeStatus.GONE, evidence=evidence, ask_rules=True))
         elif outcome.failed is None:
             self._chores.do(node.name, partial(self._log_in, node))
-            if node.login is not None:
+            if node.setting_up.login is not None:
                 self._chores.every(SET_UP_SECONDS, f"set-up {node.name}", partial(self._ask_sky_set_up, node))
         elif outcome.failed is Failed.NO_CAPACITY:
-            self._ending(node, NodeStatus.NO_CAPACITY, outcome.text, tried=_tried(node.want))
+            node.begin_end(
+                EndingRecord(status=NodeStatus.NO_CAPACITY, evidence=outcome.text, tried=_tried(node.files.want))
+            )
         elif outcome.failed is Failed.DENIED:
-            self._ending(node, NodeStatus.DENIED, outcome.text)
-        elif outcome.failed is Failed.UNKNOWN and (tries := int(launch.get("tries", 1))) < LAUNCH_TRIES:
-            if waited_ms > min(LAUNCH_GAP_MS * 2 ** (tries - 1), LONGEST_LAUNCH_GAP_MS):
-                self._chores.do(node.name, partial(self._launch, node, tries=tries + 1))
+            node.begin_end(EndingRecord(status=NodeStatus.DENIED, evidence=outcome.text))
+        elif outcome.failed is Failed.UNKNOWN and launch.tries < LAUNCH_TRIES:
+            if waited_ms > min(LAUNCH_GAP_MS * 2 ** (launch.tries - 1), LONGEST_LAUNCH_GAP_MS):
+                self._chores.do(node.name, partial(self._launch, node, tries=launch.tries + 1))
         else:
-            self._ending(node, NodeStatus.GONE, f"its launch failed: {outcome.text}", ask_rules=True)
+            node.begin_end(
+                EndingRecord(status=NodeStatus.GONE, evidence=f"its launch failed: {outcome.text}", ask_rules=True)
+            )
 
     def _keep(self, node: CloudNode, machine: Machine | None, passed: float) -> None:
         """Keep the connection and the agent of a set-up VM alive, and watch both."""
-        login = node.read("login") or {}
-        if node.link is None:
+        login = node.files.read(LoginRecord)
+        assert login is not None
+        if node.agent.link is None:
             line = Login(
-                host=login["host"],
-                user=login["user"],
-                key=Path(login["key"]),
-                port=login["port"],
-                proxy=login.get("proxy", ""),
+                host=login.host,
+                user=login.user,
+                key=Path(login.key),
+                port=login.port,
+                proxy=login.proxy,
             )
-            node.link = self._make_link(line, node.folder)
-            if (stopping := node.read("stopping")) is not None:
-                node.link.notice(int(stopping["deadline_ms"]))
+            node.agent.link = self._make_link(line, node.files.folder)
+            if (stopping := node.files.read(StoppingRecord)) is not None:
+                node.agent.link.notice(stopping.deadline_ms)
         self._tell(node, login)
         if self._has_exited(node) or self._is_late(node):
             return
         self._doubt(node, machine, passed)
-        if node.deadline_ms is not None and self._is_heard(node):
+        if node.agent.deadline_ms is not None and node.agent.is_heard:
             self._chores.every(REARM_SECONDS, f"rearm {node.name}", partial(self._rearm_sky, node))
 
-    def _tell(self, node: CloudNode, login: Mapping[str, Any]) -> None:
+    def _tell(self, node: CloudNode, login: LoginRecord) -> None:
         """Start the agent with the address of the current trainer."""
-        spec, place = NodeSpec.model_validate(node.read("spec")), node.region
-        host = login["address"] if spec.role == "trainer" else self._trainer
+        spec, place = node.files.spec, node.region
+        assert spec is not None
+        host = login.address if spec.role == "trainer" else self._trainer
         if (
             place is None
             or host is None
-            or node.link is None
-            or (node.told is not None and node.told.coordinator_host == host)
+            or node.agent.link is None
+            or (node.agent.told is not None and node.agent.told.coordinator_host == host)
         ):
             return
-        deadline_ms = node.deadline_ms or spec.money_deadline_ms
-        home = f"{login['home']}/spotrl"
-        node.told, node.told_at = (
+        deadline_ms = node.agent.deadline_ms or spec.money_deadline_ms
+        home = f"{login.home}/spotrl"
+        node.agent.told, node.agent.told_at = (
             spec.model_copy(
                 update={
                     "coordinator_host": host,
@@ -534,7 +580,7 @@ class SkyProvisioner:
             ),
             self._monotonic(),
         )
-        node.link.run(node.told)
+        node.agent.link.run(node.agent.told)
 
     def _trainer_address(self) -> str | None:
         """Return the private address of the newest trainer that has not ended."""
@@ -542,9 +588,10 @@ class SkyProvisioner:
         for node in self._nodes.values():
             if node.is_ending:
                 continue
-            spec, login = node.read("spec"), node.read("login")
-            if spec is not None and spec["role"] == "trainer" and login is not None:
-                trainers.append((int((node.read("launch") or {}).get("at_ms", 0)), node.name, str(login["address"])))
+            role, login = node.files.role, node.files.read(LoginRecord)
+            if role == "trainer" and login is not None:
+                launch = node.files.read(LaunchRecord)
+                trainers.append((launch.at_ms if launch is not None else 0, node.name, login.address))
         return max(trainers)[2] if trainers else None
 
     def _has_exited(self, node: CloudNode) -> bool:
@@ -552,19 +599,19 @@ class SkyProvisioner:
 
         AWS does not bill a spot instance that AWS preempts within an hour, but does if we terminate the instance first.
         """
-        said = node.read("exit")
+        said = node.files.read(ExitRecord)
         if said is None:
-            node.exit_since = None
+            node.agent.exit_since = None
             return False
         now = self._monotonic()
-        node.exit_since = now if node.exit_since is None else node.exit_since
+        node.agent.exit_since = now if node.agent.exit_since is None else node.agent.exit_since
         deadline_ms = node.notice_ms
         if deadline_ms is not None and self._clock.now_ms() < deadline_ms + AFTER_NOTICE_MS:
             return False
-        if now - node.exit_since < EXIT_SECONDS:
+        if now - node.agent.exit_since < EXIT_SECONDS:
             return False
-        text = f": {said['text']}" if said.get("text") else ""
-        self._ending(node, NodeStatus.GONE, f"its agent exited with code {said.get('code')}{text}")
+        text = f": {said.text}" if said.text else ""
+        node.begin_end(EndingRecord(status=NodeStatus.GONE, evidence=f"its agent exited with code {said.code}{text}"))
         return True
 
     def _is_late(self, node: CloudNode) -> bool:
@@ -572,34 +619,34 @@ class SkyProvisioner:
 
         A missing firewall rule is the usual reason, and can be looked up.
         """
-        waited, place = self._monotonic() - node.told_at, node.region
-        if node.told is None or place is None or node.has("ready") or waited < RULES_SECONDS:
+        waited, place = self._monotonic() - node.agent.told_at, node.region
+        if node.agent.told is None or place is None or node.files.has("ready") or waited < RULES_SECONDS:
             return False
         cloud, region = place
         self._chores.every(RULES_SECONDS, f"rules {cloud}/{region}", partial(self._ask_rules, cloud, region))
         if waited < READY_SECONDS:
             return False
         evidence = f"its workers did not call in within {READY_SECONDS:.0f} s"
-        self._ending(node, NodeStatus.GONE, evidence, ask_rules=True)
+        node.begin_end(EndingRecord(status=NodeStatus.GONE, evidence=evidence, ask_rules=True))
         return True
 
     def _doubt(self, node: CloudNode, machine: Machine | None, passed: float) -> None:
         """End a node after long silence. Silence counts only if a fresh inventory shows the VM running."""
-        if self._is_heard(node):
-            node.silent = 0.0
+        if node.agent.is_heard:
+            node.agent.silent = 0.0
             return
-        node.silent += passed
-        patience = FIRST_WORD_SECONDS if node.link is None or node.link.heard_s is None else LOST_SECONDS
-        if not any(self._is_heard(other) for other in self._nodes.values()):
+        node.agent.silent += passed
+        patience = FIRST_WORD_SECONDS if node.agent.link is None or node.agent.link.heard_s is None else LOST_SECONDS
+        if not any(other.agent.is_heard for other in self._nodes.values()):
             patience *= ALL_SILENT
-        if node.silent < patience or machine is None or not self._is_fresh(node):
+        if node.agent.silent < patience or machine is None or not self._is_fresh(node):
             return
-        trouble = node.link.trouble if node.link is not None else ""
-        text = f"it stopped answering: nothing was heard for {node.silent:.0f} s ({trouble}), though {machine.cloud} "
-        self._ending(node, NodeStatus.GONE, f"{text}calls it {machine.state}", ask_rules=True)
-
-    def _is_heard(self, node: CloudNode) -> bool:
-        return node.link is not None and node.link.heard_s is not None and node.link.heard_s <= SILENT_SECONDS
+        trouble = node.agent.link.trouble if node.agent.link is not None else ""
+        evidence = (
+            f"it stopped answering: nothing was heard for {node.agent.silent:.0f} s ({trouble}), though "
+            f"{machine.cloud} calls it {machine.state}"
+        )
+        node.begin_end(EndingRecord(status=NodeStatus.GONE, evidence=evidence, ask_rules=True))
 
     def _is_fresh(self, node: CloudNode) -> bool:
         place = node.region
@@ -612,16 +659,22 @@ class SkyProvisioner:
         """Send the launch to SkyPilot, unless a launch from before a crash exists."""
         if not node.fresh and tries == 1 and self._adopt(node):
             return
-        want = node.want
+        want = node.files.want
         if want is None:
-            self._ending(node, NodeStatus.GONE, "its want.json cannot be read, and SkyPilot does not know its launch")
+            node.begin_end(
+                EndingRecord(
+                    status=NodeStatus.GONE,
+                    evidence="its want.json cannot be read, and SkyPilot does not know its launch",
+                )
+            )
             return
         try:
             place = self._prepare(want.cloud, want.region)
         except CloudRefused as refused:
-            self._ending(node, NodeStatus.DENIED, str(refused))
+            node.begin_end(EndingRecord(status=NodeStatus.DENIED, evidence=str(refused)))
             return
-        spec, now_ms = NodeSpec.model_validate(node.read("spec")), self._clock.now_ms()
+        spec, now_ms = node.files.spec, self._clock.now_ms()
+        assert spec is not None
         node.fresh = False
         launch = Launch(
             name=node.name,
@@ -635,19 +688,19 @@ class SkyProvisioner:
         )
         self._check_lease()
         request = self._sky.start(launch)
-        node.forget("machine")  # from an earlier attempt
-        node.missing = 0
-        node.write("launch", {"request_id": request, "at_ms": now_ms, "tries": tries})
+        node.files.forget("machine")  # from an earlier attempt
+        node.sightings.missing = 0
+        node.files.write(LaunchRecord(request_id=request, at_ms=now_ms, tries=tries))
 
     def _adopt(self, node: CloudNode) -> bool:
         """Adopt a request or cluster left by a launch before a crash. VMs without either are found by the launch."""
         now_ms = self._clock.now_ms()
         request = self._sky.pending(node.name).get(node.name)
         if request is not None:
-            node.write("launch", {"request_id": request, "at_ms": now_ms, "tries": 1})
+            node.files.write(LaunchRecord(request_id=request, at_ms=now_ms, tries=1))
             return True
         if self._sky.clusters(node.name).get(node.name) == "UP":
-            node.write("launch", {"request_id": "", "at_ms": now_ms, "adopted": True})
+            node.files.write(LaunchRecord(request_id="", at_ms=now_ms, adopted=True))
             return True
         for cloud, region in self._all.regions:
             lost = [
@@ -661,63 +714,66 @@ class SkyProvisioner:
 
     def _log_in(self, node: CloudNode) -> None:
         """Record the login, once the VM reports a finished set-up."""
-        if node.login is None:
+        if node.setting_up.login is None:
             self._find_login(node)
-        assert node.login is not None
+        assert node.setting_up.login is not None
         try:
-            found = self._ask_set_up(node.login)
+            found = self._ask_set_up(node.setting_up.login)
         except MachineUnreachable as error:
-            node.words = str(error)
+            node.setting_up.trouble = str(error)
             raise NotYet(str(error)) from None
-        node.words, node.digest = "", found.digest
+        node.setting_up.trouble, node.setting_up.digest = "", found.digest
         if found.digest != self._all.bundle.digest:
             raise NotYet(f"{node.name} is not set up yet")
-        said = {
-            "host": node.login.host,
-            "user": node.login.user,
-            "port": node.login.port,
-            "key": str(node.login.key),
-            "proxy": node.login.proxy,
-            "address": node.private_address,
-            "home": found.home,
-        }
-        node.write("login", said)
-        if (machine := node.machine) is not None:
-            node.write_machine(machine)
+        node.files.write(
+            LoginRecord(
+                host=node.setting_up.login.host,
+                user=node.setting_up.login.user,
+                port=node.setting_up.login.port,
+                key=str(node.setting_up.login.key),
+                proxy=node.setting_up.login.proxy,
+                address=node.setting_up.private_address,
+                home=found.home,
+            )
+        )
+        if (machine := node.files.machine) is not None:
+            node.files.write_machine(machine)
 
     def _find_login(self, node: CloudNode) -> None:
         login = self._sky.login(node.name)
         if login is None:
             raise NotYet(f"SkyPilot has no address of {node.name} yet")
-        key = node.write_key(login.private_key)
-        node.private_address = login.address
+        key = node.files.write_key(login.private_key)
+        node.setting_up.private_address = login.address
         proxy = self._all.named(*node.region).ssh_proxy if node.region is not None else ""
-        node.login = Login(host=login.host, user=login.user, key=key, proxy=proxy)
+        node.setting_up.login = Login(host=login.host, user=login.user, key=key, proxy=proxy)
 
     def _ask_sky_set_up(self, node: CloudNode) -> None:
-        node.set_up = self._sky.set_up(node.name)
+        node.setting_up.outcome = self._sky.set_up(node.name)
 
     def _learn_end(self, node: CloudNode, machine: Machine, patient: bool) -> None:
         """Record the VM's end as the cloud reports. `patient`: SkyPilot may still report a better reason."""
         end = self._clouds[machine.cloud].end_of(machine)
-        if patient and not end.reclaimed and not node.has("login"):
+        if patient and not end.reclaimed and not node.files.has("login"):
             return  # SkyPilot terminates a VM after a failed set-up
         notice_ms = node.notice_ms
-        self._ending(
-            node,
-            NodeStatus.GONE,
-            end.reason or f"{machine.cloud} does not list it any more",
-            ended_ms=min(end.ended_ms or math.inf, self._clock.now_ms()),
-            reclaimed=end.reclaimed,
-            with_notice=notice_ms is not None and not self._was_late(node) if end.reclaimed else None,
+        now_ms = self._clock.now_ms()
+        node.begin_end(
+            EndingRecord(
+                status=NodeStatus.GONE,
+                evidence=end.reason or f"{machine.cloud} does not list it any more",
+                ended_ms=min(end.ended_ms or now_ms, now_ms),
+                reclaimed=end.reclaimed,
+                with_notice=notice_ms is not None and not self._was_late(node) if end.reclaimed else None,
+            )
         )
 
     def _end(self, node: CloudNode) -> None:
         """Terminate the VM and remove its disks through the cloud's own API, whatever SkyPilot's records say."""
         self._check_lease()
-        ending = node.read("ending") or {"status": NodeStatus.GONE, "evidence": self._end_text(node)}
-        if not node.has("ending"):
-            node.write("ending", ending)
+        ending = node.files.read(EndingRecord) or EndingRecord(status=NodeStatus.GONE, evidence=self._end_text(node))
+        if not node.files.has("ending"):
+            node.files.write(ending)
         try:
             self._cancel(node)
         except Failure as failure:  # the VM is terminated anyway, and `_clear` cancels again
@@ -730,8 +786,7 @@ class SkyProvisioner:
         alive = [one for one in self._machines_in(*place) if one.name == node.name]
         alive = [one for one in alive if one.state is not MachineState.GONE]
         if alive:
-            ending = {**ending, **self._last_words(node, ending, alive[0])}
-            node.write("ending", ending)
+            node.files.write(self._last_words(node, ending, alive[0]))
             api.end(alive)
             raise NotYet(f"{', '.join(one.id for one in alive)} is told to end and has not ended yet")
         disks = [one for one in self._things_in(*place) if one.kind == "disk" and one.node == node.name]
@@ -742,11 +797,12 @@ class SkyProvisioner:
 
     def _search(self, node: CloudNode) -> tuple[str, str] | None:
         """Search every region of the run for the VM of a requested node without a recorded region."""
-        if any(node.is_begun(what) for what in ("want", "spec", "launch", "machine")):
+        names: tuple[FileName, ...] = ("want", "spec", "launch", "machine")
+        if any(node.files.is_begun(name) for name in names):
             found = [one for place in self._all.regions for one in self._machines_in(*place)]
             newest = _newest(found, node.name)
             if newest is not None:
-                node.write_machine(newest)
+                node.files.write_machine(newest)
         return node.region
 
     def _end_again(self, machine: Machine) -> None:
@@ -755,21 +811,21 @@ class SkyProvisioner:
         self._clouds[machine.cloud].end([machine])
         self._look_at(machine.cloud, machine.region)
 
-    def _last_words(self, node: CloudNode, ending: Mapping[str, Any], machine: Machine) -> dict[str, Any]:
-        """Return facts to record before the VM is terminated.
+    def _last_words(self, node: CloudNode, ending: EndingRecord, machine: Machine) -> EndingRecord:
+        """Return the record with the facts that are known only before the VM is terminated.
 
         The facts are the end time, and a missing firewall rule if the node was not reachable.
         """
-        words: dict[str, Any] = {}
-        if ending.get("ended_ms") is None:
+        words: dict[str, object] = {}
+        if ending.ended_ms is None:
             words["ended_ms"] = self._clock.now_ms()
-        if not node.has("machine"):
-            node.write_machine(machine)
-        if ending.get("ask_rules"):
+        if not node.files.has("machine"):
+            node.files.write_machine(machine)
+        if ending.ask_rules:
             self._ask_rules(machine.cloud, machine.region)
             missing = self._missing_rules.get((machine.cloud, machine.region))
-            words |= {"ask_rules": False, "evidence": "; ".join(filter(None, [ending["evidence"], missing]))}
-        return words
+            words |= {"ask_rules": False, "evidence": "; ".join(filter(None, [ending.evidence, missing]))}
+        return ending.model_copy(update=words)
 
     def _ask_rules(self, cloud: str, region: str) -> None:
         """Look up which of our firewall rules were removed by hand.
@@ -785,23 +841,23 @@ class SkyProvisioner:
 
     def _clear(self, node: CloudNode) -> None:
         """Remove the node from SkyPilot's records."""
-        if node.is_begun("launch"):
+        if node.files.is_begun("launch"):
             self._cancel(node)
             self._sky.down(node.name)
-        node.write("cleared", {"at_ms": self._clock.now_ms()})
+        node.files.write(ClearedRecord(at_ms=self._clock.now_ms()))
 
     def _cancel(self, node: CloudNode) -> None:
         """Cancel the node's launch, if still pending."""
-        launch = node.read("launch")
-        request = launch.get("request_id") if launch is not None else None
-        if launch is None and node.is_begun("launch"):
+        launch = node.files.read(LaunchRecord)
+        request = launch.request_id if launch is not None else None
+        if launch is None and node.files.is_begun("launch"):
             request = self._sky.pending(node.name).get(node.name)
         if request and self._outcomes.get(request) is None:
             self._sky.cancel(request)
             self._outcomes[request] = Outcome(failed=Failed.CANCELLED)
 
     def _rearm_sky(self, node: CloudNode) -> None:
-        self._sky.rearm(node.name, self._minutes_left(node.deadline_ms))
+        self._sky.rearm(node.name, self._minutes_left(node.agent.deadline_ms))
 
     def _tidy(self, cloud: str, region: str) -> None:
         self._check_lease()
@@ -835,55 +891,46 @@ class SkyProvisioner:
 
     # --- ends -------------------------------------------------------------------------------------
 
-    def _ending(self, node: CloudNode, status: NodeStatus, evidence: str, **how: Any) -> None:
-        log.info("%s: %s: %s", node.name, status, evidence)
-        if not node.has("ending"):
-            node.write("ending", {"status": status, "evidence": evidence, **how})
-
-    def _ended(self, node: CloudNode, ending: Mapping[str, Any]) -> None:
-        machine = node.machine
-        bought = machine is not None
-        node.write(
-            "ended",
-            {
-                "status": ending["status"],
-                "evidence": ending["evidence"],
-                "started_ms": machine.launched_ms if machine is not None else None,
-                "ended_ms": (ending.get("ended_ms") or self._clock.now_ms()) if bought else self._clock.now_ms(),
-                "ready_ms": node.ready_ms,
-                "notice_deadline_ms": node.notice_ms,
-                "reclaimed": bool(ending.get("reclaimed")),
-                "with_notice": ending.get("with_notice"),
-                "zone": machine.zone if machine is not None else None,
-                "instance_type": machine.instance_type if machine is not None else None,
-                "tried": ending.get("tried", []),
-            },
+    def _ended(self, node: CloudNode, ending: EndingRecord) -> None:
+        machine, now_ms = node.files.machine, self._clock.now_ms()
+        node.files.write(
+            EndedRecord(
+                status=ending.status,
+                evidence=ending.evidence,
+                started_ms=machine.launched_ms if machine is not None else None,
+                ended_ms=(ending.ended_ms or now_ms) if machine is not None else now_ms,
+                ready_ms=node.ready_ms,
+                notice_deadline_ms=node.notice_ms,
+                reclaimed=ending.reclaimed,
+                with_notice=ending.with_notice,
+                zone=machine.zone if machine is not None else None,
+                instance_type=machine.instance_type if machine is not None else None,
+                tried=ending.tried,
+            )
         )
 
     def _end_text(self, node: CloudNode) -> str:
-        if node.is_begun("ended") or node.is_begun("ending"):
+        if node.files.is_begun("ended") or node.files.is_begun("ending"):
             return "it was ended; the file that says why cannot be read any more"
-        return "released" if node.is_begun("launch") or node.has("machine") else "released before it was started"
-
-    def _close(self, node: CloudNode) -> None:
-        if node.link is not None:
-            node.link.close()
-            node.link = None
+        return (
+            "released"
+            if node.files.is_begun("launch") or node.files.has("machine")
+            else "released before it was started"
+        )
 
     # --- facts ------------------------------------------------------------------------------------
 
     def _fact(self, node: CloudNode) -> NodeFact | None:
-        if node.over is None and (ended := node.read("ended")) is not None:
-            known = {**ended, "status": NodeStatus(ended["status"]), "tried": tuple(ended["tried"])}
-            node.over, node.over_since = NodeFact(name=node.name, **known), self._monotonic()
+        if node.over is None and (ended := node.files.read(EndedRecord)) is not None:
+            node.over, node.over_since = ended.fact(node.name), self._monotonic()
         if node.over is not None:
             return node.over
-        if not node.has("spec") and not node.is_ending and not self._is_damaged(node):
+        if not node.files.has("spec") and not node.is_ending and not node.is_damaged:
             return None
-        machine = node.machine
-        is_up = node.is_ready and not node.is_begun("ending")
+        machine = node.files.machine
+        is_up = node.is_ready and not node.files.is_begun("ending")
         status, evidence = NodeStatus.UP if is_up else NodeStatus.PENDING, ""
-        if not self._is_heard(node):
+        if not node.agent.is_heard:
             place = node.region
             seen = self._seen.get(place) if place is not None else None
             unknown = (seen.trouble if seen is not None else "") or self._chores.troubles.get(node.name, "")
@@ -891,10 +938,11 @@ class SkyProvisioner:
                 status, evidence = NodeStatus.UNKNOWN, unknown
         if not evidence and not node.is_ready and (place := node.region) is not None:
             evidence = self._missing_rules.get(place, "")
+        ending = node.files.read(EndingRecord)
         return NodeFact(
             name=node.name,
             status=status,
-            evidence=(node.read("ending") or {}).get("evidence", "") or evidence,
+            evidence=(ending.evidence if ending is not None else "") or evidence,
             started_ms=machine.launched_ms if machine is not None else None,
             ready_ms=node.ready_ms if node.is_ready else None,
             notice_deadline_ms=node.notice_ms,
@@ -904,7 +952,7 @@ class SkyProvisioner:
 
     def _was_late(self, node: CloudNode) -> bool:
         """Return True if a stopping VM was the only notice, which came too late to act."""
-        return not node.has("notice")
+        return not node.files.has("notice")
 
     # --- helpers -----------------------------------------------------------------------------------
 
@@ -913,7 +961,7 @@ class SkyProvisioner:
             folder = node_folder(self._all.folder, name)
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             sync_folder(folder.parent)
-            self._nodes[name] = CloudNode(folder=folder)
+            self._nodes[name] = CloudNode(files=NodeFiles(folder))
         return self._nodes[name]
 
     def _used(self) -> set[tuple[str, str]]:
@@ -921,16 +969,11 @@ class SkyProvisioner:
         regions = {place for node in self._nodes.values() if (place := node.region) is not None}
         return regions | {(cloud, self._clouds[cloud].home) for cloud, _ in regions}
 
-    def _launching(self) -> list[CloudNode]:
-        """Return the nodes with a pending launch request."""
-        return [
-            node
-            for node in self._nodes.values()
-            if not node.is_cleared()
-            and (launch := node.read("launch")) is not None
-            and launch.get("request_id")
-            and self._outcomes.get(launch["request_id"]) is None
-        ]
+    def _under_way(self) -> list[str]:
+        """Return the pending launch requests."""
+        launches = [node.files.read(LaunchRecord) for node in self._nodes.values() if not node.is_cleared()]
+        requests = [launch.request_id for launch in launches if launch is not None and launch.request_id]
+        return [request for request in requests if self._outcomes.get(request) is None]
 
     def _minutes_left(self, deadline_ms: int | None) -> int:
         if deadline_ms is None:
@@ -945,5 +988,5 @@ def _newest(machines: Sequence[Machine], name: str) -> Machine | None:
     return max(ours, key=lambda one: (order.index(one.state), one.launched_ms or 0), default=None)
 
 
-def _tried(want: Placement | None) -> list[str]:
-    return [] if want is None else [f"{want.cloud}/{want.region}/{want.zone}"]
+def _tried(want: Placement | None) -> tuple[str, ...]:
+    return () if want is None else (f"{want.cloud}/{want.region}/{want.zone}",)
