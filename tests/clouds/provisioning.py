@@ -31,7 +31,8 @@ from launcher.provision.sky import sky_provisioner
 from launcher.provision.sky.bundle import Bundle, make_bundle
 from launcher.provision.sky.node_link import NodeLink
 from launcher.provision.sky.sky import Sky
-from launcher.provision.sky.sky_provisioner import Purchases, SkyProvisioner
+from launcher.provision.sky.sky_provisioner import SkyProvisioner
+from launcher.provision.sky.surroundings import Purchases
 from tests.fakes.clouds.addresses import CLIENT, PROJECT
 from tests.fakes.clouds.world import World
 
@@ -382,7 +383,7 @@ def never_comes_up(drive: Drive, world: World) -> dict:
     dark = drive.ask("rollout-3")
     drive.until(lambda facts: facts[dark].started_ms is not None, 60)
     unbooted = drive.ended(dark)
-    place = next(iter(drive.provisioner._places.values()))
+    place = next(iter(drive.provisioner._regions.places.values()))
     remove_ssh_rule(drive.cloud, place)
     shut = drive.ended(drive.ask("rollout-4"))
     sky_provisioner.LAUNCH_SECONDS = PATIENCE

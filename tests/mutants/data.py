@@ -11,7 +11,7 @@ from launcher.controller import lease, price_watch, recorder, run_process
 from launcher.ledger import node_history, store
 from launcher.provision.local import local_nodes
 from launcher.provision.local.provisioner import LocalProvisioner
-from launcher.provision.sky import cloud_node, node_files, sky_provisioner
+from launcher.provision.sky import cloud_node, inventory, node_files
 from tests.mutants.faults import Fault
 from tests.mutants.planted_bug import changed, everywhere
 
@@ -65,8 +65,8 @@ FAULTS: dict[str, Fault] = {
             name="a-node-without-a-place-is-not-looked-for",
             forgets="to look for a machine by its label where no file says in which region it is",
             patches=(
-                (sky_provisioner.SkyProvisioner, "_search", lambda self, node: node.region),
-                (sky_provisioner.SkyProvisioner, "_find_machine", lambda self, node: None),
+                (inventory.CloudInventory, "search", lambda self, node: node.region),
+                (inventory.CloudInventory, "find_machine", lambda self, node: None),
             ),
             found_by=f"{CLUSTER}/test_damaged_files.py::"
             "test_a_machine_of_which_no_file_says_where_it_is_is_found_by_its_label",

@@ -19,15 +19,12 @@ damaged by a power cut is read again from the cloud or from SkyPilot. A node wit
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from threading import Lock
 
 from engine.clock import Clock
-from engine.durable import sync_folder
 from engine.node_spec import NodeSpec
 from launcher.clouds.base import (
     NODE_LABEL,
@@ -37,18 +34,16 @@ from launcher.clouds.base import (
     CloudRefused,
     Machine,
     MachineState,
-    Place,
-    Thing,
 )
 from launcher.decide.node_facts import NodeFact, NodeStatus
 from launcher.exit_codes import Failure
-from launcher.job.company import NOTHING_NAMED, Named
 from launcher.placement.placement import Placement
-from launcher.provision.local.provisioner import node_folder, nodes_folder
-from launcher.provision.sky.bundle import REMOTE_BUNDLE, Bundle
+from launcher.provision.local.provisioner import nodes_folder
+from launcher.provision.sky.bundle import REMOTE_BUNDLE
 from launcher.provision.sky.chores import Chores, NotYet
 from launcher.provision.sky.cloud_node import CloudNode, Link
-from launcher.provision.sky.node_files import NodeFiles
+from launcher.provision.sky.inventory import CloudInventory, newest_of
+from launcher.provision.sky.node_book import NodeBook
 from launcher.provision.sky.node_link import Login
 from launcher.provision.sky.outcome import Failed, Outcome
 from launcher.provision.sky.records import (
@@ -56,14 +51,15 @@ from launcher.provision.sky.records import (
     EndedRecord,
     EndingRecord,
     ExitRecord,
-    FileName,
     LaunchRecord,
     LoginRecord,
     ReleaseRecord,
     StoppingRecord,
 )
+from launcher.provision.sky.regions import Regions
 from launcher.provision.sky.set_up import MachineUnreachable, SetUp, ask_set_up
 from launcher.provision.sky.sky import Sky
+from launcher.provision.sky.surroundings import Purchases, Surroundings
 from launcher.provision.sky.task import Launch
 
 log = logging.getLogger(__name__)
@@ -73,9 +69,6 @@ LOOK_SECONDS = 2.0
 
 SWEEP_SECONDS = 60.0
 """Time between two reads of a region where the run may have nodes and should have none."""
-
-FRESH_SECONDS = 10.0
-"""Age up to which an inventory counts as proof."""
 
 LOST_SECONDS = 90.0
 """Silence after which a node is terminated even though the cloud calls the VM running: the node costs money without
@@ -130,40 +123,6 @@ VM."""
 UNLIMITED_MINUTES = 24 * 60
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Purchases:
-    """The common facts of all nodes of a run.
-
-    `owners`: our identity, by cloud. `regions`: where the run may have nodes, (cloud, region). `weights`: location
-    of the model, by cloud (weights.py); empty if the model ships with spotrl. `images`: by cloud, or cloud/region.
-    """
-
-    run: str
-    owners: Mapping[str, str]
-    folder: Path
-    ssh_from: str
-    buckets: Sequence[str]
-    bundle: Bundle
-    regions: Sequence[tuple[str, str]]
-    weights: Mapping[str, str] = field(default_factory=dict)
-    images: Mapping[str, str] = field(default_factory=dict)
-    named: Callable[[str, str], Named] = lambda cloud, region: NOTHING_NAMED
-    """The identity and network named in the job, by cloud and region."""
-
-
-@dataclass(slots=True)
-class _Seen:
-    """The last inventory of a region.
-
-    `at`: time of the last answer; `trouble`: reason for missing answers since then.
-    """
-
-    machines: tuple[Machine, ...] = ()
-    at: float | None = None
-    looks: int = 0
-    trouble: str = ""
-
-
 class SkyProvisioner:
     """Starts and stops nodes on AWS and Google Cloud, without waiting.
 
@@ -187,18 +146,20 @@ class SkyProvisioner:
 
         `check_lease` is called before each purchase and raises LeaseLost after a takeover.
         """
-        self._check_lease = check_lease
-        self._all, self._sky, self._clouds, self._clock = purchases, sky, clouds, clock
-        self._make_link, self._monotonic = link, monotonic
-        self._ask_set_up = ask_set_up
-        self._nodes: dict[str, CloudNode] = {}
+        self._around = Surroundings(
+            purchases=purchases,
+            sky=sky,
+            clouds=clouds,
+            clock=clock,
+            monotonic=monotonic,
+            check_lease=check_lease,
+        )
+        self._make_link, self._ask_set_up = link, ask_set_up
+        self._nodes = NodeBook(purchases.folder)
         self._chores = Chores(pool, monotonic)
-        self._seen: dict[tuple[str, str], _Seen] = {}
+        self._inventory = CloudInventory(self._around)
+        self._regions = Regions(self._around, self._inventory)
         self._outcomes: dict[str, Outcome | None] = {}
-        self._places: dict[tuple[str, str], Place] = {}
-        self._preparing = Lock()
-        self._missing_rules: dict[tuple[str, str], str] = {}
-        self._tidied: set[tuple[str, str]] = set()
         self._last_observed: float | None = None
         self._trainer: str | None = None
         """Private address of the newest trainer, as found by the current pass."""
@@ -211,25 +172,23 @@ class SkyProvisioner:
 
         A repeated name requests no second node. A name that ended stays ended.
         """
-        node = self._node(spec.node)
+        node = self._nodes.open(spec.node)
         if node.files.has("spec"):
             return
-        self._tidied.clear()
+        self._regions.tidied.clear()
         node.fresh = not node.files.has("launch")
         node.files.write_want(want)
         node.files.write_spec(spec)
 
     def observe(self) -> Sequence[NodeFact]:
         """Return the state of every node from current knowledge, and advance each node by one step."""
-        now = self._monotonic()
+        now = self._around.monotonic()
         passed = 0.0 if self._last_observed is None else min(1.0, now - self._last_observed)
         self._last_observed = now
-        for path in nodes_folder(self._all.folder).iterdir():
-            if path.is_dir():
-                self._node(path.name)
+        self._nodes.load()
         self._look()
         self._trainer = self._trainer_address()
-        nodes = sorted(self._nodes.values(), key=lambda node: node.name)
+        nodes = sorted(self._nodes.all(), key=lambda node: node.name)
         for node in nodes:
             if not node.is_cleared():
                 self._advance(node, passed)
@@ -242,10 +201,10 @@ class SkyProvisioner:
         A name without a request is terminated by its label.
         """
         for name in names:
-            node = self._node(name)
+            node = self._nodes.open(name)
             if not node.files.is_begun("release") and not node.files.has("ended"):
-                node.files.write(ReleaseRecord(at_ms=self._clock.now_ms()))
-            self._find_machine(node)
+                node.files.write(ReleaseRecord(at_ms=self._around.clock.now_ms()))
+            self._inventory.find_machine(node)
 
     def rearm(self, name: str, money_deadline_ms: int) -> None:
         """Send the node a new spend deadline. SkyPilot's own timer on the VM follows."""
@@ -254,7 +213,7 @@ class SkyProvisioner:
             return
         node.agent.deadline_ms = money_deadline_ms
         if node.agent.link is not None:
-            node.agent.link.rearm(money_deadline_ms - self._clock.now_ms())
+            node.agent.link.rearm(money_deadline_ms - self._around.clock.now_ms())
 
     def door(self, name: str, port: int) -> tuple[str, int] | None:
         """Return the local end of the tunnel to the node."""
@@ -264,17 +223,17 @@ class SkyProvisioner:
     def tidy(self) -> bool:
         """Remove the groups, networks and identities of the run, once no node is left."""
         self.observe()
-        if any(not node.is_cleared() for node in self._nodes.values()):
+        if self._nodes.with_work():
             return False
-        places = self._used()
-        for cloud, region in places - self._tidied:
-            self._chores.do(f"tidy {cloud}/{region}", partial(self._tidy, cloud, region))
-        return places <= self._tidied
+        places = self._regions.used(self._nodes.regions())
+        for cloud, region in places - self._regions.tidied:
+            self._chores.do(f"tidy {cloud}/{region}", partial(self._regions.tidy, cloud, region))
+        return places <= self._regions.tidied
 
     def close(self) -> None:
         """Drop tasks waiting for a thread of the pool, and close the connections to nodes."""
         self._chores.close()
-        for node in self._nodes.values():
+        for node in self._nodes.all():
             node.agent.close()
 
     def troubles(self) -> Sequence[str]:
@@ -285,52 +244,27 @@ class SkyProvisioner:
 
     def _look(self) -> None:
         """Query the clouds and SkyPilot if due. The answers arrive in a later pass."""
-        nodes = [node for node in self._nodes.values() if not node.is_cleared()]
+        nodes = self._nodes.with_work()
         active = {place for node in nodes if (place := node.region) is not None}
-        for cloud, region in {*active, *self._all.regions}:
+        for cloud, region in {*active, *self._around.purchases.regions}:
             seconds = LOOK_SECONDS if (cloud, region) in active else SWEEP_SECONDS
-            self._chores.every(seconds, f"look {cloud}/{region}", partial(self._look_at, cloud, region))
+            self._chores.every(seconds, f"look {cloud}/{region}", partial(self._inventory.look_at, cloud, region))
         for cloud, region in {place for node in nodes if node.files.has("login") and (place := node.region)}:
-            if (cloud, region) not in self._places:  # a process that continues the run may have another address
-                self._chores.do(f"place {cloud}/{region}", partial(self._prepare, cloud, region))
+            if (cloud, region) not in self._regions.places:  # a process that continues the run may have another address
+                self._chores.do(f"place {cloud}/{region}", partial(self._regions.prepare, cloud, region))
         requests = self._under_way()
         if requests:
             self._chores.every(LOOK_SECONDS, "requests", partial(self._poll, requests))
 
-    def _look_at(self, cloud: str, region: str) -> None:
-        seen = self._seen.setdefault((cloud, region), _Seen())
-        try:
-            machines = tuple(self._machines_in(cloud, region))
-        except Failure as failure:
-            seen.trouble = str(failure)
-            raise
-        seen.machines, seen.at, seen.trouble = machines, self._monotonic(), ""
-        seen.looks += 1
-
-    def _machines_in(self, cloud: str, region: str) -> list[Machine]:
-        """Return the run's VMs.
-
-        Another user's run may have the same name: VMs with another owner's label are left alone.
-        """
-        found = self._clouds[cloud].machines(region, run=self._all.run)
-        return [one for one in found if one.owner in ("", self._all.owners[cloud])]
-
-    def _things_in(self, cloud: str, region: str) -> list[Thing]:
-        found = self._clouds[cloud].things(region, run=self._all.run)
-        return [one for one in found if one.owner in ("", self._all.owners[cloud])]
-
     def _poll(self, requests: Sequence[str]) -> None:
-        known = self._sky.poll(requests)
+        known = self._around.sky.poll(requests)
         forgotten = Outcome(failed=Failed.UNKNOWN, text="SkyPilot's API server does not know its launch any more")
         self._outcomes.update({one: known.get(one, forgotten) for one in requests})
-
-    def _machines(self) -> Iterable[Machine]:
-        return [machine for seen in list(self._seen.values()) for machine in seen.machines]
 
     def _strangers(self) -> list[NodeFact]:
         """Return VMs with the run's label and without a request. Terminate VMs that live on after their end."""
         facts = []
-        for seen in list(self._seen.values()):
+        for seen in self._inventory.all_seen():
             for machine in seen.machines:
                 node = self._nodes.get(machine.name)
                 if machine.state not in (MachineState.PENDING, MachineState.RUNNING):
@@ -394,22 +328,15 @@ class SkyProvisioner:
             node.files.forget("login")
             node.files.forget("launch")  # an old launch would count as late; its cluster is adopted instead
 
-    def _find_machine(self, node: CloudNode) -> None:
-        """Record the VM of a node by its label, if no file says where the node is."""
-        if node.region is None:
-            known = _newest([*self._machines()], node.name)
-            if known is not None:
-                node.files.write_machine(known)
-
     def _cloud_says(self, node: CloudNode) -> Machine | None:
         """Return the node's VM from the inventory. Begin the node's end if the cloud reports an end."""
-        self._find_machine(node)
+        self._inventory.find_machine(node)
         place = node.region
-        seen = self._seen.get(place) if place is not None else None
+        seen = self._inventory.seen_in(place)
         if seen is None or seen.at is None or node.sightings.look == seen.looks:
-            return None if seen is None else _newest(seen.machines, node.name)
+            return None if seen is None else newest_of(seen.machines, node.name)
         node.sightings.look = seen.looks
-        machine, known = _newest(seen.machines, node.name), node.files.machine
+        machine, known = newest_of(seen.machines, node.name), node.files.machine
         if machine is not None and machine.state in (MachineState.PENDING, MachineState.RUNNING):
             node.sightings.missing, node.sightings.stopping_since = 0, None
             if machine != known:
@@ -442,7 +369,7 @@ class SkyProvisioner:
 
         Without our plugin, SkyPilot's API server attaches an identity of its own with all permissions.
         """
-        place = self._places.get((machine.cloud, machine.region))
+        place = self._regions.places.get((machine.cloud, machine.region))
         if place is not None and machine.identity and machine.identity != place.identity:
             evidence = (
                 f"it runs as {machine.identity} and not as {place.identity}: SkyPilot's API server was not started by "
@@ -453,12 +380,12 @@ class SkyProvisioner:
 
     def _is_stopping(self, node: CloudNode, machine: Machine) -> None:
         """Record a notice if none came, and end the node if the VM keeps stopping."""
-        now = self._monotonic()
+        now = self._around.monotonic()
         if node.sightings.stopping_since is None:
             node.sightings.stopping_since = now
         # before the login, SkyPilot itself stops VMs of a failed launch
         if not node.files.has("stopping") and node.files.has("login"):
-            deadline_ms = self._clock.now_ms() + STOPPING_NOTICE_MS
+            deadline_ms = self._around.clock.now_ms() + STOPPING_NOTICE_MS
             node.files.write(StoppingRecord(deadline_ms=deadline_ms, reason=machine.reason))
             if node.agent.link is not None:
                 node.agent.link.notice(deadline_ms)
@@ -473,11 +400,11 @@ class SkyProvisioner:
             extra = [one for one in alive if login.host not in (one.public_address, one.address)]
             if 0 < len(extra) < len(alive):
                 log.warning("%s has %s machines: the extra ones are ended", node.name, len(alive))
-                self._chores.do(f"double {node.name}", partial(self._clouds[extra[0].cloud].end, extra))
+                self._chores.do(f"double {node.name}", partial(self._around.clouds[extra[0].cloud].end, extra))
 
     def _wait_for_launch(self, node: CloudNode, launch: LaunchRecord) -> None:
         outcome = Outcome() if launch.adopted else self._outcomes.get(launch.request_id)
-        waited_ms = self._clock.now_ms() - launch.at_ms
+        waited_ms = self._around.clock.now_ms() - launch.at_ms
         if outcome is None:
             if waited_ms > LAUNCH_SECONDS * 1000:
                 node.begin_end(
@@ -502,11 +429,10 @@ class SkyProvisioner:
         elif (
             outcome.failed is None
             and node.setting_up.outcome is not None
-            and node.setting_up.digest not in ("", self._all.bundle.digest)
+            and node.setting_up.digest not in ("", self._around.purchases.bundle.digest)
         ):
-            evidence = (
-                f"it was set up from bundle {node.setting_up.digest}, and this run's is {self._all.bundle.digest}"
-            )
+            ours = self._around.purchases.bundle.digest
+            evidence = f"it was set up from bundle {node.setting_up.digest}, and this run's is {ours}"
             node.begin_end(EndingRecord(status=NodeStatus.GONE, evidence=evidence))
         elif outcome.failed is None and waited_ms > LAUNCH_SECONDS * 1000:
             evidence = f"it was not set up within {LAUNCH_SECONDS:.0f} s {node.setting_up.trouble}".rstrip()
@@ -572,20 +498,20 @@ class SkyProvisioner:
                     "cloud": place[0],
                     "folder": f"{home}/node",
                     "workdir": f"{home}/work" if spec.workdir else None,
-                    "digest": self._all.bundle.digest,
-                    "weights": self._all.weights.get(place[0], ""),
+                    "digest": self._around.purchases.bundle.digest,
+                    "weights": self._around.purchases.weights.get(place[0], ""),
                     "money_deadline_ms": None,
-                    "money_left_ms": None if deadline_ms is None else max(0, deadline_ms - self._clock.now_ms()),
+                    "money_left_ms": None if deadline_ms is None else max(0, deadline_ms - self._around.clock.now_ms()),
                 }
             ),
-            self._monotonic(),
+            self._around.monotonic(),
         )
         node.agent.link.run(node.agent.told)
 
     def _trainer_address(self) -> str | None:
         """Return the private address of the newest trainer that has not ended."""
         trainers = []
-        for node in self._nodes.values():
+        for node in self._nodes.all():
             if node.is_ending:
                 continue
             role, login = node.files.role, node.files.read(LoginRecord)
@@ -603,10 +529,10 @@ class SkyProvisioner:
         if said is None:
             node.agent.exit_since = None
             return False
-        now = self._monotonic()
+        now = self._around.monotonic()
         node.agent.exit_since = now if node.agent.exit_since is None else node.agent.exit_since
         deadline_ms = node.notice_ms
-        if deadline_ms is not None and self._clock.now_ms() < deadline_ms + AFTER_NOTICE_MS:
+        if deadline_ms is not None and self._around.clock.now_ms() < deadline_ms + AFTER_NOTICE_MS:
             return False
         if now - node.agent.exit_since < EXIT_SECONDS:
             return False
@@ -619,11 +545,11 @@ class SkyProvisioner:
 
         A missing firewall rule is the usual reason, and can be looked up.
         """
-        waited, place = self._monotonic() - node.agent.told_at, node.region
+        waited, place = self._around.monotonic() - node.agent.told_at, node.region
         if node.agent.told is None or place is None or node.files.has("ready") or waited < RULES_SECONDS:
             return False
         cloud, region = place
-        self._chores.every(RULES_SECONDS, f"rules {cloud}/{region}", partial(self._ask_rules, cloud, region))
+        self._chores.every(RULES_SECONDS, f"rules {cloud}/{region}", partial(self._regions.ask_rules, cloud, region))
         if waited < READY_SECONDS:
             return False
         evidence = f"its workers did not call in within {READY_SECONDS:.0f} s"
@@ -637,9 +563,9 @@ class SkyProvisioner:
             return
         node.agent.silent += passed
         patience = FIRST_WORD_SECONDS if node.agent.link is None or node.agent.link.heard_s is None else LOST_SECONDS
-        if not any(other.agent.is_heard for other in self._nodes.values()):
+        if not any(other.agent.is_heard for other in self._nodes.all()):
             patience *= ALL_SILENT
-        if node.agent.silent < patience or machine is None or not self._is_fresh(node):
+        if node.agent.silent < patience or machine is None or not self._inventory.is_fresh(node.region):
             return
         trouble = node.agent.link.trouble if node.agent.link is not None else ""
         evidence = (
@@ -647,11 +573,6 @@ class SkyProvisioner:
             f"{machine.cloud} calls it {machine.state}"
         )
         node.begin_end(EndingRecord(status=NodeStatus.GONE, evidence=evidence, ask_rules=True))
-
-    def _is_fresh(self, node: CloudNode) -> bool:
-        place = node.region
-        seen = self._seen.get(place) if place is not None else None
-        return seen is not None and seen.at is not None and self._monotonic() - seen.at <= FRESH_SECONDS
 
     # --- blocking calls -----------------------------------------------------------------------------
 
@@ -669,47 +590,53 @@ class SkyProvisioner:
             )
             return
         try:
-            place = self._prepare(want.cloud, want.region)
+            place = self._regions.prepare(want.cloud, want.region)
         except CloudRefused as refused:
             node.begin_end(EndingRecord(status=NodeStatus.DENIED, evidence=str(refused)))
             return
-        spec, now_ms = node.files.spec, self._clock.now_ms()
+        spec, now_ms = node.files.spec, self._around.clock.now_ms()
         assert spec is not None
         node.fresh = False
         launch = Launch(
             name=node.name,
             want=want,
             place=place,
-            labels={RUN_LABEL: self._all.run, NODE_LABEL: node.name, OWNER_LABEL: self._all.owners[want.cloud]},
-            setup=self._all.bundle.setup,
-            files={REMOTE_BUNDLE: str(self._all.bundle.folder)},
+            labels={
+                RUN_LABEL: self._around.purchases.run,
+                NODE_LABEL: node.name,
+                OWNER_LABEL: self._around.purchases.owners[want.cloud],
+            },
+            setup=self._around.purchases.bundle.setup,
+            files={REMOTE_BUNDLE: str(self._around.purchases.bundle.folder)},
             autostop_minutes=self._minutes_left(spec.money_deadline_ms),
-            image=self._all.images.get(f"{want.cloud}/{want.region}", self._all.images.get(want.cloud)),
+            image=self._around.purchases.images.get(
+                f"{want.cloud}/{want.region}", self._around.purchases.images.get(want.cloud)
+            ),
         )
-        self._check_lease()
-        request = self._sky.start(launch)
+        self._around.check_lease()
+        request = self._around.sky.start(launch)
         node.files.forget("machine")  # from an earlier attempt
         node.sightings.missing = 0
         node.files.write(LaunchRecord(request_id=request, at_ms=now_ms, tries=tries))
 
     def _adopt(self, node: CloudNode) -> bool:
         """Adopt a request or cluster left by a launch before a crash. VMs without either are found by the launch."""
-        now_ms = self._clock.now_ms()
-        request = self._sky.pending(node.name).get(node.name)
+        now_ms = self._around.clock.now_ms()
+        request = self._around.sky.pending(node.name).get(node.name)
         if request is not None:
             node.files.write(LaunchRecord(request_id=request, at_ms=now_ms, tries=1))
             return True
-        if self._sky.clusters(node.name).get(node.name) == "UP":
+        if self._around.sky.clusters(node.name).get(node.name) == "UP":
             node.files.write(LaunchRecord(request_id="", at_ms=now_ms, adopted=True))
             return True
-        for cloud, region in self._all.regions:
+        for cloud, region in self._around.purchases.regions:
             lost = [
                 one
-                for one in self._machines_in(cloud, region)
+                for one in self._inventory.machines_in(cloud, region)
                 if one.name == node.name and one.state is not MachineState.GONE
             ]
             if lost and (cloud, region) != node.region:
-                self._clouds[cloud].end(lost)
+                self._around.clouds[cloud].end(lost)
         return False
 
     def _log_in(self, node: CloudNode) -> None:
@@ -723,7 +650,7 @@ class SkyProvisioner:
             node.setting_up.trouble = str(error)
             raise NotYet(str(error)) from None
         node.setting_up.trouble, node.setting_up.digest = "", found.digest
-        if found.digest != self._all.bundle.digest:
+        if found.digest != self._around.purchases.bundle.digest:
             raise NotYet(f"{node.name} is not set up yet")
         node.files.write(
             LoginRecord(
@@ -740,24 +667,24 @@ class SkyProvisioner:
             node.files.write_machine(machine)
 
     def _find_login(self, node: CloudNode) -> None:
-        login = self._sky.login(node.name)
+        login = self._around.sky.login(node.name)
         if login is None:
             raise NotYet(f"SkyPilot has no address of {node.name} yet")
         key = node.files.write_key(login.private_key)
         node.setting_up.private_address = login.address
-        proxy = self._all.named(*node.region).ssh_proxy if node.region is not None else ""
+        proxy = self._around.purchases.named(*node.region).ssh_proxy if node.region is not None else ""
         node.setting_up.login = Login(host=login.host, user=login.user, key=key, proxy=proxy)
 
     def _ask_sky_set_up(self, node: CloudNode) -> None:
-        node.setting_up.outcome = self._sky.set_up(node.name)
+        node.setting_up.outcome = self._around.sky.set_up(node.name)
 
     def _learn_end(self, node: CloudNode, machine: Machine, patient: bool) -> None:
         """Record the VM's end as the cloud reports. `patient`: SkyPilot may still report a better reason."""
-        end = self._clouds[machine.cloud].end_of(machine)
+        end = self._around.clouds[machine.cloud].end_of(machine)
         if patient and not end.reclaimed and not node.files.has("login"):
             return  # SkyPilot terminates a VM after a failed set-up
         notice_ms = node.notice_ms
-        now_ms = self._clock.now_ms()
+        now_ms = self._around.clock.now_ms()
         node.begin_end(
             EndingRecord(
                 status=NodeStatus.GONE,
@@ -770,7 +697,7 @@ class SkyProvisioner:
 
     def _end(self, node: CloudNode) -> None:
         """Terminate the VM and remove its disks through the cloud's own API, whatever SkyPilot's records say."""
-        self._check_lease()
+        self._around.check_lease()
         ending = node.files.read(EndingRecord) or EndingRecord(status=NodeStatus.GONE, evidence=self._end_text(node))
         if not node.files.has("ending"):
             node.files.write(ending)
@@ -778,38 +705,28 @@ class SkyProvisioner:
             self._cancel(node)
         except Failure as failure:  # the VM is terminated anyway, and `_clear` cancels again
             log.warning("%s: its launch could not be cancelled: %s", node.name, failure)
-        place = node.region or self._search(node)
+        place = node.region or self._inventory.search(node)
         if place is None:
             self._ended(node, ending)
             return
-        api = self._clouds[place[0]]
-        alive = [one for one in self._machines_in(*place) if one.name == node.name]
+        api = self._around.clouds[place[0]]
+        alive = [one for one in self._inventory.machines_in(*place) if one.name == node.name]
         alive = [one for one in alive if one.state is not MachineState.GONE]
         if alive:
             node.files.write(self._last_words(node, ending, alive[0]))
             api.end(alive)
             raise NotYet(f"{', '.join(one.id for one in alive)} is told to end and has not ended yet")
-        disks = [one for one in self._things_in(*place) if one.kind == "disk" and one.node == node.name]
+        disks = [one for one in self._inventory.things_in(*place) if one.kind == "disk" and one.node == node.name]
         left = api.remove(disks) if disks else []
         if left:
             raise NotYet(f"disk {', '.join(one.id for one in left)} cannot go yet")
         self._ended(node, ending)
 
-    def _search(self, node: CloudNode) -> tuple[str, str] | None:
-        """Search every region of the run for the VM of a requested node without a recorded region."""
-        names: tuple[FileName, ...] = ("want", "spec", "launch", "machine")
-        if any(node.files.is_begun(name) for name in names):
-            found = [one for place in self._all.regions for one in self._machines_in(*place)]
-            newest = _newest(found, node.name)
-            if newest is not None:
-                node.files.write_machine(newest)
-        return node.region
-
     def _end_again(self, machine: Machine) -> None:
-        self._check_lease()
+        self._around.check_lease()
         log.warning("%s lives on after its end (%s): ended again", machine.name, machine.id)
-        self._clouds[machine.cloud].end([machine])
-        self._look_at(machine.cloud, machine.region)
+        self._around.clouds[machine.cloud].end([machine])
+        self._inventory.look_at(machine.cloud, machine.region)
 
     def _last_words(self, node: CloudNode, ending: EndingRecord, machine: Machine) -> EndingRecord:
         """Return the record with the facts that are known only before the VM is terminated.
@@ -818,81 +735,39 @@ class SkyProvisioner:
         """
         words: dict[str, object] = {}
         if ending.ended_ms is None:
-            words["ended_ms"] = self._clock.now_ms()
+            words["ended_ms"] = self._around.clock.now_ms()
         if not node.files.has("machine"):
             node.files.write_machine(machine)
         if ending.ask_rules:
-            self._ask_rules(machine.cloud, machine.region)
-            missing = self._missing_rules.get((machine.cloud, machine.region))
+            self._regions.ask_rules(machine.cloud, machine.region)
+            missing = self._regions.missing_rules.get((machine.cloud, machine.region))
             words |= {"ask_rules": False, "evidence": "; ".join(filter(None, [ending.evidence, missing]))}
         return ending.model_copy(update=words)
-
-    def _ask_rules(self, cloud: str, region: str) -> None:
-        """Look up which of our firewall rules were removed by hand.
-
-        The next `_prepare` of the region creates them again.
-        """
-        place = self._places.get((cloud, region))
-        if place is not None:
-            self._missing_rules[cloud, region] = missing = "; ".join(self._clouds[cloud].open_rules(place))
-            if missing:
-                log.warning("%s/%s: %s", cloud, region, missing)
-                self._places.pop((cloud, region), None)
 
     def _clear(self, node: CloudNode) -> None:
         """Remove the node from SkyPilot's records."""
         if node.files.is_begun("launch"):
             self._cancel(node)
-            self._sky.down(node.name)
-        node.files.write(ClearedRecord(at_ms=self._clock.now_ms()))
+            self._around.sky.down(node.name)
+        node.files.write(ClearedRecord(at_ms=self._around.clock.now_ms()))
 
     def _cancel(self, node: CloudNode) -> None:
         """Cancel the node's launch, if still pending."""
         launch = node.files.read(LaunchRecord)
         request = launch.request_id if launch is not None else None
         if launch is None and node.files.is_begun("launch"):
-            request = self._sky.pending(node.name).get(node.name)
+            request = self._around.sky.pending(node.name).get(node.name)
         if request and self._outcomes.get(request) is None:
-            self._sky.cancel(request)
+            self._around.sky.cancel(request)
             self._outcomes[request] = Outcome(failed=Failed.CANCELLED)
 
     def _rearm_sky(self, node: CloudNode) -> None:
-        self._sky.rearm(node.name, self._minutes_left(node.agent.deadline_ms))
-
-    def _tidy(self, cloud: str, region: str) -> None:
-        self._check_lease()
-        api = self._clouds[cloud]
-        alive = [one for one in self._machines_in(cloud, region) if one.state is not MachineState.GONE]
-        if alive:
-            api.end(alive)
-            raise NotYet(f"{', '.join(one.id for one in alive)} is told to end and has not ended yet")
-        things = self._things_in(cloud, region)
-        left = api.remove(things) if things else []
-        if left:
-            raise NotYet(f"{', '.join(f'{one.kind} {one.id}' for one in left)} cannot go yet")
-        self._places.pop((cloud, region), None)
-        self._missing_rules.pop((cloud, region), None)
-        self._tidied.add((cloud, region))
-
-    def _prepare(self, cloud: str, region: str) -> Place:
-        """Create the group, network and identity of a region, once and in one thread."""
-        with self._preparing:
-            if (cloud, region) not in self._places:
-                self._places[cloud, region] = self._clouds[cloud].prepare(
-                    region,
-                    run=self._all.run,
-                    owner=self._all.owners[cloud],
-                    ssh_from=self._all.ssh_from,
-                    buckets=self._all.buckets,
-                    models=[*self._all.weights.values()],
-                    named=self._all.named(cloud, region),
-                )
-            return self._places[cloud, region]
+        self._around.sky.rearm(node.name, self._minutes_left(node.agent.deadline_ms))
 
     # --- ends -------------------------------------------------------------------------------------
 
     def _ended(self, node: CloudNode, ending: EndingRecord) -> None:
-        machine, now_ms = node.files.machine, self._clock.now_ms()
+        machine, now_ms = node.files.machine, self._around.clock.now_ms()
         node.files.write(
             EndedRecord(
                 status=ending.status,
@@ -922,7 +797,7 @@ class SkyProvisioner:
 
     def _fact(self, node: CloudNode) -> NodeFact | None:
         if node.over is None and (ended := node.files.read(EndedRecord)) is not None:
-            node.over, node.over_since = ended.fact(node.name), self._monotonic()
+            node.over, node.over_since = ended.fact(node.name), self._around.monotonic()
         if node.over is not None:
             return node.over
         if not node.files.has("spec") and not node.is_ending and not node.is_damaged:
@@ -932,12 +807,12 @@ class SkyProvisioner:
         status, evidence = NodeStatus.UP if is_up else NodeStatus.PENDING, ""
         if not node.agent.is_heard:
             place = node.region
-            seen = self._seen.get(place) if place is not None else None
+            seen = self._inventory.seen_in(place)
             unknown = (seen.trouble if seen is not None else "") or self._chores.troubles.get(node.name, "")
             if unknown:
                 status, evidence = NodeStatus.UNKNOWN, unknown
         if not evidence and not node.is_ready and (place := node.region) is not None:
-            evidence = self._missing_rules.get(place, "")
+            evidence = self._regions.missing_rules.get(place, "")
         ending = node.files.read(EndingRecord)
         return NodeFact(
             name=node.name,
@@ -956,36 +831,16 @@ class SkyProvisioner:
 
     # --- helpers -----------------------------------------------------------------------------------
 
-    def _node(self, name: str) -> CloudNode:
-        if name not in self._nodes:
-            folder = node_folder(self._all.folder, name)
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            sync_folder(folder.parent)
-            self._nodes[name] = CloudNode(files=NodeFiles(folder))
-        return self._nodes[name]
-
-    def _used(self) -> set[tuple[str, str]]:
-        """Return every region that had a node, and each cloud's `home` region for global resources."""
-        regions = {place for node in self._nodes.values() if (place := node.region) is not None}
-        return regions | {(cloud, self._clouds[cloud].home) for cloud, _ in regions}
-
     def _under_way(self) -> list[str]:
         """Return the pending launch requests."""
-        launches = [node.files.read(LaunchRecord) for node in self._nodes.values() if not node.is_cleared()]
+        launches = [node.files.read(LaunchRecord) for node in self._nodes.with_work()]
         requests = [launch.request_id for launch in launches if launch is not None and launch.request_id]
         return [request for request in requests if self._outcomes.get(request) is None]
 
     def _minutes_left(self, deadline_ms: int | None) -> int:
         if deadline_ms is None:
             return UNLIMITED_MINUTES
-        return math.ceil(max(0, deadline_ms - self._clock.now_ms()) / 60_000) + AUTOSTOP_MARGIN_MINUTES
-
-
-def _newest(machines: Sequence[Machine], name: str) -> Machine | None:
-    """Return a node's VM; a live VM comes before an ended VM."""
-    order = (MachineState.GONE, MachineState.STOPPING, MachineState.PENDING, MachineState.RUNNING)
-    ours = [machine for machine in machines if machine.name == name]
-    return max(ours, key=lambda one: (order.index(one.state), one.launched_ms or 0), default=None)
+        return math.ceil(max(0, deadline_ms - self._around.clock.now_ms()) / 60_000) + AUTOSTOP_MARGIN_MINUTES
 
 
 def _tried(want: Placement | None) -> tuple[str, ...]:

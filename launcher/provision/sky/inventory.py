@@ -1,0 +1,98 @@
+"""The VMs of a run as the clouds report them, region by region."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from launcher.clouds.base import Machine, MachineState, Thing
+from launcher.exit_codes import Failure
+from launcher.provision.sky.cloud_node import CloudNode
+from launcher.provision.sky.surroundings import Surroundings
+
+FRESH_SECONDS = 10.0
+"""Age up to which an inventory counts as proof."""
+
+
+@dataclass(slots=True)
+class RegionSeen:
+    """The last inventory of a region.
+
+    `at`: time of the last answer; `trouble`: reason for missing answers since then.
+    """
+
+    machines: tuple[Machine, ...] = ()
+    at: float | None = None
+    looks: int = 0
+    trouble: str = ""
+
+
+@dataclass(slots=True)
+class CloudInventory:
+    """The last inventory of each region, and calls for a new one.
+
+    `look_at`, `search`, `machines_in` and `things_in` block and run in the pool. The other methods answer from memory.
+    """
+
+    around: Surroundings
+    _seen: dict[tuple[str, str], RegionSeen] = field(default_factory=dict)
+
+    def look_at(self, cloud: str, region: str) -> None:
+        """Read the inventory of the region."""
+        seen = self._seen.setdefault((cloud, region), RegionSeen())
+        try:
+            machines = tuple(self.machines_in(cloud, region))
+        except Failure as failure:
+            seen.trouble = str(failure)
+            raise
+        seen.machines, seen.at, seen.trouble = machines, self.around.monotonic(), ""
+        seen.looks += 1
+
+    def machines_in(self, cloud: str, region: str) -> list[Machine]:
+        """Return the run's VMs.
+
+        Another user's run may have the same name: VMs with another owner's label are left alone.
+        """
+        found = self.around.clouds[cloud].machines(region, run=self.around.purchases.run)
+        return [one for one in found if one.owner in ("", self.around.purchases.owners[cloud])]
+
+    def things_in(self, cloud: str, region: str) -> list[Thing]:
+        """Return the run's other resources."""
+        found = self.around.clouds[cloud].things(region, run=self.around.purchases.run)
+        return [one for one in found if one.owner in ("", self.around.purchases.owners[cloud])]
+
+    def search(self, node: CloudNode) -> tuple[str, str] | None:
+        """Search every region of the run for the VM of a requested node without a recorded region."""
+        files = node.files
+        if any((files.is_begun("want"), files.is_begun("spec"), files.is_begun("launch"), files.is_begun("machine"))):
+            found = [one for place in self.around.purchases.regions for one in self.machines_in(*place)]
+            newest = newest_of(found, node.name)
+            if newest is not None:
+                node.files.write_machine(newest)
+        return node.region
+
+    # --- from memory ------------------------------------------------------------------------------
+
+    def all_seen(self) -> Sequence[RegionSeen]:
+        return list(self._seen.values())
+
+    def seen_in(self, place: tuple[str, str] | None) -> RegionSeen | None:
+        """Return the last inventory of the region. None: the region is not known, or was not read yet."""
+        return self._seen.get(place) if place is not None else None
+
+    def is_fresh(self, place: tuple[str, str] | None) -> bool:
+        """Return whether the last inventory of the region is recent enough to count as proof."""
+        seen = self.seen_in(place)
+        return seen is not None and seen.at is not None and self.around.monotonic() - seen.at <= FRESH_SECONDS
+
+    def find_machine(self, node: CloudNode) -> None:
+        """Record the VM of a node by its label, if no file says where the node is."""
+        if node.region is None:
+            known = newest_of([machine for seen in self.all_seen() for machine in seen.machines], node.name)
+            if known is not None:
+                node.files.write_machine(known)
+
+
+def newest_of(machines: Sequence[Machine], name: str) -> Machine | None:
+    """Return a node's VM; a live VM comes before an ended VM."""
+    order = (MachineState.GONE, MachineState.STOPPING, MachineState.PENDING, MachineState.RUNNING)
+    ours = [machine for machine in machines if machine.name == name]
+    return max(ours, key=lambda one: (order.index(one.state), one.launched_ms or 0), default=None)
