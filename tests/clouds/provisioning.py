@@ -27,7 +27,7 @@ from launcher.clouds.gce_services import COMPUTE, IAM
 from launcher.decide.node_facts import NodeFact, NodeStatus
 from launcher.job.company import NOTHING_NAMED, Named
 from launcher.placement.placement import Placement
-from launcher.provision.sky import sky_provisioner
+from launcher.provision.sky import bring_up
 from launcher.provision.sky.bundle import Bundle, make_bundle
 from launcher.provision.sky.node_link import NodeLink
 from launcher.provision.sky.sky import Sky
@@ -45,7 +45,7 @@ SPOT_QUOTAS = {"aws": ("aws", "L-34B43A08"), "gcp": ("gcp/us-central1", "PREEMPT
 PASS_SECONDS = 0.25
 UP_SECONDS = 1000.0
 """For a node to be at work: two to five minutes on a machine with nothing else to do."""
-PATIENCE = sky_provisioner.LAUNCH_SECONDS
+PATIENCE = bring_up.LAUNCH_SECONDS
 
 
 class DiesBefore(Sky):
@@ -378,7 +378,7 @@ BASTIONS = {"aws": bastion_on_aws, "gcp": bastion_on_google}
 
 def never_comes_up(drive: Drive, world: World) -> dict:
     """A machine that does not boot, then one behind a rule that somebody removed. How long is waited is made short."""
-    sky_provisioner.LAUNCH_SECONDS = 45.0
+    bring_up.LAUNCH_SECONDS = 45.0
     world.fault("no_boot", drive.cloud, times=1)
     dark = drive.ask("rollout-3")
     drive.until(lambda facts: facts[dark].started_ms is not None, 60)
@@ -386,7 +386,7 @@ def never_comes_up(drive: Drive, world: World) -> dict:
     place = next(iter(drive.provisioner._regions.places.values()))
     remove_ssh_rule(drive.cloud, place)
     shut = drive.ended(drive.ask("rollout-4"))
-    sky_provisioner.LAUNCH_SECONDS = PATIENCE
+    bring_up.LAUNCH_SECONDS = PATIENCE
     return {"unbooted": told(unbooted), "shut": told(shut)}
 
 

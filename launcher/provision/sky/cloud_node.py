@@ -68,7 +68,7 @@ class Sightings:
 
 
 @dataclass(slots=True)
-class AgentTalk:
+class AgentContact:
     """The connection to a node's agent, and the orders and the silence on the connection."""
 
     link: Link | None = None
@@ -100,7 +100,7 @@ class CloudNode:
     """True if requested in this process and not yet sent to SkyPilot: no launch can exist."""
     setting_up: SettingUp = field(default_factory=SettingUp)
     sightings: Sightings = field(default_factory=Sightings)
-    agent: AgentTalk = field(default_factory=AgentTalk)
+    agent: AgentContact = field(default_factory=AgentContact)
     over: NodeFact | None = None
     """The content of `ended.json`."""
     over_since: float = 0.0

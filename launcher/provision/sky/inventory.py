@@ -8,6 +8,9 @@ from launcher.exit_codes import Failure
 from launcher.provision.sky.cloud_node import CloudNode
 from launcher.provision.sky.surroundings import Surroundings
 
+LOOK_SECONDS = 2.0
+"""Time between two reads of SkyPilot's requests and of the inventory of a region with nodes."""
+
 FRESH_SECONDS = 10.0
 """Age up to which an inventory counts as proof."""
 
