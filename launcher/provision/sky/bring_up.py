@@ -38,8 +38,10 @@ class BringUp:
     launches: Launches
     ask_set_up: Callable[[Login], SetUp]
 
-    def wait(self, node: CloudNode, launch: LaunchRecord) -> None:
+    def wait(self, node: CloudNode) -> None:
         """Log in once the launch is done. End the node, or launch again, after a failure or a long wait."""
+        launch = node.files.read(LaunchRecord)
+        assert launch is not None
         outcome, bundle = self.launches.outcome(launch), self.around.purchases.bundle
         set_up, digest = node.setting_up.outcome, node.setting_up.digest
         waited_ms = self.around.clock.now_ms() - launch.at_ms

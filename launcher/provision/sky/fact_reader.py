@@ -6,6 +6,7 @@ from launcher.decide.node_facts import NodeFact, NodeStatus
 from launcher.provision.sky.chores import Chores
 from launcher.provision.sky.cloud_node import CloudNode
 from launcher.provision.sky.inventory import CloudInventory
+from launcher.provision.sky.phase import Phase, phase_of
 from launcher.provision.sky.records import EndedRecord, EndingRecord
 from launcher.provision.sky.regions import Regions
 from launcher.provision.sky.surroundings import Surroundings
@@ -26,7 +27,7 @@ class FactReader:
             node.over, node.over_since = ended.fact(node.name), self.around.monotonic()
         if node.over is not None:
             return node.over
-        if not node.files.has("spec") and not node.is_ending and not node.is_damaged:
+        if phase_of(node) is Phase.UNFINISHED:
             return None
         machine = node.files.machine
         is_up = node.is_ready and not node.files.is_begun("ending")

@@ -4,7 +4,7 @@ RUN/nodes/NAME/  want.json (Placement)  spec.json (NodeSpec)  launch.json  machi
                  stopping.json  release.json  ending.json  ended.json  cleared.json
                  and beside these the mirror of the node's own files (node_link.py)
 
-requested -> launch sent to SkyPilot -> VM up and set up -> agent started -> ready -> ending -> ended -> cleared
+Each node goes through the phases of phase.py. lifecycle.py takes the next step, one class for each phase.
 
 `SkyProvisioner` keeps no state except these files, so any process may continue the work. Each `observe` advances every
 node by one step. Blocking calls run in a pool, one at a time for each node and each region. Promises:
@@ -26,19 +26,20 @@ from pathlib import Path
 from engine.clock import Clock
 from engine.node_spec import NodeSpec
 from launcher.clouds.base import CloudApi
-from launcher.decide.node_facts import NodeFact, NodeStatus
+from launcher.decide.node_facts import NodeFact
 from launcher.placement.placement import Placement
 from launcher.provision.local.provisioner import nodes_folder
 from launcher.provision.sky.bring_up import BringUp
 from launcher.provision.sky.chores import Chores
-from launcher.provision.sky.cloud_node import CloudNode, Link
+from launcher.provision.sky.cloud_node import Link
 from launcher.provision.sky.cloud_reports import CloudReports
 from launcher.provision.sky.fact_reader import FactReader
 from launcher.provision.sky.inventory import LOOK_SECONDS, CloudInventory
 from launcher.provision.sky.launches import Launches
+from launcher.provision.sky.lifecycle import Lifecycle
 from launcher.provision.sky.node_book import NodeBook
 from launcher.provision.sky.node_link import Login
-from launcher.provision.sky.records import EndingRecord, LaunchRecord, ReleaseRecord
+from launcher.provision.sky.records import ReleaseRecord
 from launcher.provision.sky.regions import Regions
 from launcher.provision.sky.set_up import SetUp, ask_set_up
 from launcher.provision.sky.sky import Sky
@@ -84,10 +85,15 @@ class SkyProvisioner:
         self._inventory = inventory = CloudInventory(around)
         self._regions = regions = Regions(around, inventory)
         self._launches = Launches(around, nodes, inventory, regions)
-        self._bring_up = BringUp(around, chores, self._launches, ask_set_up)
-        self._reports = CloudReports(around, chores, inventory, regions)
         self._watch = AgentWatch(around, chores, nodes, inventory, regions, link)
-        self._terminator = Terminator(around, inventory, regions, self._launches)
+        self._lifecycle = Lifecycle(
+            chores=chores,
+            launches=self._launches,
+            bring_up=BringUp(around, chores, self._launches, ask_set_up),
+            reports=CloudReports(around, chores, inventory, regions),
+            watch=self._watch,
+            terminator=Terminator(around, inventory, regions, self._launches),
+        )
         self._strangers = Strangers(around, chores, nodes, inventory)
         self._facts = FactReader(around, chores, inventory, regions)
         self._last_observed: float | None = None
@@ -118,8 +124,7 @@ class SkyProvisioner:
         this_pass = Pass(seconds=passed, trainer=self._watch.trainer_address())
         nodes = sorted(self._nodes.all(), key=lambda node: node.name)
         for node in nodes:
-            if not node.is_cleared():
-                self._advance(node, this_pass)
+            self._lifecycle.advance(node, this_pass)
         facts = [fact for node in nodes if (fact := self._facts.fact_of(node)) is not None]
         return facts + self._strangers.report()
 
@@ -168,7 +173,7 @@ class SkyProvisioner:
         """Return the current errors in words: clouds that do not answer, resources that cannot be removed."""
         return [f"{what}: {text}" for what, text in sorted(self._chores.troubles.items())]
 
-    # --- reading ----------------------------------------------------------------------------------
+    # --- one pass ----------------------------------------------------------------------------------
 
     def _look(self) -> None:
         """Query the clouds and SkyPilot if due. The answers arrive in a later pass."""
@@ -183,55 +188,3 @@ class SkyProvisioner:
         requests = self._launches.under_way()
         if requests:
             self._chores.every(LOOK_SECONDS, "requests", partial(self._launches.poll, requests))
-
-    # --- advancing nodes ---------------------------------------------------------------------------
-
-    def _advance(self, node: CloudNode, this_pass: Pass) -> None:
-        if self._chores.is_busy(node.name):
-            return  # a pool task is writing the node's files
-        if node.files.has("ended"):
-            node.agent.close()
-            self._chores.do(node.name, partial(self._terminator.clear, node))
-            return
-        if node.is_ending:
-            node.agent.close()
-            self._chores.do(node.name, partial(self._terminator.end, node))
-            return
-        if not node.files.has("spec") and not node.is_damaged:
-            return  # an interrupted intent: a repeated request completes the files
-        machine = self._reports.evaluate(node)
-        if node.is_ending or self._chores.is_busy(node.name):
-            return
-        self._mend(node)
-        if node.is_ending:
-            return
-        launch = node.files.read(LaunchRecord)
-        if launch is None:
-            self._chores.do(node.name, partial(self._launches.launch, node))
-        elif not node.files.has("login"):
-            self._bring_up.wait(node, launch)
-        else:
-            self._watch.keep(node, machine, this_pass)
-
-    def _mend(self, node: CloudNode) -> None:
-        """Recover the content of a damaged file, or end the node if no other source knows the content."""
-        if node.is_damaged:
-            node.begin_end(
-                EndingRecord(
-                    status=NodeStatus.GONE,
-                    evidence="its spec.json cannot be read: a power cut of the launcher's machine?",
-                )
-            )
-        elif not node.files.has("want") and not node.files.has("launch"):
-            node.begin_end(
-                EndingRecord(
-                    status=NodeStatus.GONE,
-                    evidence="its want.json cannot be read: a power cut of the launcher's machine?",
-                )
-            )
-        elif node.files.is_begun("login") and not node.can_log_in:
-            log.warning("%s: its login cannot be read any more; SkyPilot is asked again", node.name)
-            node.agent.close()
-            node.setting_up.login = None
-            node.files.forget("login")
-            node.files.forget("launch")  # an old launch would count as late; its cluster is adopted instead
