@@ -4,9 +4,9 @@ Names and keys stay: an upgraded controller goes on with nodes that are running.
 written, and an unknown key is ignored. Optional keys have defaults, because some steps do not give them.
 """
 
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 from launcher.decide.node_facts import NodeFact, NodeStatus
 
@@ -147,6 +147,9 @@ class RegionView(NodeView):
 
 # --- the agent's files ----------------------------------------------------------------------------
 
+Milliseconds = Annotated[int, BeforeValidator(int)]
+"""Also of a number with a fraction, or of digits in a text."""
+
 
 class AgentRecord(NodeRecord):
     """The agent that runs on the node."""
@@ -161,7 +164,7 @@ class ReadyRecord(NodeRecord):
 
     FILE = "ready"
 
-    at_ms: int | None = None
+    at_ms: Milliseconds | None = None
     pid: object = None
 
 
@@ -170,7 +173,7 @@ class NoticeRecord(NodeRecord):
 
     FILE = "notice"
 
-    deadline_ms: int | None = None
+    deadline_ms: Milliseconds | None = None
 
 
 class ExitRecord(NodeRecord):

@@ -4,10 +4,14 @@ RUN/nodes/NAME/  want.json (Placement)  spec.json (NodeSpec)  launch.json  machi
                  stopping.json  release.json  ending.json  ended.json  cleared.json
                  and beside these the mirror of the node's own files (node_link.py)
 
-Each node goes through the phases of phase.py. lifecycle.py takes the next step, one class for each phase.
+phase.py        the phases of a node       lifecycle.py       the next step in each phase
+launches.py     requested                  cloud_reports.py   the cloud's word about the VM, before every step
+bring_up.py     launched                   inventory.py       the VMs of each region    strangers.py  VMs without a node
+watch.py        set up                     regions.py         group, network, identity of each region
+terminate.py    ending, ended              fact_reader.py     the node's state for the controller
 
-`SkyProvisioner` keeps no state except these files, so any process may continue the work. Each `observe` advances every
-node by one step. Blocking calls run in a pool, one at a time for each node and each region. Promises:
+The files of the nodes are the only state, so any process may continue the work. Each `observe` advances every node by
+one step. Blocking calls run in a pool, one at a time for each node and each region. Promises:
 
 A node is lost when the cloud reports the VM gone, or when the node stops answering although a fresh API call shows the
 VM running. An API that does not answer proves nothing. A released name is never launched again. `ended.json` says that
