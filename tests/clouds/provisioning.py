@@ -383,7 +383,7 @@ def never_comes_up(drive: Drive, world: World) -> dict:
     dark = drive.ask("rollout-3")
     drive.until(lambda facts: facts[dark].started_ms is not None, 60)
     unbooted = drive.ended(dark)
-    place = next(iter(drive.provisioner._regions.places.values()))
+    place = next(iter(drive.provisioner._regions.prepared.values()))
     remove_ssh_rule(drive.cloud, place)
     shut = drive.ended(drive.ask("rollout-4"))
     bring_up.LAUNCH_SECONDS = PATIENCE

@@ -72,15 +72,15 @@ class AgentContact:
     """The connection to a node's agent, and the orders and the silence on the connection."""
 
     link: Link | None = None
-    told: NodeSpec | None = None
-    told_at: float = 0.0
+    last_sent: NodeSpec | None = None
+    sent_at: float = 0.0
     deadline_ms: int | None = None
     """The newest spend deadline; None: that of the start instructions."""
     silent: float = 0.0
     exit_since: float | None = None
 
     @property
-    def is_heard(self) -> bool:
+    def is_answering(self) -> bool:
         """Return whether the node has answered lately."""
         return self.link is not None and self.link.heard_s is not None and self.link.heard_s <= SILENT_SECONDS
 

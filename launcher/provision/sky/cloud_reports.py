@@ -42,17 +42,17 @@ class CloudReports:
         """Return the node's VM from the inventory. Begin the node's end if the cloud reports an end."""
         self.inventory.find_machine(node)
         place = node.region
-        seen = self.inventory.seen_in(place)
-        if seen is None or seen.at is None or node.sightings.look == seen.looks:
-            return None if seen is None else newest_of(seen.machines, node.name)
-        node.sightings.look = seen.looks
-        machine, known = newest_of(seen.machines, node.name), node.files.machine
+        observed = self.inventory.last_in(place)
+        if observed is None or observed.at is None or node.sightings.look == observed.looks:
+            return None if observed is None else newest_of(observed.machines, node.name)
+        node.sightings.look = observed.looks
+        machine, known = newest_of(observed.machines, node.name), node.files.machine
         if machine is not None and machine.state in (MachineState.PENDING, MachineState.RUNNING):
             node.sightings.missing, node.sightings.stopping_since = 0, None
             if machine != known:
                 node.files.write_machine(machine)
-            self._end_doubles(node, seen.machines)
-            self._refuse_strange_identity(node, machine)
+            self._end_doubles(node, observed.machines)
+            self._refuse_foreign_identity(node, machine)
             return machine
         if known is None and not node.files.has("login"):
             return machine  # no VM existed yet, or only remains of a SkyPilot attempt
@@ -70,12 +70,12 @@ class CloudReports:
                 node.begin_end(EndingRecord(status=NodeStatus.GONE, evidence=evidence))
         return machine
 
-    def _refuse_strange_identity(self, node: CloudNode, machine: Machine) -> None:
+    def _refuse_foreign_identity(self, node: CloudNode, machine: Machine) -> None:
         """Deny a node that runs under a foreign identity.
 
         Without our plugin, SkyPilot's API server attaches an identity of its own with all permissions.
         """
-        place = self.regions.places.get((machine.cloud, machine.region))
+        place = self.regions.prepared.get((machine.cloud, machine.region))
         if place is not None and machine.identity and machine.identity != place.identity:
             evidence = (
                 f"it runs as {machine.identity} and not as {place.identity}: SkyPilot's API server was not started by "

@@ -32,9 +32,9 @@ class FactReader:
         machine = node.files.machine
         is_up = node.is_ready and not node.files.is_begun("ending")
         status, evidence = NodeStatus.UP if is_up else NodeStatus.PENDING, ""
-        if not node.agent.is_heard:
-            seen = self.inventory.seen_in(node.region)
-            unknown = (seen.trouble if seen is not None else "") or self.chores.troubles.get(node.name, "")
+        if not node.agent.is_answering:
+            observed = self.inventory.last_in(node.region)
+            unknown = (observed.trouble if observed is not None else "") or self.chores.troubles.get(node.name, "")
             if unknown:
                 status, evidence = NodeStatus.UNKNOWN, unknown
         if not evidence and not node.is_ready and (place := node.region) is not None:

@@ -16,7 +16,7 @@ FRESH_SECONDS = 10.0
 
 
 @dataclass(slots=True)
-class RegionSeen:
+class RegionInventory:
     """The last inventory of a region.
 
     `at`: time of the last answer; `trouble`: reason for missing answers since then.
@@ -36,18 +36,18 @@ class CloudInventory:
     """
 
     around: Surroundings
-    _seen: dict[tuple[str, str], RegionSeen] = field(default_factory=dict)
+    _known: dict[tuple[str, str], RegionInventory] = field(default_factory=dict)
 
     def look_at(self, cloud: str, region: str) -> None:
         """Read the inventory of the region."""
-        seen = self._seen.setdefault((cloud, region), RegionSeen())
+        observed = self._known.setdefault((cloud, region), RegionInventory())
         try:
             machines = tuple(self.machines_in(cloud, region))
         except Failure as failure:
-            seen.trouble = str(failure)
+            observed.trouble = str(failure)
             raise
-        seen.machines, seen.at, seen.trouble = machines, self.around.monotonic(), ""
-        seen.looks += 1
+        observed.machines, observed.at, observed.trouble = machines, self.around.monotonic(), ""
+        observed.looks += 1
 
     def machines_in(self, cloud: str, region: str) -> list[Machine]:
         """Return the run's VMs.
@@ -74,22 +74,24 @@ class CloudInventory:
 
     # --- from memory ------------------------------------------------------------------------------
 
-    def all_seen(self) -> Sequence[RegionSeen]:
-        return list(self._seen.values())
+    def all_known(self) -> Sequence[RegionInventory]:
+        return list(self._known.values())
 
-    def seen_in(self, place: tuple[str, str] | None) -> RegionSeen | None:
+    def last_in(self, place: tuple[str, str] | None) -> RegionInventory | None:
         """Return the last inventory of the region. None: the region is not known, or was not read yet."""
-        return self._seen.get(place) if place is not None else None
+        return self._known.get(place) if place is not None else None
 
     def is_fresh(self, place: tuple[str, str] | None) -> bool:
         """Return whether the last inventory of the region is recent enough to count as proof."""
-        seen = self.seen_in(place)
-        return seen is not None and seen.at is not None and self.around.monotonic() - seen.at <= FRESH_SECONDS
+        observed = self.last_in(place)
+        return (
+            observed is not None and observed.at is not None and self.around.monotonic() - observed.at <= FRESH_SECONDS
+        )
 
     def find_machine(self, node: CloudNode) -> None:
         """Record the VM of a node by its label, if no file says where the node is."""
         if node.region is None:
-            known = newest_of([machine for seen in self.all_seen() for machine in seen.machines], node.name)
+            known = newest_of([machine for observed in self.all_known() for machine in observed.machines], node.name)
             if known is not None:
                 node.files.write_machine(known)
 

@@ -20,11 +20,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Regions:
-    """The prepared regions and their missing rules. `prepare`, `ask_rules` and `tidy` block and run in the pool."""
+    """The prepared regions and their missing rules. `prepare`, `look_up_rules` and `tidy` block and run in the pool."""
 
     around: Surroundings
     inventory: CloudInventory
-    places: dict[tuple[str, str], Place] = field(default_factory=dict)
+    prepared: dict[tuple[str, str], Place] = field(default_factory=dict)
     missing_rules: dict[tuple[str, str], str] = field(default_factory=dict)
     tidied: set[tuple[str, str]] = field(default_factory=set)
     _preparing: Lock = field(default_factory=Lock)
@@ -32,9 +32,9 @@ class Regions:
     def prepare(self, cloud: str, region: str) -> Place:
         """Create the group, network and identity of a region, once and in one thread."""
         with self._preparing:
-            if (cloud, region) not in self.places:
+            if (cloud, region) not in self.prepared:
                 purchases = self.around.purchases
-                self.places[cloud, region] = self.around.clouds[cloud].prepare(
+                self.prepared[cloud, region] = self.around.clouds[cloud].prepare(
                     region,
                     run=purchases.run,
                     owner=purchases.owners[cloud],
@@ -43,19 +43,19 @@ class Regions:
                     models=[*purchases.weights.values()],
                     named=purchases.named(cloud, region),
                 )
-            return self.places[cloud, region]
+            return self.prepared[cloud, region]
 
-    def ask_rules(self, cloud: str, region: str) -> None:
+    def look_up_rules(self, cloud: str, region: str) -> None:
         """Look up which of our firewall rules were removed by hand.
 
         The next `prepare` of the region creates them again.
         """
-        place = self.places.get((cloud, region))
+        place = self.prepared.get((cloud, region))
         if place is not None:
             self.missing_rules[cloud, region] = missing = "; ".join(self.around.clouds[cloud].open_rules(place))
             if missing:
                 log.warning("%s/%s: %s", cloud, region, missing)
-                self.places.pop((cloud, region), None)
+                self.prepared.pop((cloud, region), None)
 
     def tidy(self, cloud: str, region: str) -> None:
         """Terminate what is left in the region and remove the group, network and identity."""
@@ -69,7 +69,7 @@ class Regions:
         left = api.remove(things) if things else []
         if left:
             raise NotYet(f"{', '.join(f'{one.kind} {one.id}' for one in left)} cannot go yet")
-        self.places.pop((cloud, region), None)
+        self.prepared.pop((cloud, region), None)
         self.missing_rules.pop((cloud, region), None)
         self.tidied.add((cloud, region))
 

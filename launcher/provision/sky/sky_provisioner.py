@@ -4,11 +4,12 @@ RUN/nodes/NAME/  want.json (Placement)  spec.json (NodeSpec)  launch.json  machi
                  stopping.json  release.json  ending.json  ended.json  cleared.json
                  and beside these the mirror of the node's own files (node_link.py)
 
-phase.py        the phases of a node       lifecycle.py       the next step in each phase
-launches.py     requested                  cloud_reports.py   the cloud's word about the VM, before every step
-bring_up.py     launched                   inventory.py       the VMs of each region    strangers.py  VMs without a node
-watch.py        set up                     regions.py         group, network, identity of each region
-terminate.py    ending, ended              fact_reader.py     the node's state for the controller
+phase.py        the phases of a node    lifecycle.py           the next step in each phase
+launches.py     requested               cloud_reports.py       the cloud's report about the VM, before every step
+bring_up.py     launched                inventory.py           the VMs of each region
+watch.py        set up                  regions.py             group, network and identity of each region
+terminate.py    ending, ended           unknown_instances.py   VMs that belong to no node
+                                        fact_reader.py         the node's state for the controller
 
 The files of the nodes are the only state, so any process may continue the work. Each `observe` advances every node by
 one step. Blocking calls run in a pool, one at a time for each node and each region. Promises:
@@ -47,9 +48,9 @@ from launcher.provision.sky.records import ReleaseRecord
 from launcher.provision.sky.regions import Regions
 from launcher.provision.sky.set_up import SetUp, ask_set_up
 from launcher.provision.sky.sky import Sky
-from launcher.provision.sky.strangers import Strangers
 from launcher.provision.sky.surroundings import Purchases, Surroundings
 from launcher.provision.sky.terminate import Terminator
+from launcher.provision.sky.unknown_instances import UnknownInstances
 from launcher.provision.sky.watch import AgentWatch, Pass
 
 log = logging.getLogger(__name__)
@@ -98,7 +99,7 @@ class SkyProvisioner:
             watch=self._watch,
             terminator=Terminator(around, inventory, regions, self._launches),
         )
-        self._strangers = Strangers(around, chores, nodes, inventory)
+        self._unknown = UnknownInstances(around, chores, nodes, inventory)
         self._facts = FactReader(around, chores, inventory, regions)
         self._last_observed: float | None = None
         nodes_folder(purchases.folder).mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -130,7 +131,7 @@ class SkyProvisioner:
         for node in nodes:
             self._lifecycle.advance(node, this_pass)
         facts = [fact for node in nodes if (fact := self._facts.fact_of(node)) is not None]
-        return facts + self._strangers.report()
+        return facts + self._unknown.report()
 
     def release(self, names: Sequence[str]) -> None:
         """Write the release; the next `observe` acts on the release.
@@ -187,7 +188,8 @@ class SkyProvisioner:
             seconds = LOOK_SECONDS if (cloud, region) in active else SWEEP_SECONDS
             self._chores.every(seconds, f"look {cloud}/{region}", partial(self._inventory.look_at, cloud, region))
         for cloud, region in {place for node in nodes if node.files.has("login") and (place := node.region)}:
-            if (cloud, region) not in self._regions.places:  # a process that continues the run may have another address
+            # A process that continues the run may have another address.
+            if (cloud, region) not in self._regions.prepared:
                 self._chores.do(f"place {cloud}/{region}", partial(self._regions.prepare, cloud, region))
         requests = self._launches.under_way()
         if requests:

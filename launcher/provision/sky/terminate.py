@@ -47,7 +47,7 @@ class Terminator:
         alive = [one for one in self.inventory.machines_in(*place) if one.name == node.name]
         alive = [one for one in alive if one.state is not MachineState.GONE]
         if alive:
-            node.files.write(self._last_words(node, ending, alive[0]))
+            node.files.write(self._with_last_facts(node, ending, alive[0]))
             api.end(alive)
             raise NotYet(f"{', '.join(one.id for one in alive)} is told to end and has not ended yet")
         disks = [one for one in self.inventory.things_in(*place) if one.kind == "disk" and one.node == node.name]
@@ -56,7 +56,7 @@ class Terminator:
             raise NotYet(f"disk {', '.join(one.id for one in left)} cannot go yet")
         self._ended(node, ending)
 
-    def _last_words(self, node: CloudNode, ending: EndingRecord, machine: Machine) -> EndingRecord:
+    def _with_last_facts(self, node: CloudNode, ending: EndingRecord, machine: Machine) -> EndingRecord:
         """Return the record with the facts that are known only before the VM is terminated.
 
         The facts are the end time, and a missing firewall rule if the node was not reachable.
@@ -67,7 +67,7 @@ class Terminator:
         if not node.files.has("machine"):
             node.files.write_machine(machine)
         if ending.ask_rules:
-            self.regions.ask_rules(machine.cloud, machine.region)
+            self.regions.look_up_rules(machine.cloud, machine.region)
             missing = self.regions.missing_rules.get((machine.cloud, machine.region))
             words |= {"ask_rules": False, "evidence": "; ".join(filter(None, [ending.evidence, missing]))}
         return ending.model_copy(update=words)

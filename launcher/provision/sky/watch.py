@@ -91,14 +91,14 @@ class AgentWatch:
             node.agent.link = self.make_link(line, node.files.folder)
             if (stopping := node.files.read(StoppingRecord)) is not None:
                 node.agent.link.notice(stopping.deadline_ms)
-        self._tell(node, login, this_pass.trainer)
+        self._start_agent(node, login, this_pass.trainer)
         if self._has_exited(node) or self._is_late(node):
             return
         self._doubt(node, machine, this_pass)
-        if node.agent.deadline_ms is not None and node.agent.is_heard:
+        if node.agent.deadline_ms is not None and node.agent.is_answering:
             self.chores.every(REARM_SECONDS, f"rearm {node.name}", partial(self._rearm_sky, node))
 
-    def _tell(self, node: CloudNode, login: LoginRecord, trainer: str | None) -> None:
+    def _start_agent(self, node: CloudNode, login: LoginRecord, trainer: str | None) -> None:
         """Start the agent with the address of the current trainer."""
         spec, place = node.files.spec, node.region
         assert spec is not None
@@ -107,12 +107,12 @@ class AgentWatch:
             place is None
             or host is None
             or node.agent.link is None
-            or (node.agent.told is not None and node.agent.told.coordinator_host == host)
+            or (node.agent.last_sent is not None and node.agent.last_sent.coordinator_host == host)
         ):
             return
         deadline_ms = node.agent.deadline_ms or spec.money_deadline_ms
         home = f"{login.home}/spotrl"
-        node.agent.told, node.agent.told_at = (
+        node.agent.last_sent, node.agent.sent_at = (
             spec.model_copy(
                 update={
                     "coordinator_host": host,
@@ -127,15 +127,15 @@ class AgentWatch:
             ),
             self.around.monotonic(),
         )
-        node.agent.link.run(node.agent.told)
+        node.agent.link.run(node.agent.last_sent)
 
     def _has_exited(self, node: CloudNode) -> bool:
         """Return whether the agent has exited for good, and end the node unless a preemption is near.
 
         AWS does not bill a spot instance that AWS preempts within an hour, but does if we terminate the instance first.
         """
-        said = node.files.read(ExitRecord)
-        if said is None:
+        exited = node.files.read(ExitRecord)
+        if exited is None:
             node.agent.exit_since = None
             return False
         now = self.around.monotonic()
@@ -145,8 +145,8 @@ class AgentWatch:
             return False
         if now - node.agent.exit_since < EXIT_SECONDS:
             return False
-        text = f": {said.text}" if said.text else ""
-        node.begin_end(EndingRecord(status=NodeStatus.GONE, evidence=f"its agent exited with code {said.code}{text}"))
+        text = f": {exited.text}" if exited.text else ""
+        node.begin_end(EndingRecord(status=NodeStatus.GONE, evidence=f"its agent exited with code {exited.code}{text}"))
         return True
 
     def _is_late(self, node: CloudNode) -> bool:
@@ -154,11 +154,11 @@ class AgentWatch:
 
         A missing firewall rule is the usual reason, and can be looked up.
         """
-        waited, place = self.around.monotonic() - node.agent.told_at, node.region
-        if node.agent.told is None or place is None or node.files.has("ready") or waited < RULES_SECONDS:
+        waited, place = self.around.monotonic() - node.agent.sent_at, node.region
+        if node.agent.last_sent is None or place is None or node.files.has("ready") or waited < RULES_SECONDS:
             return False
         cloud, region = place
-        self.chores.every(RULES_SECONDS, f"rules {cloud}/{region}", partial(self.regions.ask_rules, cloud, region))
+        self.chores.every(RULES_SECONDS, f"rules {cloud}/{region}", partial(self.regions.look_up_rules, cloud, region))
         if waited < READY_SECONDS:
             return False
         evidence = f"its workers did not call in within {READY_SECONDS:.0f} s"
@@ -167,12 +167,12 @@ class AgentWatch:
 
     def _doubt(self, node: CloudNode, machine: Machine | None, this_pass: Pass) -> None:
         """End a node after long silence. Silence counts only if a fresh inventory shows the VM running."""
-        if node.agent.is_heard:
+        if node.agent.is_answering:
             node.agent.silent = 0.0
             return
         node.agent.silent += this_pass.seconds
         patience = FIRST_WORD_SECONDS if node.agent.link is None or node.agent.link.heard_s is None else LOST_SECONDS
-        if not any(other.agent.is_heard for other in self.nodes.all()):
+        if not any(other.agent.is_answering for other in self.nodes.all()):
             patience *= ALL_SILENT
         if node.agent.silent < patience or machine is None or not self.inventory.is_fresh(node.region):
             return

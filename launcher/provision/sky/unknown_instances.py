@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class Strangers:
+class UnknownInstances:
     """Reports VMs without a request, and terminates VMs that live on."""
 
     around: Surroundings
@@ -26,15 +26,15 @@ class Strangers:
     def report(self) -> list[NodeFact]:
         """Return VMs with the run's label and without a request. Terminate VMs that live on after their end."""
         facts = []
-        for seen in self.inventory.all_seen():
-            for machine in seen.machines:
+        for observed in self.inventory.all_known():
+            for machine in observed.machines:
                 node = self.nodes.get(machine.name)
                 if machine.state not in (MachineState.PENDING, MachineState.RUNNING):
                     continue
                 if node is None:
                     evidence = f"{machine.cloud} {machine.id} in {machine.zone} bears the run's label"
                     facts.append(NodeFact(name=machine.name, status=NodeStatus.PENDING, evidence=evidence))
-                elif node.over is not None and seen.at is not None and seen.at > node.over_since:
+                elif node.over is not None and observed.at is not None and observed.at > node.over_since:
                     self.chores.do(f"end {machine.id}", partial(self._end_again, machine))
         return facts
 
