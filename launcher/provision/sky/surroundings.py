@@ -37,7 +37,8 @@ class Purchases:
 class Surroundings:
     """The means of every step. Nothing here changes.
 
-    `check_lease` is called before each purchase and each termination. `check_lease` raises LeaseLost after a takeover.
+    `check_lease` raises LeaseLost after a takeover. The call comes before each purchase, and before a node or the setup
+    of a region is removed.
     """
 
     purchases: Purchases
