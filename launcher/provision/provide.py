@@ -31,7 +31,8 @@ from launcher.provision.provisioner import Provisioner
 from launcher.provision.sky.bundle import Bundle, make_bundle
 from launcher.provision.sky.node_link import NodeLink
 from launcher.provision.sky.sky import Sky
-from launcher.provision.sky.sky_provisioner import Purchases, SkyProvisioner
+from launcher.provision.sky.sky_provisioner import SkyProvisioner
+from launcher.provision.sky.surroundings import Purchases
 from launcher.storage.stores import run_store
 from launcher.storage.weights import digest_of, send, weights_of
 

@@ -27,11 +27,12 @@ from launcher.clouds.gce_services import COMPUTE, IAM
 from launcher.decide.node_facts import NodeFact, NodeStatus
 from launcher.job.company import NOTHING_NAMED, Named
 from launcher.placement.placement import Placement
-from launcher.provision.sky import sky_provisioner
+from launcher.provision.sky import bring_up
 from launcher.provision.sky.bundle import Bundle, make_bundle
 from launcher.provision.sky.node_link import NodeLink
 from launcher.provision.sky.sky import Sky
-from launcher.provision.sky.sky_provisioner import Purchases, SkyProvisioner
+from launcher.provision.sky.sky_provisioner import SkyProvisioner
+from launcher.provision.sky.surroundings import Purchases
 from tests.fakes.clouds.addresses import CLIENT, PROJECT
 from tests.fakes.clouds.world import World
 
@@ -44,7 +45,7 @@ SPOT_QUOTAS = {"aws": ("aws", "L-34B43A08"), "gcp": ("gcp/us-central1", "PREEMPT
 PASS_SECONDS = 0.25
 UP_SECONDS = 1000.0
 """For a node to be at work: two to five minutes on a machine with nothing else to do."""
-PATIENCE = sky_provisioner.LAUNCH_SECONDS
+PATIENCE = bring_up.LAUNCH_SECONDS
 
 
 class DiesBefore(Sky):
@@ -377,15 +378,15 @@ BASTIONS = {"aws": bastion_on_aws, "gcp": bastion_on_google}
 
 def never_comes_up(drive: Drive, world: World) -> dict:
     """A machine that does not boot, then one behind a rule that somebody removed. How long is waited is made short."""
-    sky_provisioner.LAUNCH_SECONDS = 45.0
+    bring_up.LAUNCH_SECONDS = 45.0
     world.fault("no_boot", drive.cloud, times=1)
     dark = drive.ask("rollout-3")
     drive.until(lambda facts: facts[dark].started_ms is not None, 60)
     unbooted = drive.ended(dark)
-    place = next(iter(drive.provisioner._places.values()))
+    place = next(iter(drive.provisioner._regions.prepared.values()))
     remove_ssh_rule(drive.cloud, place)
     shut = drive.ended(drive.ask("rollout-4"))
-    sky_provisioner.LAUNCH_SECONDS = PATIENCE
+    bring_up.LAUNCH_SECONDS = PATIENCE
     return {"unbooted": told(unbooted), "shut": told(shut)}
 
 

@@ -9,7 +9,8 @@ import pytest
 from engine.coordinator.weight_book import WeightBook
 from engine.durable import write_durably
 from engine.protocol.request import WeightsKey
-from launcher.provision.sky.cloud_node import CloudNode
+from launcher.provision.sky.node_files import NodeFiles
+from launcher.provision.sky.records import ReleaseRecord
 
 
 @pytest.fixture
@@ -35,8 +36,8 @@ def steps(monkeypatch):
     "write",
     [
         lambda folder: write_durably(folder / "a", b"x"),
-        lambda folder: CloudNode(folder=folder).write("want", {}),
-        lambda folder: CloudNode(folder=folder).write_key("KEY"),
+        lambda folder: NodeFiles(folder).write(ReleaseRecord(at_ms=1)),
+        lambda folder: NodeFiles(folder).write_key("KEY"),
         lambda folder: WeightBook(folder).write(WeightsKey(version=2), b"weights"),
     ],
     ids=["any file", "a node's file", "a node's key", "weights"],

@@ -11,7 +11,7 @@ from launcher.controller import lease, price_watch, recorder, run_process
 from launcher.ledger import node_history, store
 from launcher.provision.local import local_nodes
 from launcher.provision.local.node_records import NodeRecords
-from launcher.provision.sky import cloud_node, sky_provisioner
+from launcher.provision.sky import cloud_node, inventory, node_files
 from tests.mutants.faults import Fault
 from tests.mutants.planted_bug import changed, everywhere
 
@@ -50,14 +50,14 @@ FAULTS: dict[str, Fault] = {
         Fault(
             name="a-file-that-exists-is-trusted",
             forgets="that a power cut leaves files empty under their names",
-            patches=((cloud_node.CloudNode, "has", cloud_node.CloudNode.is_begun),),
+            patches=((node_files.NodeFiles, "has", node_files.NodeFiles.is_begun),),
             found_by=f"{CLUSTER}/test_damaged_files.py::"
             "test_a_node_with_an_empty_file_is_carried_on_with_or_ended[cleared-ended]",
         ),
         Fault(
             name="a-node-without-its-spec-is-left",
             forgets="to end a node of which nobody can say any more how its agent is started",
-            patches=((sky_provisioner.SkyProvisioner, "_is_damaged", lambda self, node: False),),
+            patches=((cloud_node.CloudNode, "is_damaged", property(lambda self: False)),),
             found_by=f"{CLUSTER}/test_damaged_files.py::"
             "test_a_node_with_an_empty_file_is_carried_on_with_or_ended[up-spec]",
         ),
@@ -65,8 +65,8 @@ FAULTS: dict[str, Fault] = {
             name="a-node-without-a-place-is-not-looked-for",
             forgets="to look for a machine by its label where no file says in which region it is",
             patches=(
-                (sky_provisioner.SkyProvisioner, "_search", lambda self, node: node.region),
-                (sky_provisioner.SkyProvisioner, "_find_machine", lambda self, node: None),
+                (inventory.CloudInventory, "search", lambda self, node: node.region),
+                (inventory.CloudInventory, "find_machine", lambda self, node: None),
             ),
             found_by=f"{CLUSTER}/test_damaged_files.py::"
             "test_a_machine_of_which_no_file_says_where_it_is_is_found_by_its_label",
@@ -87,7 +87,7 @@ FAULTS: dict[str, Fault] = {
         Fault(
             name="a-file-is-renamed-without-sync",
             forgets="to write a file's bytes to the disk before its name",
-            patches=tuple((module, "write_durably", write_without_sync) for module in (durable, cloud_node, agent)),
+            patches=tuple((module, "write_durably", write_without_sync) for module in (durable, node_files, agent)),
             found_by="tests/engine/test_durable.py::"
             "test_bytes_reach_the_disk_before_the_name_and_the_name_before_the_return[a node's file]",
         ),

@@ -1,24 +1,31 @@
 """One node on a real cloud: its files, which are the truth, and the process's memory beside the files.
 
-An unreadable file counts as absent: a power cut may have left the file empty. `is_begun` tells an unreadable file
-from a file that was never written.
+The memory holds only facts that the files also hold, or that may be forgotten.
 """
 
-import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+import logging
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
-from pydantic import TypeAdapter
-
-from engine.durable import write_durably
 from engine.node_spec import NodeSpec
-from launcher.clouds.base import Machine
 from launcher.decide.node_facts import NodeFact
-from launcher.placement.placement import Placement
+from launcher.provision.sky.node_files import NodeFiles
 from launcher.provision.sky.node_link import Login
 from launcher.provision.sky.outcome import Outcome
+from launcher.provision.sky.records import (
+    AgentRecord,
+    EndingRecord,
+    LoginRecord,
+    NoticeRecord,
+    ReadyRecord,
+    StoppingRecord,
+)
+
+log = logging.getLogger(__name__)
+
+SILENT_SECONDS = 20.0
+"""Silence of a connection after which the node is in doubt."""
 
 
 class Link(Protocol):
@@ -36,133 +43,125 @@ class Link(Protocol):
 
 
 @dataclass(slots=True)
-class CloudNode:
-    """A process's memory of a node. The memory holds only facts that the files also hold, or that may be forgotten."""
+class SettingUp:
+    """The state of a VM's set-up, between its launch and `login.json`."""
 
-    folder: Path
-    fresh: bool = False
-    """True if requested in this process and not yet sent to SkyPilot: no launch can exist."""
     login: Login | None = None
-    """The SSH login during the set-up; `login.json` takes over afterwards."""
     private_address: str = ""
     digest: str = ""
     """Digest of the bundle of the node's set-up, as the node reports."""
-    words: str = ""
+    trouble: str = ""
     """The reason for a failed login."""
-    set_up: Outcome | None = None
+    outcome: Outcome | None = None
     """The outcome of the set-up, as SkyPilot reports."""
-    link: Link | None = None
-    told: NodeSpec | None = None
-    told_at: float = 0.0
-    deadline_ms: int | None = None
-    silent: float = 0.0
+
+
+@dataclass(slots=True)
+class Sightings:
+    """The part of the last inventories that speaks of a node's end."""
+
     missing: int = 0
-    missing_look: int = 0
+    """Inventory reads in a row that did not find the VM."""
+    look: int = 0
+    """Number of the last inventory read that was evaluated."""
     stopping_since: float | None = None
+
+
+@dataclass(slots=True)
+class AgentContact:
+    """The connection to a node's agent, and the orders and the silence on the connection."""
+
+    link: Link | None = None
+    last_sent: NodeSpec | None = None
+    sent_at: float = 0.0
+    deadline_ms: int | None = None
+    """The newest spend deadline; None: that of the start instructions."""
+    silent: float = 0.0
     exit_since: float | None = None
+
+    @property
+    def is_answering(self) -> bool:
+        """Return whether the node has answered lately."""
+        return self.link is not None and self.link.heard_s is not None and self.link.heard_s <= SILENT_SECONDS
+
+    def close(self) -> None:
+        """End the connection. The agent continues."""
+        if self.link is not None:
+            self.link.close()
+            self.link = None
+
+
+@dataclass(slots=True)
+class CloudNode:
+    """A node's files and a process's memory of the node."""
+
+    files: NodeFiles
+    fresh: bool = False
+    """True if requested in this process and not yet sent to SkyPilot: no launch can exist."""
+    setting_up: SettingUp = field(default_factory=SettingUp)
+    sightings: Sightings = field(default_factory=Sightings)
+    agent: AgentContact = field(default_factory=AgentContact)
     over: NodeFact | None = None
+    """The content of `ended.json`."""
     over_since: float = 0.0
     cleared: bool = False
 
     @property
     def name(self) -> str:
-        return self.folder.name
+        return self.files.folder.name
 
-    # --- files ------------------------------------------------------------------------------------
-
-    def read(self, what: str) -> dict[str, Any] | None:
-        """Return the JSON object in the file, or None when the file is missing or damaged."""
-        try:
-            value = json.loads((self.folder / f"{what}.json").read_text())
-        except (FileNotFoundError, ValueError):
-            return None
-        return value if isinstance(value, dict) else None
-
-    def has(self, what: str) -> bool:
-        """Return whether the file can be read."""
-        return self.read(what) is not None
-
-    def is_begun(self, what: str) -> bool:
-        """Return whether the file was ever written, even if unreadable now."""
-        return (self.folder / f"{what}.json").exists()
-
-    def write(self, what: str, value: Mapping[str, Any]) -> None:
-        """Replace the file durably, readable by its owner only. Raises OSError."""
-        write_durably(self.folder / f"{what}.json", json.dumps(value).encode())
-
-    def forget(self, what: str) -> None:
-        """Remove the file, so that its step is repeated."""
-        (self.folder / f"{what}.json").unlink(missing_ok=True)
-
-    def write_key(self, private_key: str) -> Path:
-        """Write the private key for the SSH login and return its path."""
-        key = self.folder / "ssh.key"
-        write_durably(key, private_key.encode())
-        # Addresses are reused by VMs with other host keys.
-        (self.folder / "known_hosts").unlink(missing_ok=True)
-        return key
-
-    # --- contents ---------------------------------------------------------------------------------
+    @property
+    def region(self) -> tuple[str, str] | None:
+        """Return the cloud and region of the request or of the found VM."""
+        return self.files.region
 
     def is_cleared(self) -> bool:
         """Return whether no work is left for this node. A node with an unreadable end is ended again."""
-        self.cleared = self.cleared or (self.has("cleared") and self.has("ended"))
+        self.cleared = self.cleared or (self.files.has("cleared") and self.files.has("ended"))
         return self.cleared
 
     @property
     def is_ending(self) -> bool:
         """Return True once the node's end was requested or has begun, even with unreadable files."""
-        return self.is_begun("release") or self.is_begun("ending") or self.is_begun("ended")
+        return self.files.is_begun("release") or self.files.is_begun("ending") or self.files.is_begun("ended")
 
     @property
-    def want(self) -> Placement | None:
-        """Return the requested placement; None if the record is lost."""
-        record = self.read("want")
-        return None if record is None else TypeAdapter(Placement).validate_python(record)
+    def is_damaged(self) -> bool:
+        """Return whether the node's spec was written and cannot be read any more."""
+        return not self.files.has("spec") and (self.files.is_begun("spec") or self.files.is_begun("launch"))
 
-    def write_want(self, want: Placement) -> None:
-        self.write("want", dict(TypeAdapter(Placement).dump_python(want, mode="json")))
-
-    @property
-    def region(self) -> tuple[str, str] | None:
-        """Return the cloud and region of the request or of the found VM."""
-        known = self.read("want") or self.read("machine")
-        return (known["cloud"], known["region"]) if known is not None else None
-
-    @property
-    def machine(self) -> Machine | None:
-        record = self.read("machine")
-        if record is None or "id" not in record:
-            return None
-        return TypeAdapter(Machine).validate_python({key: value for key, value in record.items() if key != "login"})
-
-    def write_machine(self, machine: Machine) -> None:
-        """Write the VM's record together with the login, for `spotrl ssh`."""
-        self.write("machine", {**asdict(machine), "login": self.read("login")})
+    def begin_end(self, end: EndingRecord) -> None:
+        """Write the reason for the end, unless a reason is known. The node is terminated from the next pass on."""
+        log.info("%s: %s: %s", self.name, end.status, end.evidence)
+        if not self.files.has("ending"):
+            self.files.write(end)
 
     @property
     def can_log_in(self) -> bool:
         """Return True if the login and its key can be read."""
-        login = self.read("login")
+        login = self.files.read(LoginRecord)
         try:
-            return login is not None and Path(login["key"]).stat().st_size > 0
+            return login is not None and Path(login.key).stat().st_size > 0
         except OSError:
             return False
 
     @property
     def notice_ms(self) -> int | None:
         """Return the time of the preemption by the earliest notice."""
-        said = [one for what in ("notice", "stopping") if (one := self.read(what)) is not None]
-        return min((int(one["deadline_ms"]) for one in said if "deadline_ms" in one), default=None)
+        notice, stopping = self.files.read(NoticeRecord), self.files.read(StoppingRecord)
+        known = [one.deadline_ms for one in (notice, stopping) if one is not None]
+        return min((one for one in known if one is not None), default=None)
 
     @property
     def ready_ms(self) -> int | None:
         """Return the time at which the node's workers first called in, also for an earlier agent."""
-        said = self.read("ready")
-        return int(said["at_ms"]) if said is not None and "at_ms" in said else None
+        ready = self.files.read(ReadyRecord)
+        return ready.at_ms if ready is not None else None
 
     @property
     def is_ready(self) -> bool:
         """Return whether the workers of the current agent have called in."""
-        agent, ready = self.read("agent"), self.read("ready")
-        return agent is not None and ready is not None and ready.get("pid", agent.get("pid")) == agent.get("pid")
+        agent, ready = self.files.read(AgentRecord), self.files.read(ReadyRecord)
+        if agent is None or ready is None:
+            return False
+        return "pid" not in ready.model_fields_set or ready.pid == agent.pid

@@ -4,21 +4,12 @@ controller's orders -> ssh -> engine/node/remote_console.py        node's files 
 
 Every method returns at once; a thread does the work. The thread reconnects for ever, with growing gaps, and repeats all
 current orders after each connect. So a broken connection costs time and loses nothing: the mirror continues from its
-current state, in this process or the next. A stalled connection counts as broken: a heartbeat arrives each second, or
-ssh is ended.
-Input from a node is not trusted beyond the node's own files: only names known to the remote console are written.
+current state, in this process or the next (mirror.py). A stalled connection counts as broken: a heartbeat arrives each
+second, or ssh is ended (ssh_line.py).
 """
 
-import base64
-import contextlib
-import json
-import os
 import random
-import re
-import select
 import shlex
-import socket
-import subprocess
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -27,29 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from engine.clock import boot_ms
-from engine.durable import write_durably
 from engine.node_spec import NodeSpec
+from launcher.provision.sky.mirror import NodeMirror
+from launcher.provision.sky.ssh_line import DOOR_SECONDS, BrokenLine, SshLine, does_answer
 
-BEAT_SECONDS = 1.0
-SILENCE_SECONDS = 5.0
-"""Seconds without a heartbeat after which the connection is ended and made anew."""
-CONNECT_SECONDS = 30.0
-"""Seconds until the first heartbeat, which may take longer: ssh exchanges keys, and Python starts on a booting VM."""
 AGAIN_SECONDS = 5.0
 """Seconds until an order is repeated that the node could not carry out (a full disk)."""
-DOOR_SECONDS = 0.5
-"""Seconds between two probes of the tunnel's far end, and the longest time of a probe."""
 
 FIRST_GAP_SECONDS, LONGEST_GAP_SECONDS = 0.2, 10.0
-
-PUT = frozenset({"agent.json", "ready.json", "notice.json", "hint.json", "exit.json"})
-APPENDED = re.compile(r"(progress/[\w-][\w.-]*\.jsonl|logs/[\w-][\w.-]*\.log)")
-TAIL_BYTES = 64
-"""Number of last bytes, same as in the remote console, by which a file is recognised as the file in the mirror."""
-
-UNSENT_BYTES = 1 << 20
-"""Unsent bytes above which no more heartbeats are queued. A remote console that reads nothing is
-then detected by its silence."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,10 +55,6 @@ class _Money:
         return self.left_ms - (boot_ms() - self.at_boot_ms)
 
 
-class _BrokenLine(Exception):
-    """The reason for the end of a connection, as text."""
-
-
 class NodeLink:
     """The connection to one node. `secrets` go into the agent's environment and are written nowhere."""
 
@@ -96,7 +68,7 @@ class NodeLink:
         secrets: Mapping[str, str] | None = None,
         agent_command: Sequence[str] = (),
     ) -> None:
-        self._login, self._mirror = login, mirror
+        self._login, self._mirror = login, NodeMirror(mirror)
         self._window = shlex.join([python, "-P", "-m", "engine.node.remote_console", remote_folder, *agent_command])
         self._secrets = dict(secrets or {})
         self._lock = threading.Lock()
@@ -169,9 +141,9 @@ class NodeLink:
         while not self._closed.is_set():
             line = None
             try:
-                line = _Line(self._command(), self._have(), self._tunnel())
+                line = SshLine(self._command(), self._mirror.have(), self._tunnel())
                 self._carry(line)
-            except (_BrokenLine, OSError, ValueError) as error:
+            except (BrokenLine, OSError, ValueError) as error:
                 self.trouble = str(error)
             finally:
                 self._open_door = None
@@ -184,13 +156,13 @@ class NodeLink:
                 self._looked = time.monotonic()
             gap = min(gap * 2, LONGEST_GAP_SECONDS)
 
-    def _carry(self, line: "_Line") -> None:
+    def _carry(self, line: SshLine) -> None:
         """Serve a connection until its end."""
         told, again, door_looked = -1, None, 0.0
         while not self._closed.is_set():
             for message in line.messages():
                 self._heard = line.heard
-                if self._take(message):
+                if self._mirror.take(message):
                     self.trouble, again = str(message["trouble"]), time.monotonic() + AGAIN_SECONDS
                 elif again is None:
                     self.trouble = ""
@@ -204,7 +176,7 @@ class NodeLink:
                 line.send(*self._orders())
             if line.heard is not None and line.tunnel and not self._open_door and now >= door_looked + DOOR_SECONDS:
                 door_looked = now
-                if _answers(line.local_port):
+                if does_answer(line.local_port):
                     self._open_door = ("127.0.0.1", line.local_port)
 
     def _orders(self) -> list[dict[str, Any]]:
@@ -227,7 +199,7 @@ class NodeLink:
 
     def _command(self) -> list[str]:
         login = self._login
-        known = login.known_hosts or self._mirror / "known_hosts"
+        known = login.known_hosts or self._mirror.folder / "known_hosts"
         options = {
             "BatchMode": "yes",
             "IdentitiesOnly": "yes",
@@ -249,150 +221,3 @@ class NodeLink:
         # The user's own ssh configuration is meant for the user's own hosts.
         ssh = ["ssh", "-F", "none", "-T", "-a", "-x", "-i", str(login.key), "-p", str(login.port)]
         return [*ssh, *words, f"{login.user}@{login.host}", f"exec {self._window}"]
-
-    # --- the mirror -------------------------------------------------------------------------------
-
-    def _have(self) -> dict[str, tuple[int, str]]:
-        """Return the size and last bytes of each growing file in the mirror."""
-        self._mirror.mkdir(parents=True, exist_ok=True, mode=0o700)
-        (self._mirror / "known_hosts").touch(mode=0o600)
-        have = {}
-        for path in [*self._mirror.glob("progress/*.jsonl"), *self._mirror.glob("logs/*.log")]:
-            name = path.relative_to(self._mirror).as_posix()
-            if APPENDED.fullmatch(name):
-                with path.open("rb") as file:
-                    size = file.seek(0, os.SEEK_END)
-                    file.seek(max(0, size - TAIL_BYTES))
-                    have[name] = (size, base64.b64encode(file.read()).decode())
-        return have
-
-    def _take(self, message: Mapping[str, Any]) -> bool:
-        """Write the node's file to the mirror. Return True if the message reports an error instead."""
-        match message:
-            case {"put": str(name), "text": str(text)} if name in PUT:
-                self._replace(name, text.encode())
-            case {"gone": str(name)} if name in PUT:
-                (self._mirror / name).unlink(missing_ok=True)
-            case {"append": str(name), "at": int(at), "data": str(data)} if APPENDED.fullmatch(name):
-                self._append(name, at, base64.b64decode(data))
-        return "trouble" in message
-
-    def _append(self, name: str, at: int, data: bytes) -> None:
-        path = self._mirror / name
-        if at == 0:
-            path.parent.mkdir(exist_ok=True, mode=0o700)
-            self._replace(name, data)
-            return
-        with path.open("r+b", buffering=0) as file:
-            if file.seek(0, os.SEEK_END) < at:
-                raise _BrokenLine(f"{name} has fewer bytes in the mirror than {at}, where the node goes on")
-            # Writes go by offset, so two processes connected to one node write the same bytes at the same place.
-            file.seek(at)
-            while data:
-                data = data[file.write(data) :]
-
-    def _replace(self, name: str, content: bytes) -> None:
-        write_durably(self._mirror / name, content)
-
-
-class _Line:
-    """One ssh process: lines out, lines in, and no call waits longer than a tenth of a second."""
-
-    def __init__(self, command: list[str], have: Mapping[str, Any], tunnel: str | None) -> None:
-        self.tunnel = tunnel
-        self.local_port = _free_port() if tunnel else 0
-        forward = ["-L", f"127.0.0.1:{self.local_port}:{tunnel}"] if tunnel else []
-        self._process = subprocess.Popen(
-            [command[0], *forward, *command[1:]],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            bufsize=0,
-            start_new_session=True,  # Ctrl-C is meant for the controller
-        )
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        assert self._process.stderr is not None
-        self._in, self._out, self._err = (
-            self._process.stdin.fileno(),
-            self._process.stdout.fileno(),
-            self._process.stderr.fileno(),
-        )
-        for handle in (self._in, self._out, self._err):
-            os.set_blocking(handle, False)
-        self.heard: float | None = None
-        self._began = self._beaten = time.monotonic()
-        self._unread, self._words = b"", b""
-        self._unsent = bytearray()
-        self.send({"have": have})
-
-    def send(self, *messages: Mapping[str, Any]) -> None:
-        for message in messages:
-            self._unsent += json.dumps(message).encode() + b"\n"
-
-    def messages(self) -> list[dict[str, Any]]:
-        """Return the messages of a tenth of a second. Raises _BrokenLine when the connection ends or stalls."""
-        now = time.monotonic()
-        if now - self._beaten >= BEAT_SECONDS and len(self._unsent) < UNSENT_BYTES:
-            self._beaten = now
-            self.send({"beat": 1})
-        readable, writable, _ = select.select([self._out, self._err], [self._in] if self._unsent else [], [], 0.1)
-        if writable:
-            with contextlib.suppress(BlockingIOError, BrokenPipeError):
-                del self._unsent[: os.write(self._in, self._unsent)]
-        if self._err in readable:
-            self._words = (self._words + os.read(self._err, 65536))[-4096:]
-        if self._out in readable:
-            data = os.read(self._out, 1 << 18)
-            if not data:
-                raise _BrokenLine(self._last_words())
-            self.heard = time.monotonic()
-            *lines, self._unread = (self._unread + data).split(b"\n")
-            # A login shell may print lines of its own; skip these.
-            return [json.loads(line) for line in lines if line.startswith(b"{")]
-        # Only if nothing waits to be read: this process itself may have stood still.
-        since, patience = (self._began, CONNECT_SECONDS) if self.heard is None else (self.heard, SILENCE_SECONDS)
-        if now - since > patience:
-            raise _BrokenLine(f"the node's window said nothing for {now - since:.0f} s {self._last_words()}".strip())
-        return []
-
-    def _last_words(self) -> str:
-        """Return the last error line of ssh or of the remote side."""
-        until = time.monotonic() + 1.0
-        while self._process.poll() is None and time.monotonic() < until:
-            time.sleep(0.01)
-        with contextlib.suppress(BlockingIOError):
-            self._words += os.read(self._err, 65536)
-        lines = [line for line in self._words.decode(errors="replace").splitlines() if line.strip()]
-        return lines[-1] if lines else f"ssh ended with {self._process.returncode}"
-
-    def end(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
-            assert pipe is not None
-            with contextlib.suppress(OSError):
-                pipe.close()
-
-
-def _free_port() -> int:
-    """Return a port without a listener.
-
-    If another process takes the port first, ssh fails and the next try gets a new port.
-    """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def _answers(port: int) -> bool:
-    """Return whether an HTTP server answers behind the tunnel.
-
-    ssh itself accepts every connection, and drops the connection if no server listens.
-    """
-    with contextlib.suppress(OSError):
-        with socket.create_connection(("127.0.0.1", port), timeout=DOOR_SECONDS) as connection:
-            connection.settimeout(DOOR_SECONDS)
-            connection.sendall(b"HEAD / HTTP/1.0\r\n\r\n")
-            return bool(connection.recv(1))
-    return False

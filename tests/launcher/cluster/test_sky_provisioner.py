@@ -28,7 +28,8 @@ from launcher.provision.sky.bundle import Bundle
 from launcher.provision.sky.outcome import Failed, Outcome
 from launcher.provision.sky.set_up import MachineUnreachable, SetUp
 from launcher.provision.sky.sky import SkyLogin, SkyUnreachable
-from launcher.provision.sky.sky_provisioner import Purchases, SkyProvisioner
+from launcher.provision.sky.sky_provisioner import SkyProvisioner
+from launcher.provision.sky.surroundings import Purchases
 
 START_MS = 1_800_000_000_000
 REGION = "us-east-1"

@@ -1,0 +1,103 @@
+"""The VMs of a run as the clouds report them, region by region."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from launcher.clouds.base import Machine, MachineState, Thing
+from launcher.exit_codes import Failure
+from launcher.provision.sky.cloud_node import CloudNode
+from launcher.provision.sky.surroundings import Surroundings
+
+LOOK_SECONDS = 2.0
+"""Time between two reads of SkyPilot's requests and of the inventory of a region with nodes."""
+
+FRESH_SECONDS = 10.0
+"""Age up to which an inventory counts as proof."""
+
+
+@dataclass(slots=True)
+class RegionInventory:
+    """The last inventory of a region.
+
+    `at`: time of the last answer; `trouble`: reason for missing answers since then.
+    """
+
+    machines: tuple[Machine, ...] = ()
+    at: float | None = None
+    looks: int = 0
+    trouble: str = ""
+
+
+@dataclass(slots=True)
+class CloudInventory:
+    """The last inventory of each region, and calls for a new one.
+
+    `look_at`, `search`, `machines_in` and `things_in` block and run in the pool. The other methods answer from memory.
+    """
+
+    around: Surroundings
+    _known: dict[tuple[str, str], RegionInventory] = field(default_factory=dict)
+
+    def look_at(self, cloud: str, region: str) -> None:
+        """Read the inventory of the region."""
+        observed = self._known.setdefault((cloud, region), RegionInventory())
+        try:
+            machines = tuple(self.machines_in(cloud, region))
+        except Failure as failure:
+            observed.trouble = str(failure)
+            raise
+        observed.machines, observed.at, observed.trouble = machines, self.around.monotonic(), ""
+        observed.looks += 1
+
+    def machines_in(self, cloud: str, region: str) -> list[Machine]:
+        """Return the run's VMs.
+
+        Another user's run may have the same name: VMs with another owner's label are left alone.
+        """
+        found = self.around.clouds[cloud].machines(region, run=self.around.purchases.run)
+        return [one for one in found if one.owner in ("", self.around.purchases.owners[cloud])]
+
+    def things_in(self, cloud: str, region: str) -> list[Thing]:
+        """Return the run's other resources."""
+        found = self.around.clouds[cloud].things(region, run=self.around.purchases.run)
+        return [one for one in found if one.owner in ("", self.around.purchases.owners[cloud])]
+
+    def search(self, node: CloudNode) -> tuple[str, str] | None:
+        """Search every region of the run for the VM of a requested node without a recorded region."""
+        files = node.files
+        if any((files.is_begun("want"), files.is_begun("spec"), files.is_begun("launch"), files.is_begun("machine"))):
+            found = [one for place in self.around.purchases.regions for one in self.machines_in(*place)]
+            newest = newest_of(found, node.name)
+            if newest is not None:
+                node.files.write_machine(newest)
+        return node.region
+
+    # --- from memory ------------------------------------------------------------------------------
+
+    def all_known(self) -> Sequence[RegionInventory]:
+        return list(self._known.values())
+
+    def last_in(self, place: tuple[str, str] | None) -> RegionInventory | None:
+        """Return the last inventory of the region. None: the region is not known, or was not read yet."""
+        return self._known.get(place) if place is not None else None
+
+    def is_fresh(self, place: tuple[str, str] | None) -> bool:
+        """Return whether the last inventory of the region is recent enough to count as proof."""
+        observed = self.last_in(place)
+        return (
+            observed is not None and observed.at is not None and self.around.monotonic() - observed.at <= FRESH_SECONDS
+        )
+
+    def find_machine(self, node: CloudNode) -> None:
+        """Record the VM of a node by its label, if no file says where the node is."""
+        if node.region is None:
+            known = newest_of([machine for observed in self.all_known() for machine in observed.machines], node.name)
+            if known is not None:
+                node.files.write_machine(known)
+
+
+def newest_of(machines: Sequence[Machine], name: str) -> Machine | None:
+    """Return a node's VM; a live VM comes before an ended VM."""
+    order = (MachineState.GONE, MachineState.STOPPING, MachineState.PENDING, MachineState.RUNNING)
+    ours = [machine for machine in machines if machine.name == name]
+    return max(ours, key=lambda one: (order.index(one.state), one.launched_ms or 0), default=None)

@@ -1,0 +1,121 @@
+"""Launches sent to SkyPilot: send, adopt after a crash, read the outcome, cancel."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from launcher.clouds.base import NODE_LABEL, OWNER_LABEL, RUN_LABEL, CloudRefused, MachineState
+from launcher.decide.node_facts import NodeStatus
+from launcher.provision.sky.bundle import REMOTE_BUNDLE
+from launcher.provision.sky.cloud_node import CloudNode
+from launcher.provision.sky.inventory import CloudInventory
+from launcher.provision.sky.node_book import NodeBook
+from launcher.provision.sky.outcome import Failed, Outcome
+from launcher.provision.sky.records import EndingRecord, LaunchRecord
+from launcher.provision.sky.regions import Regions
+from launcher.provision.sky.surroundings import Surroundings
+from launcher.provision.sky.task import Launch
+
+AUTOSTOP_MARGIN_MINUTES = 30
+"""Delay of SkyPilot's own timer on the VM after the spend deadline, in case the node's agent did not terminate the
+VM."""
+
+UNLIMITED_MINUTES = 24 * 60
+
+
+@dataclass(slots=True)
+class Launches:
+    """The launches of a run and their outcomes. `launch`, `poll` and `cancel` block and run in the pool."""
+
+    around: Surroundings
+    nodes: NodeBook
+    inventory: CloudInventory
+    regions: Regions
+    _outcomes: dict[str, Outcome | None] = field(default_factory=dict)
+    """By request id; None while pending."""
+
+    def launch(self, node: CloudNode, tries: int = 1) -> None:
+        """Send the launch to SkyPilot, unless a launch from before a crash exists."""
+        if not node.fresh and tries == 1 and self._adopt(node):
+            return
+        want = node.files.want
+        if want is None:
+            evidence = "its want.json cannot be read, and SkyPilot does not know its launch"
+            node.begin_end(EndingRecord(status=NodeStatus.GONE, evidence=evidence))
+            return
+        try:
+            place = self.regions.prepare(want.cloud, want.region)
+        except CloudRefused as refused:
+            node.begin_end(EndingRecord(status=NodeStatus.DENIED, evidence=str(refused)))
+            return
+        purchases, spec, now_ms = self.around.purchases, node.files.spec, self.around.clock.now_ms()
+        assert spec is not None
+        node.fresh = False
+        launch = Launch(
+            name=node.name,
+            want=want,
+            place=place,
+            labels={RUN_LABEL: purchases.run, NODE_LABEL: node.name, OWNER_LABEL: purchases.owners[want.cloud]},
+            setup=purchases.bundle.setup,
+            files={REMOTE_BUNDLE: str(purchases.bundle.folder)},
+            autostop_minutes=autostop_minutes(spec.money_deadline_ms, now_ms),
+            image=purchases.images.get(f"{want.cloud}/{want.region}", purchases.images.get(want.cloud)),
+        )
+        self.around.check_lease()
+        request = self.around.sky.start(launch)
+        node.files.forget("machine")  # from an earlier attempt
+        node.sightings.missing = 0
+        node.files.write(LaunchRecord(request_id=request, at_ms=now_ms, tries=tries))
+
+    def _adopt(self, node: CloudNode) -> bool:
+        """Adopt a request or cluster left by a launch before a crash. VMs without either are found by the launch."""
+        now_ms = self.around.clock.now_ms()
+        request = self.around.sky.pending(node.name).get(node.name)
+        if request is not None:
+            node.files.write(LaunchRecord(request_id=request, at_ms=now_ms, tries=1))
+            return True
+        if self.around.sky.clusters(node.name).get(node.name) == "UP":
+            node.files.write(LaunchRecord(request_id="", at_ms=now_ms, adopted=True))
+            return True
+        for cloud, region in self.around.purchases.regions:
+            lost = [
+                one
+                for one in self.inventory.machines_in(cloud, region)
+                if one.name == node.name and one.state is not MachineState.GONE
+            ]
+            if lost and (cloud, region) != node.region:
+                self.around.clouds[cloud].end(lost)
+        return False
+
+    def under_way(self) -> list[str]:
+        """Return the pending launch requests."""
+        launches = [node.files.read(LaunchRecord) for node in self.nodes.with_work()]
+        requests = [launch.request_id for launch in launches if launch is not None and launch.request_id]
+        return [request for request in requests if self._outcomes.get(request) is None]
+
+    def poll(self, requests: Sequence[str]) -> None:
+        """Read the outcomes of the requests from SkyPilot."""
+        known = self.around.sky.poll(requests)
+        forgotten = Outcome(failed=Failed.UNKNOWN, text="SkyPilot's API server does not know its launch any more")
+        self._outcomes.update({one: known.get(one, forgotten) for one in requests})
+
+    def outcome(self, launch: LaunchRecord) -> Outcome | None:
+        """Return the outcome of the launch; None while pending."""
+        return Outcome() if launch.adopted else self._outcomes.get(launch.request_id)
+
+    def cancel(self, node: CloudNode) -> None:
+        """Cancel the node's launch, if still pending."""
+        launch = node.files.read(LaunchRecord)
+        request = launch.request_id if launch is not None else None
+        if launch is None and node.files.is_begun("launch"):
+            request = self.around.sky.pending(node.name).get(node.name)
+        if request and self._outcomes.get(request) is None:
+            self.around.sky.cancel(request)
+            self._outcomes[request] = Outcome(failed=Failed.CANCELLED)
+
+
+def autostop_minutes(deadline_ms: int | None, now_ms: int) -> int:
+    """Return the minutes from now after which SkyPilot's timer ends the VM."""
+    if deadline_ms is None:
+        return UNLIMITED_MINUTES
+    return math.ceil(max(0, deadline_ms - now_ms) / 60_000) + AUTOSTOP_MARGIN_MINUTES

@@ -1,0 +1,185 @@
+"""The JSON files of a cloud node, as typed records. `spec.json` is a NodeSpec, `want.json` a Placement.
+
+Names and keys stay: an upgraded controller goes on with nodes that are running. A key that was not given is not
+written, and an unknown key is ignored. Optional keys have defaults, because some steps do not give them.
+"""
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict
+
+from launcher.decide.node_facts import NodeFact, NodeStatus
+
+FileName = Literal[
+    "want",
+    "spec",
+    "launch",
+    "machine",
+    "login",
+    "stopping",
+    "release",
+    "ending",
+    "ended",
+    "cleared",
+    "agent",
+    "ready",
+    "notice",
+    "exit",
+]
+"""Names without `.json`. The last four are the agent's files in the mirror."""
+
+
+class NodeView(BaseModel):
+    """A part of the content of a file. Immutable, and never written."""
+
+    model_config = ConfigDict(frozen=True)
+
+
+class NodeRecord(NodeView):
+    """The content of one file."""
+
+    FILE: ClassVar[FileName]
+
+
+class LaunchRecord(NodeRecord):
+    """A launch sent to SkyPilot. `adopted`: the cluster was found after a crash, and its request is not known."""
+
+    FILE = "launch"
+
+    request_id: str
+    at_ms: int
+    tries: int = 1
+    adopted: bool = False
+
+
+class LoginRecord(NodeRecord):
+    """The SSH login of a VM that is set up. `address`: private. `home`: the login user's folder on the VM."""
+
+    FILE = "login"
+
+    host: str
+    user: str
+    port: int
+    key: str
+    proxy: str = ""
+    address: str
+    home: str
+
+
+class StoppingRecord(NodeRecord):
+    """The cloud stops the VM. `deadline_ms` is assumed. `reason` is the cloud's own text."""
+
+    FILE = "stopping"
+
+    deadline_ms: int
+    reason: str = ""
+
+
+class ReleaseRecord(NodeRecord):
+    """The controller has released the node."""
+
+    FILE = "release"
+
+    at_ms: int
+
+
+class EndingRecord(NodeRecord):
+    """The reason for the node's end, written before the VM is terminated.
+
+    `ask_rules`: look up missing firewall rules first, because the node was not reachable.
+    """
+
+    FILE = "ending"
+
+    status: NodeStatus
+    evidence: str
+    ended_ms: int | None = None
+    reclaimed: bool = False
+    with_notice: bool | None = None
+    tried: tuple[str, ...] = ()
+    ask_rules: bool = False
+
+
+class EndedRecord(NodeRecord):
+    """The node has ended: no VM and no disk of its name is left."""
+
+    FILE = "ended"
+
+    status: NodeStatus
+    evidence: str
+    started_ms: int | None = None
+    ended_ms: int | None = None
+    ready_ms: int | None = None
+    notice_deadline_ms: int | None = None
+    reclaimed: bool = False
+    with_notice: bool | None = None
+    zone: str | None = None
+    instance_type: str | None = None
+    tried: tuple[str, ...]
+
+    def fact(self, name: str) -> NodeFact:
+        return NodeFact(name=name, **dict(self))
+
+
+class ClearedRecord(NodeRecord):
+    """SkyPilot has forgotten the node."""
+
+    FILE = "cleared"
+
+    at_ms: int
+
+
+class RoleView(NodeView):
+    """The role in `spec.json`."""
+
+    role: str
+
+
+class RegionView(NodeView):
+    """The region in `want.json` or `machine.json`.
+
+    No other key is read, so that a node with a placement of an older form can be terminated.
+    """
+
+    cloud: str
+    region: str
+
+
+# --- the agent's files ----------------------------------------------------------------------------
+
+Milliseconds = Annotated[int, BeforeValidator(int)]
+"""Also of a number with a fraction, or of digits in a text."""
+
+
+class AgentRecord(NodeRecord):
+    """The agent that runs on the node."""
+
+    FILE = "agent"
+
+    pid: object = None
+
+
+class ReadyRecord(NodeRecord):
+    """The agent's workers have called in. Older agents give no `pid`."""
+
+    FILE = "ready"
+
+    at_ms: Milliseconds | None = None
+    pid: object = None
+
+
+class NoticeRecord(NodeRecord):
+    """The announced time of the preemption."""
+
+    FILE = "notice"
+
+    deadline_ms: Milliseconds | None = None
+
+
+class ExitRecord(NodeRecord):
+    """The agent has exited."""
+
+    FILE = "exit"
+
+    code: object = None
+    text: object = None

@@ -1,0 +1,78 @@
+"""The region setup of a run: group, network and identity of each region with nodes, from the first node to the end.
+
+none -> prepared -> tidied
+          |
+          +--> forgotten, after a rule was removed by hand: prepared again before the next launch
+"""
+
+import logging
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from threading import Lock
+
+from launcher.clouds.base import MachineState, Place
+from launcher.provision.sky.chores import NotYet
+from launcher.provision.sky.inventory import CloudInventory
+from launcher.provision.sky.surroundings import Surroundings
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Regions:
+    """The prepared regions and their missing rules. `prepare`, `look_up_rules` and `tidy` block and run in the pool."""
+
+    around: Surroundings
+    inventory: CloudInventory
+    prepared: dict[tuple[str, str], Place] = field(default_factory=dict)
+    missing_rules: dict[tuple[str, str], str] = field(default_factory=dict)
+    tidied: set[tuple[str, str]] = field(default_factory=set)
+    _preparing: Lock = field(default_factory=Lock)
+
+    def prepare(self, cloud: str, region: str) -> Place:
+        """Create the group, network and identity of a region, once and in one thread."""
+        with self._preparing:
+            if (cloud, region) not in self.prepared:
+                purchases = self.around.purchases
+                self.prepared[cloud, region] = self.around.clouds[cloud].prepare(
+                    region,
+                    run=purchases.run,
+                    owner=purchases.owners[cloud],
+                    ssh_from=purchases.ssh_from,
+                    buckets=purchases.buckets,
+                    models=[*purchases.weights.values()],
+                    named=purchases.named(cloud, region),
+                )
+            return self.prepared[cloud, region]
+
+    def look_up_rules(self, cloud: str, region: str) -> None:
+        """Look up which of our firewall rules were removed by hand.
+
+        The next `prepare` of the region creates them again.
+        """
+        place = self.prepared.get((cloud, region))
+        if place is not None:
+            self.missing_rules[cloud, region] = missing = "; ".join(self.around.clouds[cloud].open_rules(place))
+            if missing:
+                log.warning("%s/%s: %s", cloud, region, missing)
+                self.prepared.pop((cloud, region), None)
+
+    def tidy(self, cloud: str, region: str) -> None:
+        """Terminate what is left in the region and remove the group, network and identity."""
+        self.around.check_lease()
+        api = self.around.clouds[cloud]
+        alive = [one for one in self.inventory.machines_in(cloud, region) if one.state is not MachineState.GONE]
+        if alive:
+            api.end(alive)
+            raise NotYet(f"{', '.join(one.id for one in alive)} is told to end and has not ended yet")
+        things = self.inventory.things_in(cloud, region)
+        left = api.remove(things) if things else []
+        if left:
+            raise NotYet(f"{', '.join(f'{one.kind} {one.id}' for one in left)} cannot go yet")
+        self.prepared.pop((cloud, region), None)
+        self.missing_rules.pop((cloud, region), None)
+        self.tidied.add((cloud, region))
+
+    def used(self, with_nodes: Collection[tuple[str, str]]) -> set[tuple[str, str]]:
+        """Return the regions with nodes, and each cloud's `home` region for global resources."""
+        return {*with_nodes, *((cloud, self.around.clouds[cloud].home) for cloud, _ in with_nodes)}

@@ -1,0 +1,130 @@
+"""One ssh process to a node: JSON lines out, JSON lines in, and a tunnel. A stalled connection counts as broken."""
+
+import contextlib
+import json
+import os
+import select
+import socket
+import subprocess
+import time
+from collections.abc import Mapping
+from typing import Any
+
+BEAT_SECONDS = 1.0
+SILENCE_SECONDS = 5.0
+"""Seconds without a heartbeat after which the connection is ended and made anew."""
+CONNECT_SECONDS = 30.0
+"""Seconds until the first heartbeat, which may take longer: ssh exchanges keys, and Python starts on a booting VM."""
+DOOR_SECONDS = 0.5
+"""Seconds between two probes of the tunnel's far end, and the longest time of a probe."""
+
+UNSENT_BYTES = 1 << 20
+"""Unsent bytes above which no more heartbeats are queued. A remote console that reads nothing is
+then detected by its silence."""
+
+
+class BrokenLine(Exception):
+    """The reason for the end of a connection, as text."""
+
+
+class SshLine:
+    """One ssh process. No call waits longer than a tenth of a second."""
+
+    def __init__(self, command: list[str], have: Mapping[str, Any], tunnel: str | None) -> None:
+        self.tunnel = tunnel
+        self.local_port = _free_port() if tunnel else 0
+        forward = ["-L", f"127.0.0.1:{self.local_port}:{tunnel}"] if tunnel else []
+        self._process = subprocess.Popen(
+            [command[0], *forward, *command[1:]],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            bufsize=0,
+            start_new_session=True,  # Ctrl-C is meant for the controller
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        assert self._process.stderr is not None
+        self._in, self._out, self._err = (
+            self._process.stdin.fileno(),
+            self._process.stdout.fileno(),
+            self._process.stderr.fileno(),
+        )
+        for handle in (self._in, self._out, self._err):
+            os.set_blocking(handle, False)
+        self.heard: float | None = None
+        self._began = self._beaten = time.monotonic()
+        self._unread, self._words = b"", b""
+        self._unsent = bytearray()
+        self.send({"have": have})
+
+    def send(self, *messages: Mapping[str, Any]) -> None:
+        for message in messages:
+            self._unsent += json.dumps(message).encode() + b"\n"
+
+    def messages(self) -> list[dict[str, Any]]:
+        """Return the messages of a tenth of a second. Raises BrokenLine when the connection ends or stalls."""
+        now = time.monotonic()
+        if now - self._beaten >= BEAT_SECONDS and len(self._unsent) < UNSENT_BYTES:
+            self._beaten = now
+            self.send({"beat": 1})
+        readable, writable, _ = select.select([self._out, self._err], [self._in] if self._unsent else [], [], 0.1)
+        if writable:
+            with contextlib.suppress(BlockingIOError, BrokenPipeError):
+                del self._unsent[: os.write(self._in, self._unsent)]
+        if self._err in readable:
+            self._words = (self._words + os.read(self._err, 65536))[-4096:]
+        if self._out in readable:
+            data = os.read(self._out, 1 << 18)
+            if not data:
+                raise BrokenLine(self._last_words())
+            self.heard = time.monotonic()
+            *lines, self._unread = (self._unread + data).split(b"\n")
+            # A login shell may print lines of its own; skip these.
+            return [json.loads(line) for line in lines if line.startswith(b"{")]
+        # Only if nothing waits to be read: this process itself may have stood still.
+        since, patience = (self._began, CONNECT_SECONDS) if self.heard is None else (self.heard, SILENCE_SECONDS)
+        if now - since > patience:
+            raise BrokenLine(f"the node's window said nothing for {now - since:.0f} s {self._last_words()}".strip())
+        return []
+
+    def _last_words(self) -> str:
+        """Return the last error line of ssh or of the remote side."""
+        until = time.monotonic() + 1.0
+        while self._process.poll() is None and time.monotonic() < until:
+            time.sleep(0.01)
+        with contextlib.suppress(BlockingIOError):
+            self._words += os.read(self._err, 65536)
+        lines = [line for line in self._words.decode(errors="replace").splitlines() if line.strip()]
+        return lines[-1] if lines else f"ssh ended with {self._process.returncode}"
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
+            assert pipe is not None
+            with contextlib.suppress(OSError):
+                pipe.close()
+
+
+def _free_port() -> int:
+    """Return a port without a listener.
+
+    If another process takes the port first, ssh fails and the next try gets a new port.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def does_answer(port: int) -> bool:
+    """Return whether an HTTP server answers behind the tunnel.
+
+    ssh itself accepts every connection, and drops the connection if no server listens.
+    """
+    with contextlib.suppress(OSError):
+        with socket.create_connection(("127.0.0.1", port), timeout=DOOR_SECONDS) as connection:
+            connection.settimeout(DOOR_SECONDS)
+            connection.sendall(b"HEAD / HTTP/1.0\r\n\r\n")
+            return bool(connection.recv(1))
+    return False

@@ -1,0 +1,104 @@
+"""Terminate a node's VM, remove its disks, and clear SkyPilot's records of the node.
+
+release or ending -> VM ended -> disks removed -> ended -> SkyPilot has forgotten the name -> cleared
+"""
+
+import logging
+from dataclasses import dataclass
+
+from launcher.clouds.base import Machine, MachineState
+from launcher.decide.node_facts import NodeStatus
+from launcher.exit_codes import Failure
+from launcher.provision.sky.chores import NotYet
+from launcher.provision.sky.cloud_node import CloudNode
+from launcher.provision.sky.inventory import CloudInventory
+from launcher.provision.sky.launches import Launches
+from launcher.provision.sky.records import ClearedRecord, EndedRecord, EndingRecord
+from launcher.provision.sky.regions import Regions
+from launcher.provision.sky.surroundings import Surroundings
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Terminator:
+    """The last steps of a node. `end` and `clear` block, run in the pool, and are repeated until they succeed."""
+
+    around: Surroundings
+    inventory: CloudInventory
+    regions: Regions
+    launches: Launches
+
+    def end(self, node: CloudNode) -> None:
+        """Terminate the VM and remove its disks through the cloud's own API, whatever SkyPilot's records say."""
+        self.around.check_lease()
+        ending = node.files.read(EndingRecord) or EndingRecord(status=NodeStatus.GONE, evidence=self._end_text(node))
+        if not node.files.has("ending"):
+            node.files.write(ending)
+        try:
+            self.launches.cancel(node)
+        except Failure as failure:  # the VM is terminated anyway, and `clear` cancels again
+            log.warning("%s: its launch could not be cancelled: %s", node.name, failure)
+        place = node.region or self.inventory.search(node)
+        if place is None:
+            self._ended(node, ending)
+            return
+        api = self.around.clouds[place[0]]
+        alive = [one for one in self.inventory.machines_in(*place) if one.name == node.name]
+        alive = [one for one in alive if one.state is not MachineState.GONE]
+        if alive:
+            node.files.write(self._with_last_facts(node, ending, alive[0]))
+            api.end(alive)
+            raise NotYet(f"{', '.join(one.id for one in alive)} is told to end and has not ended yet")
+        disks = [one for one in self.inventory.things_in(*place) if one.kind == "disk" and one.node == node.name]
+        left = api.remove(disks) if disks else []
+        if left:
+            raise NotYet(f"disk {', '.join(one.id for one in left)} cannot go yet")
+        self._ended(node, ending)
+
+    def _with_last_facts(self, node: CloudNode, ending: EndingRecord, machine: Machine) -> EndingRecord:
+        """Return the record with the facts that are known only before the VM is terminated.
+
+        The facts are the end time, and a missing firewall rule if the node was not reachable.
+        """
+        words: dict[str, object] = {}
+        if ending.ended_ms is None:
+            words["ended_ms"] = self.around.clock.now_ms()
+        if not node.files.has("machine"):
+            node.files.write_machine(machine)
+        if ending.ask_rules:
+            self.regions.look_up_rules(machine.cloud, machine.region)
+            missing = self.regions.missing_rules.get((machine.cloud, machine.region))
+            words |= {"ask_rules": False, "evidence": "; ".join(filter(None, [ending.evidence, missing]))}
+        return ending.model_copy(update=words)
+
+    def _ended(self, node: CloudNode, ending: EndingRecord) -> None:
+        machine, now_ms = node.files.machine, self.around.clock.now_ms()
+        node.files.write(
+            EndedRecord(
+                status=ending.status,
+                evidence=ending.evidence,
+                started_ms=machine.launched_ms if machine is not None else None,
+                ended_ms=(ending.ended_ms or now_ms) if machine is not None else now_ms,
+                ready_ms=node.ready_ms,
+                notice_deadline_ms=node.notice_ms,
+                reclaimed=ending.reclaimed,
+                with_notice=ending.with_notice,
+                zone=machine.zone if machine is not None else None,
+                instance_type=machine.instance_type if machine is not None else None,
+                tried=ending.tried,
+            )
+        )
+
+    def _end_text(self, node: CloudNode) -> str:
+        if node.files.is_begun("ended") or node.files.is_begun("ending"):
+            return "it was ended; the file that says why cannot be read any more"
+        was_started = node.files.is_begun("launch") or node.files.has("machine")
+        return "released" if was_started else "released before it was started"
+
+    def clear(self, node: CloudNode) -> None:
+        """Remove the node from SkyPilot's records."""
+        if node.files.is_begun("launch"):
+            self.launches.cancel(node)
+            self.around.sky.down(node.name)
+        node.files.write(ClearedRecord(at_ms=self.around.clock.now_ms()))

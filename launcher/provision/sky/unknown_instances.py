@@ -1,0 +1,45 @@
+"""VMs with the run's label that no node accounts for: without a request, or alive after their end."""
+
+import logging
+from dataclasses import dataclass
+from functools import partial
+
+from launcher.clouds.base import Machine, MachineState
+from launcher.decide.node_facts import NodeFact, NodeStatus
+from launcher.provision.sky.chores import Chores
+from launcher.provision.sky.inventory import CloudInventory
+from launcher.provision.sky.node_book import NodeBook
+from launcher.provision.sky.surroundings import Surroundings
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class UnknownInstances:
+    """Reports VMs without a request, and terminates VMs that live on."""
+
+    around: Surroundings
+    chores: Chores
+    nodes: NodeBook
+    inventory: CloudInventory
+
+    def report(self) -> list[NodeFact]:
+        """Return VMs with the run's label and without a request. Terminate VMs that live on after their end."""
+        facts = []
+        for observed in self.inventory.all_known():
+            for machine in observed.machines:
+                node = self.nodes.get(machine.name)
+                if machine.state not in (MachineState.PENDING, MachineState.RUNNING):
+                    continue
+                if node is None:
+                    evidence = f"{machine.cloud} {machine.id} in {machine.zone} bears the run's label"
+                    facts.append(NodeFact(name=machine.name, status=NodeStatus.PENDING, evidence=evidence))
+                elif node.over is not None and observed.at is not None and observed.at > node.over_since:
+                    self.chores.do(f"end {machine.id}", partial(self._end_again, machine))
+        return facts
+
+    def _end_again(self, machine: Machine) -> None:
+        self.around.check_lease()
+        log.warning("%s lives on after its end (%s): ended again", machine.name, machine.id)
+        self.around.clouds[machine.cloud].end([machine])
+        self.inventory.look_at(machine.cloud, machine.region)

@@ -1,0 +1,187 @@
+"""A node that is set up: keep its connection and its agent, and end the node after an exit or a long silence.
+
+A node is lost when the node stops answering although a fresh API call shows the VM running. An API that does not answer
+proves nothing.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from launcher.clouds.base import Machine
+from launcher.decide.node_facts import NodeStatus
+from launcher.provision.sky.chores import Chores
+from launcher.provision.sky.cloud_node import CloudNode, Link
+from launcher.provision.sky.inventory import CloudInventory
+from launcher.provision.sky.launches import autostop_minutes
+from launcher.provision.sky.node_book import NodeBook
+from launcher.provision.sky.node_link import Login
+from launcher.provision.sky.records import EndingRecord, ExitRecord, LaunchRecord, LoginRecord, StoppingRecord
+from launcher.provision.sky.regions import Regions
+from launcher.provision.sky.surroundings import Surroundings
+
+LOST_SECONDS = 90.0
+"""Silence after which a node is terminated even though the cloud calls the VM running: the node costs money without
+work."""
+
+ALL_SILENT = 4
+"""Factor on the patience while no node at all answers: the controller's own network may be down."""
+
+FIRST_WORD_SECONDS = 300.0
+"""Patience with a VM that is set up and has never answered."""
+
+READY_SECONDS = 900.0
+"""Longest time until an agent's workers call in. Loading a large model takes minutes."""
+
+RULES_SECONDS = 60.0
+"""Time after which missing firewall rules are looked up for an agent that is not ready. The lookup repeats at the
+same gap."""
+
+EXIT_SECONDS = 3.0
+"""Time for which an agent's exit must last. A shorter exit is a restart."""
+
+AFTER_NOTICE_MS = 600_000
+"""Time after an announced preemption for which the VM is left to the cloud."""
+
+REARM_SECONDS = 300.0
+"""Time between two calls that set SkyPilot's own timer on the VM."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pass:
+    """The facts of one pass over all nodes.
+
+    `seconds`: time since the pass before, at most 1 s. `trainer`: private address of the newest trainer.
+    """
+
+    seconds: float
+    trainer: str | None
+
+
+@dataclass(slots=True)
+class AgentWatch:
+    """Keeps the connections to nodes, and watches the agents behind them."""
+
+    around: Surroundings
+    chores: Chores
+    nodes: NodeBook
+    inventory: CloudInventory
+    regions: Regions
+    make_link: Callable[[Login, Path], Link]
+
+    def trainer_address(self) -> str | None:
+        """Return the private address of the newest trainer that has not ended."""
+        trainers = []
+        for node in self.nodes.all():
+            if node.is_ending:
+                continue
+            role, login = node.files.role, node.files.read(LoginRecord)
+            if role == "trainer" and login is not None:
+                launch = node.files.read(LaunchRecord)
+                trainers.append((launch.at_ms if launch is not None else 0, node.name, login.address))
+        return max(trainers)[2] if trainers else None
+
+    def keep(self, node: CloudNode, machine: Machine | None, this_pass: Pass) -> None:
+        """Keep the connection and the agent of a set-up VM alive, and watch both."""
+        login = node.files.read(LoginRecord)
+        assert login is not None
+        if node.agent.link is None:
+            line = Login(host=login.host, user=login.user, key=Path(login.key), port=login.port, proxy=login.proxy)
+            node.agent.link = self.make_link(line, node.files.folder)
+            if (stopping := node.files.read(StoppingRecord)) is not None:
+                node.agent.link.notice(stopping.deadline_ms)
+        self._start_agent(node, login, this_pass.trainer)
+        if self._has_exited(node) or self._is_late(node):
+            return
+        self._doubt(node, machine, this_pass)
+        if node.agent.deadline_ms is not None and node.agent.is_answering:
+            self.chores.every(REARM_SECONDS, f"rearm {node.name}", partial(self._rearm_sky, node))
+
+    def _start_agent(self, node: CloudNode, login: LoginRecord, trainer: str | None) -> None:
+        """Start the agent with the address of the current trainer."""
+        spec, place = node.files.spec, node.region
+        assert spec is not None
+        host = login.address if spec.role == "trainer" else trainer
+        if (
+            place is None
+            or host is None
+            or node.agent.link is None
+            or (node.agent.last_sent is not None and node.agent.last_sent.coordinator_host == host)
+        ):
+            return
+        deadline_ms = node.agent.deadline_ms or spec.money_deadline_ms
+        home = f"{login.home}/spotrl"
+        node.agent.last_sent, node.agent.sent_at = (
+            spec.model_copy(
+                update={
+                    "coordinator_host": host,
+                    "cloud": place[0],
+                    "folder": f"{home}/node",
+                    "workdir": f"{home}/work" if spec.workdir else None,
+                    "digest": self.around.purchases.bundle.digest,
+                    "weights": self.around.purchases.weights.get(place[0], ""),
+                    "money_deadline_ms": None,
+                    "money_left_ms": None if deadline_ms is None else max(0, deadline_ms - self.around.clock.now_ms()),
+                }
+            ),
+            self.around.monotonic(),
+        )
+        node.agent.link.run(node.agent.last_sent)
+
+    def _has_exited(self, node: CloudNode) -> bool:
+        """Return whether the agent has exited for good, and end the node unless a preemption is near.
+
+        AWS does not bill a spot instance that AWS preempts within an hour, but does if we terminate the instance first.
+        """
+        exited = node.files.read(ExitRecord)
+        if exited is None:
+            node.agent.exit_since = None
+            return False
+        now = self.around.monotonic()
+        node.agent.exit_since = now if node.agent.exit_since is None else node.agent.exit_since
+        deadline_ms = node.notice_ms
+        if deadline_ms is not None and self.around.clock.now_ms() < deadline_ms + AFTER_NOTICE_MS:
+            return False
+        if now - node.agent.exit_since < EXIT_SECONDS:
+            return False
+        text = f": {exited.text}" if exited.text else ""
+        node.begin_end(EndingRecord(status=NodeStatus.GONE, evidence=f"its agent exited with code {exited.code}{text}"))
+        return True
+
+    def _is_late(self, node: CloudNode) -> bool:
+        """Return whether the node's workers are late, and end the node after `READY_SECONDS`.
+
+        A missing firewall rule is the usual reason, and can be looked up.
+        """
+        waited, place = self.around.monotonic() - node.agent.sent_at, node.region
+        if node.agent.last_sent is None or place is None or node.files.has("ready") or waited < RULES_SECONDS:
+            return False
+        cloud, region = place
+        self.chores.every(RULES_SECONDS, f"rules {cloud}/{region}", partial(self.regions.look_up_rules, cloud, region))
+        if waited < READY_SECONDS:
+            return False
+        evidence = f"its workers did not call in within {READY_SECONDS:.0f} s"
+        node.begin_end(EndingRecord(status=NodeStatus.GONE, evidence=evidence, ask_rules=True))
+        return True
+
+    def _doubt(self, node: CloudNode, machine: Machine | None, this_pass: Pass) -> None:
+        """End a node after long silence. Silence counts only if a fresh inventory shows the VM running."""
+        if node.agent.is_answering:
+            node.agent.silent = 0.0
+            return
+        node.agent.silent += this_pass.seconds
+        patience = FIRST_WORD_SECONDS if node.agent.link is None or node.agent.link.heard_s is None else LOST_SECONDS
+        if not any(other.agent.is_answering for other in self.nodes.all()):
+            patience *= ALL_SILENT
+        if node.agent.silent < patience or machine is None or not self.inventory.is_fresh(node.region):
+            return
+        trouble = node.agent.link.trouble if node.agent.link is not None else ""
+        evidence = (
+            f"it stopped answering: nothing was heard for {node.agent.silent:.0f} s ({trouble}), though "
+            f"{machine.cloud} calls it {machine.state}"
+        )
+        node.begin_end(EndingRecord(status=NodeStatus.GONE, evidence=evidence, ask_rules=True))
+
+    def _rearm_sky(self, node: CloudNode) -> None:
+        self.around.sky.rearm(node.name, autostop_minutes(node.agent.deadline_ms, self.around.clock.now_ms()))

@@ -1,0 +1,130 @@
+"""The JSON files of a cloud node keep their names and their form: an upgrade goes on with nodes that are running.
+
+`tests/data/released/0.1.0/node_files.json` holds every file of a node at many stages of its life, as released code
+wrote them. `python -m tests.launcher.cluster.test_node_files` prints what the code writes now.
+"""
+
+import json
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from launcher.clouds.base import MachineState
+from launcher.decide.node_facts import NodeStatus
+from launcher.provision.sky.outcome import Failed, Outcome
+from tests.launcher.cluster.test_damaged_files import STAGES, bring_to
+from tests.launcher.cluster.test_sky_provisioner import TRAINER, Killed, Stage, placement
+
+GOLDEN = Path(__file__).parents[2] / "data/released/0.1.0/node_files.json"
+
+NODES_OWN = ("spec", "agent", "ready", "notice", "exit")
+"""Not of this test: the start instructions follow the engine's settings, the rest is the agent's."""
+
+
+def reclaimed(stage: Stage) -> None:
+    stage.bring_up(TRAINER)
+    stage.cloud.change(TRAINER, state=MachineState.STOPPING, reason="STOPPING")
+    stage.passes(3)
+    stage.cloud.vanish(TRAINER, reclaimed=True, reason="compute.instances.preempted", ended_ms=stage.time.ms)
+    stage.passes(6)
+
+
+def without_capacity(stage: Stage) -> None:
+    stage.ask(TRAINER)
+    stage.passes(1)
+    stage.sky.finish(TRAINER, Outcome(failed=Failed.NO_CAPACITY, text="InsufficientInstanceCapacity"))
+    stage.passes(5)
+
+
+def adopted(stage: Stage) -> None:
+    stage.ask(TRAINER)
+    stage.sky.reply_lost = True
+    with pytest.raises(Killed):
+        stage.passes(1)
+    stage.sky.finish(TRAINER)
+    stage.process()
+    stage.passes(5)
+
+
+def tried_again(stage: Stage) -> None:
+    stage.ask(TRAINER)
+    stage.passes(1)
+    stage.sky.finish(TRAINER, Outcome(failed=Failed.UNKNOWN, text="server restarted"))
+    stage.passes(20)
+
+
+def behind_a_removed_rule(stage: Stage) -> None:
+    stage.digest = None
+    stage.cloud.missing_rules = ("tcp 22 (SSH) is missing",)
+    stage.ask(TRAINER)
+    stage.passes(1)
+    stage.sky.finish(TRAINER)
+    stage.cloud.ends_slowly = True
+    stage.time.ms += 1_800_000
+    stage.passes(5)
+
+
+def found_by_its_label(stage: Stage) -> None:
+    stage.cloud.start(TRAINER, placement())
+    stage.cloud.ends_slowly = True
+    stage.provisioner.release([TRAINER])
+    stage.passes(5)
+
+
+STORIES: dict[str, Callable[[Stage], None]] = {
+    **{name: partial(bring_to, which=name) for name in STAGES},
+    "reclaimed": reclaimed,
+    "without capacity": without_capacity,
+    "adopted": adopted,
+    "tried again": tried_again,
+    "behind a removed rule": behind_a_removed_rule,
+    "found by its label": found_by_its_label,
+}
+
+
+def files_after(story: str, folder: Path) -> dict[str, dict]:
+    """The content of each file of the node, by its name. The folder's own path is left out."""
+    stage = Stage(folder)
+    STORIES[story](stage)
+    return {
+        path.stem: json.loads(path.read_text().replace(str(folder), "FOLDER"))
+        for path in sorted((folder / "nodes" / TRAINER).glob("[a-z]*.json"))
+        if path.stem not in NODES_OWN
+    }
+
+
+@pytest.mark.parametrize("story", STORIES)
+def test_the_files_of_a_node_are_as_released_code_wrote_them(tmp_path, story):
+    assert files_after(story, tmp_path) == json.loads(GOLDEN.read_text())[story]
+
+
+@pytest.mark.parametrize("story", STORIES)
+def test_a_node_is_released_from_the_files_of_released_code(tmp_path, story):
+    """The agent's part comes from the code of today; the launcher's files are laid over it."""
+    stage = Stage(tmp_path)
+    STORIES[story](stage)
+    for name, content in json.loads(GOLDEN.read_text())[story].items():
+        text = json.dumps(content).replace("FOLDER", str(tmp_path))
+        (tmp_path / "nodes" / TRAINER / f"{name}.json").write_text(text)
+    stage.process()
+    stage.cloud.ends_slowly = False
+    stage.provisioner.release([TRAINER])
+    fact = stage.passes(150, step=1)[TRAINER]
+    assert fact.status in (NodeStatus.GONE, NodeStatus.NO_CAPACITY)
+    assert stage.provisioner.tidy() or stage.provisioner.tidy()
+    assert {one.state for one in stage.cloud.there} <= {MachineState.GONE}
+
+
+def main() -> None:
+    stories = {}
+    for story in STORIES:
+        with tempfile.TemporaryDirectory() as folder:
+            stories[story] = files_after(story, Path(folder))
+    print(json.dumps(stories, indent=1, sort_keys=True))
+
+
+if __name__ == "__main__":
+    main()
