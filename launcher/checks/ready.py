@@ -16,7 +16,7 @@ from pathlib import Path
 from engine.config import SHIPPED
 from launcher.checks.gcloud import GcloudMissing, check_gcloud
 from launcher.checks.preflight import check_disk, check_secrets
-from launcher.clouds.base import Caller, CloudApi, MachineState, refuse_wrong, wrong_of
+from launcher.clouds.base import CallerIdentity, CloudApi, InstanceState, refuse_wrong, wrong_of
 from launcher.exit_codes import Failure
 from launcher.job.checked import CheckedJob
 from launcher.job.schema import Job
@@ -155,7 +155,7 @@ def check_clouds(
     regions: Iterable[tuple[str, str]],
     try_bucket: Callable[[str], None] = check_writable,
     unused: Callable[[str, str], None] = _check_unused,
-) -> dict[str, Caller]:
+) -> dict[str, CallerIdentity]:
     """Return the credentials' identity by cloud. Check that the run's buckets are usable and the run's name is free.
 
     `regions`: every candidate (cloud, region) of the run. A run of this name that is alive is named before what it left
@@ -198,7 +198,7 @@ def _check_name_is_free(checked: CheckedJob, api: CloudApi, region: str) -> None
     The VMs belong to a run in another ledger, because this ledger has no run of the name.
     """
     name = checked.job.name
-    alive = [one for one in api.machines(region, run=name) if one.state is not MachineState.GONE]
+    alive = [one for one in api.instances(region, run=name) if one.state is not InstanceState.GONE]
     if alive:
         whose = ", ".join(f"{one.id} of {one.owner or 'somebody'}" for one in alive)
         raise checked.error(

@@ -23,7 +23,7 @@ from sqlalchemy import select
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session, sessionmaker
 
-from launcher.clouds.base import Caller, CloudApi, CloudUnreachable, Machine, MachineState, Thing
+from launcher.clouds.base import CallerIdentity, CloudApi, CloudUnreachable, Instance, InstanceState, Resource
 from launcher.controller.lease import is_held
 from launcher.decide.facts import OVER, Stage
 from launcher.exit_codes import Failure
@@ -58,7 +58,7 @@ class Account:
     """A cloud with valid credentials. `owner`: only this owner's resources are read; None: all owners'."""
 
     api: CloudApi
-    caller: Caller
+    caller: CallerIdentity
     owner: str | None
 
     @property
@@ -84,19 +84,19 @@ class Unasked:
 class Inventory:
     """The resources with our labels, without ended VMs, and the regions without an answer."""
 
-    machines: tuple[Machine, ...] = ()
-    things: tuple[Thing, ...] = ()
+    instances: tuple[Instance, ...] = ()
+    resources: tuple[Resource, ...] = ()
     unasked: tuple[Unasked, ...] = ()
 
     @property
     def is_empty(self) -> bool:
-        return not self.machines and not self.things
+        return not self.instances and not self.resources
 
     @property
     def ids(self) -> list[str]:
         """Return every VM and resource as text: id, kind and region."""
-        return [f"machine {one.id} ({one.cloud}/{one.region})" for one in self.machines] + [
-            f"{one.kind} {one.id} ({one.cloud}/{one.region or EVERYWHERE})" for one in self.things
+        return [f"machine {one.id} ({one.cloud}/{one.region})" for one in self.instances] + [
+            f"{one.kind} {one.id} ({one.cloud}/{one.region or EVERYWHERE})" for one in self.resources
         ]
 
 
@@ -129,7 +129,7 @@ def sign_in(
     A silent cloud is retried for `patience_s`.
     """
     until_s = now_s() + patience_s
-    callers: dict[str, Caller | Failure] = {}
+    callers: dict[str, CallerIdentity | Failure] = {}
     waiting = dict(apis)
     while waiting:
         callers |= zip(waiting, _all_at_once(waiting.values(), _caller), strict=True)
@@ -157,8 +157,8 @@ def look(accounts: Sequence[Account], say: Callable[[str], None] = lambda text: 
             unasked.append(_unasked(account.cloud, "", regions))
         else:
             places += [(account, region) for region in regions]
-    machines: list[Machine] = []
-    things: dict[tuple[str, str, str], Thing] = {}
+    instances: list[Instance] = []
+    resources: dict[tuple[str, str, str], Resource] = {}
     asked = 0
     for (account, region), found in zip(places, _all_at_once(places, _in_region), strict=True):
         asked += 1
@@ -166,10 +166,10 @@ def look(accounts: Sequence[Account], say: Callable[[str], None] = lambda text: 
         if isinstance(found, Failure):
             unasked.append(_unasked(account.cloud, region, found))
             continue
-        machines += [machine for machine in found[0] if machine.state is not MachineState.GONE]
+        instances += [instance for instance in found[0] if instance.state is not InstanceState.GONE]
         # Each region may list the global resources.
-        things |= {(thing.cloud, thing.kind, thing.id): thing for thing in found[1]}
-    return Inventory(machines=tuple(machines), things=tuple(things.values()), unasked=tuple(unasked))
+        resources |= {(resource.cloud, resource.kind, resource.id): resource for resource in found[1]}
+    return Inventory(instances=tuple(instances), resources=tuple(resources.values()), unasked=tuple(unasked))
 
 
 def split(found: Inventory, live_runs: Collection[str]) -> tuple[Inventory, Inventory]:
@@ -177,10 +177,10 @@ def split(found: Inventory, live_runs: Collection[str]) -> tuple[Inventory, Inve
 
     Resources of live runs, and shared resources beside a live run, are kept.
     """
-    everything: list[Machine | Thing] = [*found.machines, *found.things]
+    everything: list[Instance | Resource] = [*found.instances, *found.resources]
     busy = {one.cloud for one in everything if one.run in live_runs}
 
-    def stays(one: Machine | Thing) -> bool:
+    def stays(one: Instance | Resource) -> bool:
         return one.run in live_runs or (not one.run and one.cloud in busy)
 
     return _chosen(found, lambda one: not stays(one)), replace(_chosen(found, stays), unasked=())
@@ -189,7 +189,7 @@ def split(found: Inventory, live_runs: Collection[str]) -> tuple[Inventory, Inve
 def of_lost_runs(found: Inventory, local_runs: Collection[str]) -> tuple[Inventory, Inventory]:
     """Split the inventory into removable resources and local nodes of these live runs."""
 
-    def goes(one: Machine | Thing) -> bool:
+    def goes(one: Instance | Resource) -> bool:
         return one.cloud != LOCAL or one.run not in local_runs
 
     return _chosen(found, goes), replace(_chosen(found, lambda one: not goes(one)), unasked=())
@@ -199,7 +199,7 @@ def of_owners(found: Inventory, accounts: Sequence[Account]) -> tuple[Inventory,
     """Split the inventory by owner: resources of the selected owners, and the rest."""
     owners = {account.cloud: account.owner for account in accounts}
 
-    def is_theirs(one: Machine | Thing) -> bool:
+    def is_theirs(one: Instance | Resource) -> bool:
         return owners.get(one.cloud) in (None, one.owner)
 
     others = _chosen(found, lambda one: not is_theirs(one))
@@ -211,23 +211,23 @@ def only_of(found: Inventory, runs: Collection[str]) -> Inventory:
     return _chosen(found, lambda one: one.run in runs)
 
 
-def _chosen(found: Inventory, wanted: Callable[[Machine | Thing], bool]) -> Inventory:
+def _chosen(found: Inventory, wanted: Callable[[Instance | Resource], bool]) -> Inventory:
     return replace(
         found,
-        machines=tuple(one for one in found.machines if wanted(one)),
-        things=tuple(one for one in found.things if wanted(one)),
+        instances=tuple(one for one in found.instances if wanted(one)),
+        resources=tuple(one for one in found.resources if wanted(one)),
     )
 
 
-def price_of(machine: Machine, offers: Iterable[Offer]) -> int | None:
+def price_of(instance: Instance, offers: Iterable[Offer]) -> int | None:
     """Return the listed price in micro-dollars an hour, nearest zone first; None if no list has the type."""
     same = [
         offer
         for offer in offers
         if (offer.cloud, offer.region, offer.instance_type, offer.market)
-        == (machine.cloud, machine.region, machine.instance_type, machine.market)
+        == (instance.cloud, instance.region, instance.instance_type, instance.market)
     ]
-    exact = [offer for offer in same if machine.zone and machine.zone in (offer.zone, offer.zone_id)]
+    exact = [offer for offer in same if instance.zone and instance.zone in (offer.zone, offer.zone_id)]
     return max((offer.micro_usd_per_hour for offer in exact or same), default=None)
 
 
@@ -270,38 +270,38 @@ def _end_once(accounts: Sequence[Account], found: Inventory, whole: Inventory) -
     """Send one order for everything removable now. Return the clouds' errors."""
     orders: list[Callable[[], object]] = []
     for account in accounts:
-        machines = [one for one in found.machines if one.cloud == account.cloud]
-        things = things_that_may_go(account.cloud, found, whole)
-        for region in sorted({one.region for one in machines}):
-            orders.append(partial(account.api.end, [one for one in machines if one.region == region]))
-        for region in sorted({one.region for one in things}):
+        instances = [one for one in found.instances if one.cloud == account.cloud]
+        resources = removable_resources(account.cloud, found, whole)
+        for region in sorted({one.region for one in instances}):
+            orders.append(partial(account.api.end, [one for one in instances if one.region == region]))
+        for region in sorted({one.region for one in resources}):
             # Returned resources cannot be removed yet; the next look finds them again.
-            orders.append(partial(account.api.remove, [one for one in things if one.region == region]))
+            orders.append(partial(account.api.remove, [one for one in resources if one.region == region]))
     answers = _all_at_once(orders, lambda order: order())
     return tuple(dict.fromkeys(str(answer) for answer in answers if isinstance(answer, Failure)))
 
 
-def things_that_may_go(cloud: str, found: Inventory, whole: Inventory) -> list[Thing]:
+def removable_resources(cloud: str, found: Inventory, whole: Inventory) -> list[Resource]:
     """Return a cloud's resources without a dependent VM. An unreachable region may hide a VM.
 
     A disk or address can go once its VM is gone; a group, rule or identity once all VMs of its run are gone.
     """
-    alive = [one for one in whole.machines if one.cloud == cloud]
+    alive = [one for one in whole.instances if one.cloud == cloud]
     names, runs = {one.name for one in alive}, {one.run for one in alive}
     unseen = {one.region for one in whole.unasked if one.cloud == cloud}
 
-    def is_free(thing: Thing) -> bool:
-        if thing.kind in PAID and thing.node:
-            return thing.node not in names
-        is_everywhere = thing.region in ("", EVERYWHERE)
-        return (thing.run not in runs if thing.run else not runs) and not (is_everywhere and unseen)
+    def is_free(resource: Resource) -> bool:
+        if resource.kind in PAID and resource.node:
+            return resource.node not in names
+        is_everywhere = resource.region in ("", EVERYWHERE)
+        return (resource.run not in runs if resource.run else not runs) and not (is_everywhere and unseen)
 
-    return [one for one in found.things if one.cloud == cloud and is_free(one)]
+    return [one for one in found.resources if one.cloud == cloud and is_free(one)]
 
 
 def count_text(found: Inventory) -> str:
     """Return the counts by kind: `3 x machine, 2 x disk`."""
-    kinds = [*("machine" for _ in found.machines), *(thing.kind for thing in found.things)]
+    kinds = [*("machine" for _ in found.instances), *(resource.kind for resource in found.resources)]
     return ", ".join(f"{kinds.count(kind)} x {kind}" for kind in dict.fromkeys(kinds)) or "nothing"
 
 
@@ -418,7 +418,7 @@ def _all_at_once(questions: Iterable[T], ask: Callable[[T], R]) -> Iterator[R | 
         yield from pool.map(answer, questions)
 
 
-def _caller(api: CloudApi) -> Caller:
+def _caller(api: CloudApi) -> CallerIdentity:
     return api.caller()
 
 
@@ -426,9 +426,9 @@ def _regions(account: Account) -> Sequence[str]:
     return account.api.regions()
 
 
-def _in_region(place: tuple[Account, str]) -> tuple[Sequence[Machine], Sequence[Thing]]:
+def _in_region(place: tuple[Account, str]) -> tuple[Sequence[Instance], Sequence[Resource]]:
     account, region = place
-    return account.api.machines(region, owner=account.owner), account.api.things(region, owner=account.owner)
+    return account.api.instances(region, owner=account.owner), account.api.resources(region, owner=account.owner)
 
 
 def _unasked(cloud: str, region: str, failure: Failure) -> Unasked:

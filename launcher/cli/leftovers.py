@@ -26,7 +26,7 @@ from launcher.cleanup.reaping import (
     sign_in,
 )
 from launcher.cli.layout import print_table
-from launcher.clouds.base import CloudApi, Machine, Thing
+from launcher.clouds.base import CloudApi, Instance, Resource
 from launcher.exit_codes import ExitCode, Failure
 from launcher.ledger.billing import LOCAL
 from launcher.market.offers import CLOUDS, Offer, current_catalog
@@ -165,7 +165,7 @@ def take(
     if not wish.yes:
         _confirm(choice)
     failed = list(first())
-    runs = {one.run for one in choice.goes.machines} | {one.run for one in choice.goes.things}
+    runs = {one.run for one in choice.goes.instances} | {one.run for one in choice.goes.resources}
     cleared = clear(
         accounts,
         lambda inventory: choose(inventory).goes if late_too else only_of(choose(inventory).goes, runs),
@@ -237,11 +237,11 @@ def _show(choice: Choice, offers: Sequence[Offer]) -> None:
     goes = choice.goes
     if goes.is_empty:
         click.echo("Nothing was found.")
-    if goes.machines:
+    if goes.instances:
         heading = ("machine", "node", "run", "owner", "where", "type", "market", "state", "age", "rate")
-        print_table([heading, *(_row(one, offers) for one in goes.machines)])
-    if goes.things:
-        print_table([("thing", "id", "run", "owner", "where", "size"), *map(_thing_row, goes.things)])
+        print_table([heading, *(_row(one, offers) for one in goes.instances)])
+    if goes.resources:
+        print_table([("resource", "id", "run", "owner", "where", "size"), *map(_resource_row, goes.resources)])
     if not choice.stays.is_empty:
         click.echo(f"Left alone: {count_text(choice.stays)}.")
     for note in choice.notes:
@@ -251,41 +251,48 @@ def _show(choice: Choice, offers: Sequence[Offer]) -> None:
 def _of_others(others: Inventory) -> list[str]:
     if others.is_empty:
         return []
-    owners = sorted({one.owner for one in others.machines} | {one.owner for one in others.things})
+    owners = sorted({one.owner for one in others.instances} | {one.owner for one in others.resources})
     return [f"Not yours, and left alone: {count_text(others)} of {', '.join(owners)}; --all-owners takes them too."]
 
 
-def _row(machine: Machine, offers: Sequence[Offer]) -> tuple[str, ...]:
-    price, age_ms = price_of(machine, offers), _age_ms(machine)
+def _row(instance: Instance, offers: Sequence[Offer]) -> tuple[str, ...]:
+    price, age_ms = price_of(instance, offers), _age_ms(instance)
     return (
-        machine.id,
-        machine.name,
-        machine.run,
-        machine.owner,
-        f"{machine.cloud}/{machine.zone or machine.region}",
-        machine.instance_type,
-        machine.market.value,
-        machine.state.value,
+        instance.id,
+        instance.name,
+        instance.run,
+        instance.owner,
+        f"{instance.cloud}/{instance.zone or instance.region}",
+        instance.instance_type,
+        instance.market.value,
+        instance.state.value,
         "unknown" if age_ms is None else duration(age_ms),
         "not priced" if price is None else hourly(price),
     )
 
 
-def _thing_row(thing: Thing) -> tuple[str, ...]:
-    size = "" if thing.size_gib is None else f"{thing.size_gib} GiB"
-    return thing.kind, thing.id, thing.run or "(all)", thing.owner, f"{thing.cloud}/{thing.region or 'global'}", size
+def _resource_row(resource: Resource) -> tuple[str, ...]:
+    size = "" if resource.size_gib is None else f"{resource.size_gib} GiB"
+    return (
+        resource.kind,
+        resource.id,
+        resource.run or "(all)",
+        resource.owner,
+        f"{resource.cloud}/{resource.region or 'global'}",
+        size,
+    )
 
 
 def _as_dicts(found: Inventory, offers: Sequence[Offer]) -> list[dict[str, Any]]:
-    machines = [
+    instances = [
         {"kind": "machine", **asdict(one), "age_ms": _age_ms(one), "micro_usd_per_hour": price_of(one, offers)}
-        for one in found.machines
+        for one in found.instances
     ]
-    return machines + [asdict(one) for one in found.things]
+    return instances + [asdict(one) for one in found.resources]
 
 
-def _age_ms(machine: Machine) -> int | None:
-    return None if machine.launched_ms is None else max(0, time.time_ns() // 1_000_000 - machine.launched_ms)
+def _age_ms(instance: Instance) -> int | None:
+    return None if instance.launched_ms is None else max(0, time.time_ns() // 1_000_000 - instance.launched_ms)
 
 
 def _offers() -> Sequence[Offer]:

@@ -16,7 +16,7 @@ from engine.events import Market
 from launcher.cli.layout import print_table, print_text
 from launcher.exit_codes import ExitCode, Failure
 from launcher.ledger.prices import latest_prices, places, price_history
-from launcher.market.machines import machine_of, machines
+from launcher.market.instance_types import instance_type_of, instance_types
 from launcher.market.offers import CLOUDS
 from launcher.market.prices import PricePoint, iso
 from launcher.money import dollars, duration, exact_dollars, hourly, parse_duration
@@ -311,10 +311,10 @@ def _latest(
 def _types(clouds: Sequence[str], accelerators: Sequence[str]) -> tuple[str, ...]:
     """Return the instance types with these GPUs; empty if no GPU was named. Raises UsageError for an unknown GPU."""
     for name in accelerators:
-        if not machines(clouds, (name,)):
-            known = ", ".join(sorted({machine.accelerator for machine in machines(clouds)}))
+        if not instance_types(clouds, (name,)):
+            known = ", ".join(sorted({machine.accelerator for machine in instance_types(clouds)}))
             raise click.UsageError(f"no machine with {name} is known there; there are {known}")
-    return tuple(machine.instance_type for machine in machines(clouds, accelerators)) if accelerators else ()
+    return tuple(machine.instance_type for machine in instance_types(clouds, accelerators)) if accelerators else ()
 
 
 def _by_pool(points: Sequence[PricePoint]) -> dict[object, PricePoint]:
@@ -333,7 +333,7 @@ def _exact(point: PricePoint | None) -> str | None:
 
 
 def price_json(point: PricePoint, at_ms: int) -> dict[str, Any]:
-    machine = machine_of(point.cloud, point.instance_type)
+    machine = instance_type_of(point.cloud, point.instance_type)
     return {
         "cloud": point.cloud,
         "region": point.region,
@@ -382,7 +382,7 @@ def price_rows(points: Sequence[PricePoint], at_ms: int) -> list[tuple[str, ...]
     ]
     sources = _sources(points)
     for point in sorted(points, key=lambda p: (p.cloud, p.region, p.instance_type, p.market, p.micro_usd_per_hour)):
-        machine = machine_of(point.cloud, point.instance_type)
+        machine = instance_type_of(point.cloud, point.instance_type)
         row = (
             point.cloud,
             point.region,

@@ -39,7 +39,7 @@ def reap(sessions: sessionmaker[Session], /, **options: Any) -> ExitCode:
     def choose(found: Inventory) -> Choice:
         live = live_runs(sessions)
         goes, stays = split(found, live)
-        runs = sorted({one.run for one in stays.machines} | {one.run for one in stays.things} - {""})
+        runs = sorted({one.run for one in stays.instances} | {one.run for one in stays.resources} - {""})
         notes = [f"{run} is {live[run]}; `spotrl down {run}` ends it" for run in runs if run in live]
         return Choice(goes=goes, stays=stays, notes=notes)
 

@@ -11,7 +11,7 @@ from launcher.clouds.aws_group import RunGroup
 from launcher.clouds.aws_inventory import gone, instance_of, resource_of, tag_filters
 from launcher.clouds.aws_named import FoundNetwork, look_at_network, look_at_profile
 from launcher.clouds.aws_role import HOME_REGION, NodeRole, node_policy
-from launcher.clouds.base import Caller, Finding, Machine, Place, Thing, refuse_wrong, wrong_of
+from launcher.clouds.base import CallerIdentity, Finding, Instance, RegionSetup, Resource, refuse_wrong, wrong_of
 from launcher.clouds.labels import run_name, slug
 from launcher.job.company import NOTHING_NAMED, Named
 
@@ -44,17 +44,17 @@ class AwsApi:
         self._groups = RunGroup(self._client)
         self._roles = NodeRole(self._client)
 
-    def caller(self) -> Caller:
+    def caller(self) -> CallerIdentity:
         with errors_named("aws sts GetCallerIdentity"):
             who = self._client("sts", HOME_REGION).get_caller_identity()
-        return Caller(account=who["Account"], identity=who["Arn"], owner=slug(owner_of(who["Arn"])))
+        return CallerIdentity(account=who["Account"], identity=who["Arn"], owner=slug(owner_of(who["Arn"])))
 
     def regions(self) -> Sequence[str]:
         with errors_named("aws ec2 DescribeRegions"):
             found = self._client("ec2", HOME_REGION).describe_regions()["Regions"]
         return sorted(region["RegionName"] for region in found)
 
-    def machines(self, region: str, *, owner: str | None = None, run: str | None = None) -> Sequence[Machine]:
+    def instances(self, region: str, *, owner: str | None = None, run: str | None = None) -> Sequence[Instance]:
         with errors_named(f"aws ec2 DescribeInstances, {region}"):
             pages = (
                 self._client("ec2", region)
@@ -64,17 +64,17 @@ class AwsApi:
             found = [one for page in pages for reservation in page["Reservations"] for one in reservation["Instances"]]
         return [instance_of(region, one) for one in found]
 
-    def end_of(self, machine: Machine) -> Machine:
-        with errors_named(f"aws ec2 DescribeInstances, {machine.region}"), missing_is_fine():
-            pages = self._client("ec2", machine.region).describe_instances(InstanceIds=[machine.id])
+    def end_of(self, instance: Instance) -> Instance:
+        with errors_named(f"aws ec2 DescribeInstances, {instance.region}"), missing_is_fine():
+            pages = self._client("ec2", instance.region).describe_instances(InstanceIds=[instance.id])
             for reservation in pages["Reservations"]:
                 for one in reservation["Instances"]:
-                    return instance_of(machine.region, one)
-        return gone(machine, "EC2 does not list it any more")
+                    return instance_of(instance.region, one)
+        return gone(instance, "EC2 does not list it any more")
 
-    def things(self, region: str, *, owner: str | None = None, run: str | None = None) -> Sequence[Thing]:
+    def resources(self, region: str, *, owner: str | None = None, run: str | None = None) -> Sequence[Resource]:
         client = self._client("ec2", region)
-        found: list[Thing] = []
+        found: list[Resource] = []
         with errors_named(f"aws ec2 DescribeVolumes, {region}"):
             for page in client.get_paginator("describe_volumes").paginate(Filters=tag_filters(owner, run)):
                 found += [
@@ -88,14 +88,14 @@ class AwsApi:
                 ]
         return [*found, *self._roles.list(owner, run)] if region == HOME_REGION else found
 
-    def end(self, machines: Sequence[Machine]) -> None:
+    def end(self, instances: Sequence[Instance]) -> None:
         """Terminate one by one: with one unknown id, EC2 refuses a whole call."""
-        for machine in machines:
-            with errors_named(f"aws ec2 TerminateInstances {machine.id}, {machine.region}"), missing_is_fine():
-                self._client("ec2", machine.region).terminate_instances(InstanceIds=[machine.id])
+        for instance in instances:
+            with errors_named(f"aws ec2 TerminateInstances {instance.id}, {instance.region}"), missing_is_fine():
+                self._client("ec2", instance.region).terminate_instances(InstanceIds=[instance.id])
 
-    def remove(self, things: Sequence[Thing]) -> Sequence[Thing]:
-        return [thing for thing in things if not self._remove(thing)]
+    def remove(self, resources: Sequence[Resource]) -> Sequence[Resource]:
+        return [resource for resource in resources if not self._remove(resource)]
 
     def prepare(
         self,
@@ -107,7 +107,7 @@ class AwsApi:
         buckets: Sequence[str],
         models: Sequence[str] = (),
         named: Named = NOTHING_NAMED,
-    ) -> Place:
+    ) -> RegionSetup:
         name = run_name(run)
         found = self._look_at_network(region, named, ssh_from) if named.network else FoundNetwork(group_name=name)
         refuse_wrong([*self.check_identity(named), *found.findings])
@@ -115,7 +115,7 @@ class AwsApi:
             self._roles.prepare(name, run, owner, node_policy(run, buckets, models))
         if not named.network:
             self._groups.prepare(region, name, run, owner, ssh_from)
-        return Place(
+        return RegionSetup(
             cloud="aws",
             region=region,
             group=found.group_name,
@@ -140,21 +140,21 @@ class AwsApi:
             source = ssh_from if named.is_reached_from_here else ""
             return look_at_network(self._client("ec2", region), region, named, source)
 
-    def open_rules(self, place: Place) -> Sequence[str]:
-        if place.named.network:
-            return wrong_of(self.check_network(place.region, place.named, place.ssh_from))
-        return self._groups.missing_rules(place)
+    def open_rules(self, setup: RegionSetup) -> Sequence[str]:
+        if setup.named.network:
+            return wrong_of(self.check_network(setup.region, setup.named, setup.ssh_from))
+        return self._groups.missing_rules(setup)
 
-    def _remove(self, thing: Thing) -> bool:
-        with errors_named(f"aws {thing.kind} {thing.id}"), missing_is_fine():
+    def _remove(self, resource: Resource) -> bool:
+        with errors_named(f"aws {resource.kind} {resource.id}"), missing_is_fine():
             try:
-                match thing.kind:
+                match resource.kind:
                     case "disk":
-                        self._client("ec2", thing.region).delete_volume(VolumeId=thing.id)
+                        self._client("ec2", resource.region).delete_volume(VolumeId=resource.id)
                     case "group":
-                        self._client("ec2", thing.region).delete_security_group(GroupId=thing.id)
+                        self._client("ec2", resource.region).delete_security_group(GroupId=resource.id)
                     case "role":
-                        self._roles.remove(thing.id)
+                        self._roles.remove(resource.id)
                     case _:
                         return False
             except Exception as error:

@@ -5,7 +5,7 @@ from typing import Any
 
 from launcher.clouds.aws_calls import Clients, errors_named, existing_is_fine, missing_is_fine
 from launcher.clouds.aws_inventory import labels_of, tag_list, tags_of
-from launcher.clouds.base import OWNER_LABEL, CloudRefused, CloudUnreachable, Place, refuse_anothers
+from launcher.clouds.base import OWNER_LABEL, CloudRefused, CloudUnreachable, RegionSetup, refuse_anothers
 
 
 class RunGroup:
@@ -31,18 +31,18 @@ class RunGroup:
             refuse_anothers(f"aws security group {name} in {region}", run, owner, whose)
             self._set_rules(client, group, ssh_from)
 
-    def missing_rules(self, place: Place) -> Sequence[str]:
+    def missing_rules(self, setup: RegionSetup) -> Sequence[str]:
         """Return the missing rules of the run's own group, as text."""
-        with errors_named(f"aws ec2 DescribeSecurityGroups, {place.region}"):
-            group = self._group(self._client("ec2", place.region), place.group)
+        with errors_named(f"aws ec2 DescribeSecurityGroups, {setup.region}"):
+            group = self._group(self._client("ec2", setup.region), setup.group)
         if group is None:
-            return [f"security group {place.group} is not there in {place.region}"]
+            return [f"security group {setup.group} is not there in {setup.region}"]
         missing = []
         if not _has_inside(group):
-            missing.append(f"security group {place.group} ({place.region}) lacks the rule: all traffic from itself")
-        if place.ssh_from not in _ssh_ranges(group):
+            missing.append(f"security group {setup.group} ({setup.region}) lacks the rule: all traffic from itself")
+        if setup.ssh_from not in _ssh_ranges(group):
             missing.append(
-                f"security group {place.group} ({place.region}) lacks the rule: tcp 22 (SSH) from {place.ssh_from}"
+                f"security group {setup.group} ({setup.region}) lacks the rule: tcp 22 (SSH) from {setup.ssh_from}"
             )
         return missing
 

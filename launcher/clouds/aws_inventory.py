@@ -7,28 +7,28 @@ from datetime import UTC, datetime
 from typing import Any
 
 from engine.events import Market
-from launcher.clouds.base import NODE_LABEL, OWNER_LABEL, RUN_LABEL, Machine, MachineState, Thing
+from launcher.clouds.base import NODE_LABEL, OWNER_LABEL, RUN_LABEL, Instance, InstanceState, Resource
 
-STATES: Mapping[str, MachineState] = {
-    "pending": MachineState.PENDING,
-    "running": MachineState.RUNNING,
-    "shutting-down": MachineState.STOPPING,
-    "stopping": MachineState.STOPPING,
-    "stopped": MachineState.STOPPING,
-    "terminated": MachineState.GONE,
+STATES: Mapping[str, InstanceState] = {
+    "pending": InstanceState.PENDING,
+    "running": InstanceState.RUNNING,
+    "shutting-down": InstanceState.STOPPING,
+    "stopping": InstanceState.STOPPING,
+    "stopped": InstanceState.STOPPING,
+    "terminated": InstanceState.GONE,
 }
 
 RECLAIMED = frozenset({"Server.SpotInstanceTermination", "Server.SpotInstanceShutdown"})
 """State reasons for which EC2 itself ended the instance."""
 
 
-def instance_of(region: str, found: Mapping[str, Any]) -> Machine:
+def instance_of(region: str, found: Mapping[str, Any]) -> Instance:
     tags = tags_of(found.get("Tags", ()))
     reason = found.get("StateReason") or {}
     transition = found.get("StateTransitionReason") or ""
     state = STATES[found["State"]["Name"]]
     said = " ".join(dict.fromkeys(filter(None, [reason.get("Code"), reason.get("Message"), transition])))
-    return Machine(
+    return Instance(
         cloud="aws",
         region=region,
         zone=found["Placement"]["AvailabilityZone"],
@@ -43,21 +43,21 @@ def instance_of(region: str, found: Mapping[str, Any]) -> Machine:
         public_address=found.get("PublicIpAddress") or "",
         identity=(found.get("IamInstanceProfile") or {}).get("Arn", "").rpartition("/")[2],
         launched_ms=_ms(found.get("LaunchTime")),
-        ended_ms=_transition_ms(transition) if state in (MachineState.GONE, MachineState.STOPPING) else None,
-        reason=said if state in (MachineState.GONE, MachineState.STOPPING) else "",
+        ended_ms=_transition_ms(transition) if state in (InstanceState.GONE, InstanceState.STOPPING) else None,
+        reason=said if state in (InstanceState.GONE, InstanceState.STOPPING) else "",
         reclaimed=reason.get("Code") in RECLAIMED,
     )
 
 
-def gone(machine: Machine, reason: str) -> Machine:
-    return replace(machine, state=MachineState.GONE, reason=machine.reason or reason)
+def gone(instance: Instance, reason: str) -> Instance:
+    return replace(instance, state=InstanceState.GONE, reason=instance.reason or reason)
 
 
 def resource_of(
     region: str, kind: str, id: str, tags: Sequence[Mapping[str, str]], size_gib: int | None = None
-) -> Thing:
+) -> Resource:
     named = tags_of(tags)
-    return Thing(
+    return Resource(
         cloud="aws",
         region=region,
         kind=kind,

@@ -21,7 +21,7 @@ from launcher.clouds.base import RUN_LABEL, CloudRefused, CloudUnreachable
 from launcher.clouds.limits import Permissions, Quota
 from launcher.clouds.policies import aws_policy
 from launcher.job.company import NOTHING_NAMED, Named
-from launcher.market.machines import machine_of
+from launcher.market.instance_types import instance_type_of
 from launcher.placement.placement import Placement
 from launcher.storage.stores import bucket_region
 
@@ -115,7 +115,7 @@ class AwsLimits(AwsApi):
             )
 
     def draws_on(self, want: Placement) -> Mapping[str, int]:
-        code, machine = quota_code(want.instance_type, want.market), machine_of("aws", want.instance_type)
+        code, machine = quota_code(want.instance_type, want.market), instance_type_of("aws", want.instance_type)
         return {code: machine.vcpus} if code and machine else {}
 
     def quotas(self, region: str, names: Collection[str]) -> Mapping[str, Quota]:

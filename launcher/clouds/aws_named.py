@@ -194,6 +194,6 @@ def _tagged(name: str) -> list[dict[str, Any]]:
     return [{"Name": "tag:Name", "Values": [name]}]
 
 
-def _name_of(thing: Mapping[str, Any]) -> str:
-    tags: Sequence[Mapping[str, str]] = thing.get("Tags", ())
+def _name_of(resource: Mapping[str, Any]) -> str:
+    tags: Sequence[Mapping[str, str]] = resource.get("Tags", ())
     return next((tag["Value"] for tag in tags if tag["Key"] == "Name"), "")

@@ -10,7 +10,7 @@ from typing import Any
 
 from launcher.clouds.aws_calls import Clients, errors_named, existing_is_fine, missing_is_fine
 from launcher.clouds.aws_inventory import labels_of, resource_of, tag_list, tags_of
-from launcher.clouds.base import OWNER_LABEL, RUN_LABEL, Thing, refuse_anothers
+from launcher.clouds.base import OWNER_LABEL, RUN_LABEL, Resource, refuse_anothers
 from launcher.clouds.labels import bucket_of
 
 HOME_REGION = "us-east-1"
@@ -93,7 +93,7 @@ class NodeRole:
             with existing_is_fine():  # LimitExceeded: the profile already has its one role
                 iam.add_role_to_instance_profile(InstanceProfileName=name, RoleName=name)
 
-    def list(self, owner: str | None, run: str | None) -> list[Thing]:
+    def list(self, owner: str | None, run: str | None) -> list[Resource]:
         found = []
         with errors_named("aws iam ListRoles"):
             iam = self._client("iam", HOME_REGION)

@@ -28,7 +28,7 @@ class CloudRefused(Failure):
     """The cloud refuses permanently: a permission, a quota. The message names the cause and the remedy."""
 
 
-class MachineState(StrEnum):
+class InstanceState(StrEnum):
     PENDING = "pending"
     RUNNING = "running"
     STOPPING = "stopping"
@@ -37,10 +37,10 @@ class MachineState(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Machine:
+class Instance:
     """One VM with our labels. `address` is private, `public_address` may be empty.
 
-    `identity`: the VM's instance profile or service account, like `Place.identity`; empty: the cloud does not say.
+    `identity`: the VM's instance profile or service account, like `RegionSetup.identity`; empty: not known.
     `reason`: the cloud's own text about the end. `reclaimed`: the cloud reports a spot preemption.
     `launched_ms`, `ended_ms`: UTC milliseconds, None if the cloud does not say.
     """
@@ -52,7 +52,7 @@ class Machine:
     name: str
     run: str
     owner: str
-    state: MachineState
+    state: InstanceState
     market: Market
     instance_type: str
     address: str = ""
@@ -65,7 +65,7 @@ class Machine:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Thing:
+class Resource:
     """A labelled resource other than a VM: `kind` is disk, address, group, firewall, key, role, network, ..."""
 
     cloud: str
@@ -79,7 +79,7 @@ class Thing:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Caller:
+class CallerIdentity:
     """The identity behind the credentials.
 
     `owner` fits in a label (lower case, digits, -; at most 63 characters), `account` is the account or project id.
@@ -103,7 +103,7 @@ def refuse_anothers(what: str, run: str, owner: str, found: str) -> None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class RegionSetup:
     """The prepared resources of a region for a run's nodes. SkyPilot receives the names.
 
     `group`: security group (AWS) or network tag (GCP) that opens traffic between our nodes, and SSH from the
@@ -161,27 +161,27 @@ class CloudApi(Protocol):
     cloud: str
 
     home: str
-    """The region under which `things` lists global resources (roles, networks)."""
+    """The region under which `resources` lists global resources (roles, networks)."""
 
-    def caller(self) -> Caller:
+    def caller(self) -> CallerIdentity:
         """Return the identity behind the credentials."""
 
     def regions(self) -> Sequence[str]:
         """Return every region of the account, because a forgotten VM may be in any region."""
 
-    def machines(self, region: str, *, owner: str | None = None, run: str | None = None) -> Sequence[Machine]:
+    def instances(self, region: str, *, owner: str | None = None, run: str | None = None) -> Sequence[Instance]:
         """Return every labelled VM of a region, including ended VMs as long as the cloud remembers."""
 
-    def end_of(self, machine: Machine) -> Machine:
-        """Return the end of a VM missing from `machines`: GONE, with the reason as far as the cloud knows."""
+    def end_of(self, instance: Instance) -> Instance:
+        """Return the end of a VM missing from `instances`: GONE, with the reason as far as the cloud knows."""
 
-    def things(self, region: str, *, owner: str | None = None, run: str | None = None) -> Sequence[Thing]:
+    def resources(self, region: str, *, owner: str | None = None, run: str | None = None) -> Sequence[Resource]:
         """Return every other labelled resource of a region, above all disks."""
 
-    def end(self, machines: Sequence[Machine]) -> None:
+    def end(self, instances: Sequence[Instance]) -> None:
         """Delete the VMs with their boot disks. Idempotent; returns when the cloud has accepted the order."""
 
-    def remove(self, things: Sequence[Thing]) -> Sequence[Thing]:
+    def remove(self, resources: Sequence[Resource]) -> Sequence[Resource]:
         """Delete the resources. Return those that cannot go yet (a group that a dying VM still uses)."""
 
     def prepare(
@@ -194,7 +194,7 @@ class CloudApi(Protocol):
         buckets: Sequence[str],
         models: Sequence[str] = (),
         named: Named = NOTHING_NAMED,
-    ) -> Place:
+    ) -> RegionSetup:
         """Find or create the resources for the run's nodes in a region: group, rules, identity. Idempotent.
 
         `ssh_from`: the controller's address as CIDR. `buckets`: URLs that the nodes may read and write.
@@ -209,5 +209,5 @@ class CloudApi(Protocol):
     def check_network(self, region: str, named: Named, ssh_from: str) -> Sequence[Finding]:
         """Check the network named in the job in a region, with its subnets and rules. Empty if the job names none."""
 
-    def open_rules(self, place: Place) -> Sequence[str]:
+    def open_rules(self, setup: RegionSetup) -> Sequence[str]:
         """Return the missing rules of the group or network, as text; empty if all rules exist."""

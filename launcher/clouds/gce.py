@@ -5,12 +5,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from launcher.clouds.base import (
-    Caller,
+    CallerIdentity,
     Finding,
-    Machine,
-    MachineState,
-    Place,
-    Thing,
+    Instance,
+    InstanceState,
+    RegionSetup,
+    Resource,
     refuse_wrong,
     wrong_of,
 )
@@ -43,46 +43,46 @@ class GceApi:
         self._network = RunNetwork(self.calls)
         self._identity = NodeIdentity(self.calls)
 
-    def caller(self) -> Caller:
+    def caller(self) -> CallerIdentity:
         with errors_named("gcp credentials"):
             credentials, project = self.calls.credentials()
             identity = getattr(credentials, "service_account_email", "") or getattr(credentials, "account", "") or ""
             if not identity and not self.calls.is_elsewhere:
                 found = self.calls.call("GET", "https://openidconnect.googleapis.com/v1/userinfo")
                 identity = str(found.get("email", ""))
-        return Caller(account=project, identity=identity, owner=slug(identity.partition("@")[0] or project))
+        return CallerIdentity(account=project, identity=identity, owner=slug(identity.partition("@")[0] or project))
 
     def regions(self) -> Sequence[str]:
         with errors_named("gcp compute regions.list"):
             return sorted(one["name"] for one in self.calls.list(COMPUTE, "/regions"))
 
-    def machines(self, region: str, *, owner: str | None = None, run: str | None = None) -> Sequence[Machine]:
+    def instances(self, region: str, *, owner: str | None = None, run: str | None = None) -> Sequence[Instance]:
         with errors_named(f"gcp compute instances.aggregatedList, {region}"):
             found = [instance_of(one) for one in self.calls.labelled("instances", owner, run)]
         return [one for one in found if one.region == region and belongs_to(one, owner, run)]
 
-    def end_of(self, machine: Machine) -> Machine:
+    def end_of(self, instance: Instance) -> Instance:
         """Return the VM's end. A deleted preempted instance is not listed, but the preemption's operation is."""
-        with errors_named(f"gcp compute operations of {machine.id}"):
+        with errors_named(f"gcp compute operations of {instance.id}"):
             # Newest first and one page only: a project has many operations.
             newest = {"orderBy": "creationTimestamp desc", "maxResults": "500"}
-            page = self.calls.ask("GET", COMPUTE, f"/zones/{machine.zone}/operations", query=newest)
+            page = self.calls.ask("GET", COMPUTE, f"/zones/{instance.zone}/operations", query=newest)
             operations = [
-                one for one in page.get("items", ()) if one.get("targetLink", "").rpartition("/")[2] == machine.id
+                one for one in page.get("items", ()) if one.get("targetLink", "").rpartition("/")[2] == instance.id
             ]
         ends = [one for one in operations if one["operationType"] in (PREEMPTED, "delete", "stop")]
         preempted = [one for one in ends if one["operationType"] == PREEMPTED]
         last = max(preempted or ends or [{}], key=lambda one: one.get("insertTime", ""))
         reason = f"{last['operationType']}: {last.get('statusMessage', '')}".rstrip(": ") if last else ""
         return replace(
-            machine,
-            state=MachineState.GONE,
-            ended_ms=end_ms(last) or machine.ended_ms,
-            reason=reason or machine.reason or "Google Cloud does not list it any more",
-            reclaimed=bool(preempted) or machine.reclaimed,
+            instance,
+            state=InstanceState.GONE,
+            ended_ms=end_ms(last) or instance.ended_ms,
+            reason=reason or instance.reason or "Google Cloud does not list it any more",
+            reclaimed=bool(preempted) or instance.reclaimed,
         )
 
-    def things(self, region: str, *, owner: str | None = None, run: str | None = None) -> Sequence[Thing]:
+    def resources(self, region: str, *, owner: str | None = None, run: str | None = None) -> Sequence[Resource]:
         with errors_named(f"gcp compute disks.aggregatedList, {region}"):
             found = [disk_of(one) for one in self.calls.labelled("disks", owner, run)]
             found = [one for one in found if one.region == region]
@@ -106,16 +106,16 @@ class GceApi:
             ]
         return [one for one in found if belongs_to(one, owner, run)]
 
-    def end(self, machines: Sequence[Machine]) -> None:
-        for machine in machines:
-            with errors_named(f"gcp compute instances.delete {machine.id}"), missing_is_fine():
-                self.calls.ask("DELETE", COMPUTE, f"/zones/{machine.zone}/instances/{machine.id}")
+    def end(self, instances: Sequence[Instance]) -> None:
+        for instance in instances:
+            with errors_named(f"gcp compute instances.delete {instance.id}"), missing_is_fine():
+                self.calls.ask("DELETE", COMPUTE, f"/zones/{instance.zone}/instances/{instance.id}")
 
-    def remove(self, things: Sequence[Thing]) -> Sequence[Thing]:
+    def remove(self, resources: Sequence[Resource]) -> Sequence[Resource]:
         """Remove firewalls before subnets before networks, in any input order."""
         order = REMOVED_IN_ORDER
-        known = sorted((one for one in things if one.kind in order), key=lambda one: order.index(one.kind))
-        left = [one for one in things if one.kind not in order]
+        known = sorted((one for one in resources if one.kind in order), key=lambda one: order.index(one.kind))
+        left = [one for one in resources if one.kind not in order]
         return left + [one for one in known if not self._remove(one)]
 
     def prepare(
@@ -128,7 +128,7 @@ class GceApi:
         buckets: Sequence[str],
         models: Sequence[str] = (),
         named: Named = NOTHING_NAMED,
-    ) -> Place:
+    ) -> RegionSetup:
         name = run_name(run)
         refuse_wrong([*self.check_identity(named), *self.check_network(region, named, ssh_from)])
         if not named.network:
@@ -137,7 +137,7 @@ class GceApi:
         if not identity:
             with errors_named(f"gcp iam service account of {name}"):
                 identity = self._identity.prepare(run, owner, buckets, models)
-        return Place(
+        return RegionSetup(
             cloud="gcp",
             region=region,
             group="" if named.network else name,
@@ -160,24 +160,24 @@ class GceApi:
         with errors_named(f"gcp compute network {named.network}, {region}"):
             return self._names.look_at_network(region, named, ssh_from if named.is_reached_from_here else "")
 
-    def open_rules(self, place: Place) -> Sequence[str]:
-        if place.named.network:
-            return wrong_of(self.check_network(place.region, place.named, place.ssh_from))
-        return self._network.missing_rules(place)
+    def open_rules(self, setup: RegionSetup) -> Sequence[str]:
+        if setup.named.network:
+            return wrong_of(self.check_network(setup.region, setup.named, setup.ssh_from))
+        return self._network.missing_rules(setup)
 
-    def _remove(self, thing: Thing) -> bool:
+    def _remove(self, resource: Resource) -> bool:
         path = {
-            "disk": f"/zones/{thing.id.partition('/')[0]}/disks/{thing.id.partition('/')[2]}",
-            "firewall": f"/global/firewalls/{thing.id}",
-            "subnet": f"/regions/{thing.region}/subnetworks/{thing.id}",
-            "network": f"/global/networks/{thing.id}",
+            "disk": f"/zones/{resource.id.partition('/')[0]}/disks/{resource.id.partition('/')[2]}",
+            "firewall": f"/global/firewalls/{resource.id}",
+            "subnet": f"/regions/{resource.region}/subnetworks/{resource.id}",
+            "network": f"/global/networks/{resource.id}",
         }
-        with errors_named(f"gcp {thing.kind} {thing.id}"), missing_is_fine():
+        with errors_named(f"gcp {resource.kind} {resource.id}"), missing_is_fine():
             try:
-                if thing.kind == "identity":
-                    self._identity.remove(thing.id)
+                if resource.kind == "identity":
+                    self._identity.remove(resource.id)
                 else:
-                    self.calls.finish(self.calls.ask("DELETE", COMPUTE, path[thing.kind]))
+                    self.calls.finish(self.calls.ask("DELETE", COMPUTE, path[resource.kind]))
             except Answer as answer:
                 if answer.reason in NOT_YET or "in use" in answer.text or "being used" in answer.text:
                     return False

@@ -9,14 +9,14 @@ from datetime import datetime
 from typing import Any
 
 from engine.events import Market
-from launcher.clouds.base import NODE_LABEL, OWNER_LABEL, RUN_LABEL, Machine, MachineState, Thing
+from launcher.clouds.base import NODE_LABEL, OWNER_LABEL, RUN_LABEL, Instance, InstanceState, Resource
 from launcher.clouds.labels import run_name
 
-STATES: Mapping[str, MachineState] = {
-    "PROVISIONING": MachineState.PENDING,
-    "STAGING": MachineState.PENDING,
-    "RUNNING": MachineState.RUNNING,
-    "REPAIRING": MachineState.RUNNING,
+STATES: Mapping[str, InstanceState] = {
+    "PROVISIONING": InstanceState.PENDING,
+    "STAGING": InstanceState.PENDING,
+    "RUNNING": InstanceState.RUNNING,
+    "REPAIRING": InstanceState.RUNNING,
 }
 """States by Google status. Every other status means stopping; a deleted instance is not listed."""
 
@@ -24,16 +24,16 @@ PREEMPTED, NOTICE_MS = "compute.instances.preempted", 30_000
 """The operation of a preemption, and the longest time that a VM continues after the operation's start."""
 
 
-def instance_of(found: Mapping[str, Any]) -> Machine:
+def instance_of(found: Mapping[str, Any]) -> Instance:
     labels = found.get("labels", {})
     zone = found["zone"].rpartition("/")[2]
     interface = (found.get("networkInterfaces") or [{}])[0]
     access = (interface.get("accessConfigs") or [{}])[0]
-    state = STATES.get(found["status"], MachineState.STOPPING)
+    state = STATES.get(found["status"], InstanceState.STOPPING)
     spot = found.get("scheduling", {}).get("provisioningModel") == "SPOT" or found.get("scheduling", {}).get(
         "preemptible"
     )
-    return Machine(
+    return Instance(
         cloud="gcp",
         region=zone.rpartition("-")[0],
         zone=zone,
@@ -48,14 +48,14 @@ def instance_of(found: Mapping[str, Any]) -> Machine:
         public_address=access.get("natIP", ""),
         identity=next((one["email"] for one in found.get("serviceAccounts", ())), ""),
         launched_ms=_utc_ms(found.get("lastStartTimestamp") or found.get("creationTimestamp")),
-        ended_ms=_utc_ms(found.get("lastStopTimestamp")) if state is MachineState.STOPPING else None,
-        reason=found["status"] if state is MachineState.STOPPING else "",
+        ended_ms=_utc_ms(found.get("lastStopTimestamp")) if state is InstanceState.STOPPING else None,
+        reason=found["status"] if state is InstanceState.STOPPING else "",
     )
 
 
-def disk_of(found: Mapping[str, Any]) -> Thing:
+def disk_of(found: Mapping[str, Any]) -> Resource:
     labels, zone = found.get("labels", {}), found["zone"].rpartition("/")[2]
-    return Thing(
+    return Resource(
         cloud="gcp",
         region=zone.rpartition("-")[0],
         kind="disk",
@@ -67,7 +67,7 @@ def disk_of(found: Mapping[str, Any]) -> Thing:
     )
 
 
-def described(kind: str, region: str, found: Mapping[str, Any], run: str | None) -> Thing:
+def described(kind: str, region: str, found: Mapping[str, Any], run: str | None) -> Resource:
     """Return the resource with the owner from its description, or from its name if the description is empty."""
     try:
         whose = json.loads(found.get("description") or "{}")
@@ -75,7 +75,7 @@ def described(kind: str, region: str, found: Mapping[str, Any], run: str | None)
         whose = {}
     if run is not None and found["name"].partition("@")[0] in _names_of(run):
         whose = {"run": run, **whose}
-    return Thing(
+    return Resource(
         cloud="gcp",
         region=region,
         kind=kind,
@@ -90,7 +90,7 @@ def _names_of(run: str) -> set[str]:
     return {name, f"{name}-inside", f"{name}-ssh", run_name(run, limit=30)}
 
 
-def belongs_to(one: Machine | Thing, owner: str | None, run: str | None) -> bool:
+def belongs_to(one: Instance | Resource, owner: str | None, run: str | None) -> bool:
     return owner in (None, one.owner) and run in (None, one.run)
 
 

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from launcher.clouds.base import Place, refuse_anothers
+from launcher.clouds.base import RegionSetup, refuse_anothers
 from launcher.clouds.gce_calls import GoogleCalls, errors_named, existing_is_fine
 from launcher.clouds.gce_inventory import described
 from launcher.clouds.gce_services import COMPUTE
@@ -37,22 +37,22 @@ class RunNetwork:
             ssh = {"IPProtocol": "tcp", "ports": ["22"]}
             self._prepare_firewall(f"{name}-ssh", network["selfLink"], whose, ssh_from, ssh)
 
-    def missing_rules(self, place: Place) -> Sequence[str]:
+    def missing_rules(self, setup: RegionSetup) -> Sequence[str]:
         """Return the missing rules of the run's own network, as text."""
         missing = []
         wanted = {
-            f"{place.group}-inside": f"all traffic from {INSIDE}",
-            f"{place.group}-ssh": f"tcp 22 (SSH) from {place.ssh_from}",
+            f"{setup.group}-inside": f"all traffic from {INSIDE}",
+            f"{setup.group}-ssh": f"tcp 22 (SSH) from {setup.ssh_from}",
         }
         with errors_named("gcp compute firewalls.list"):
             found = {one["name"]: one for one in self._calls.list(COMPUTE, "/global/firewalls")}
         for name, words in wanted.items():
             rule = found.get(name)
             if rule is None or rule.get("disabled"):
-                missing.append(f"network {place.network} lacks the firewall rule {name}: {words}")
-            elif name.endswith("-ssh") and rule.get("sourceRanges") != [place.ssh_from]:
+                missing.append(f"network {setup.network} lacks the firewall rule {name}: {words}")
+            elif name.endswith("-ssh") and rule.get("sourceRanges") != [setup.ssh_from]:
                 missing.append(
-                    f"firewall rule {name} lets SSH in from {rule.get('sourceRanges')}, not {place.ssh_from}"
+                    f"firewall rule {name} lets SSH in from {rule.get('sourceRanges')}, not {setup.ssh_from}"
                 )
         return missing
 

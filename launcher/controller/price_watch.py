@@ -47,7 +47,7 @@ def _refresh_prices(sessions: sessionmaker[Session], run: Run, job: Job, *, with
     of_gcp = [node for node in nodes if node.cloud == "gcp"] if with_gcp else []
     if not spot and not of_gcp:
         return
-    from launcher.market.machines import machines
+    from launcher.market.instance_types import instance_types
     from launcher.market.sources.aws import AwsSpot
     from launcher.market.sources.gcp import GcpCatalog
     from launcher.services.refresh import refresh  # the import loads the clouds' own libraries
@@ -58,7 +58,7 @@ def _refresh_prices(sessions: sessionmaker[Session], run: Run, job: Job, *, with
         types, regions = sorted({one.instance_type for one in spot}), sorted({one.region for one in spot})
         sources.append(AwsSpot(types, since_ms=now_ms - HOUR_MS, regions=regions))
     if of_gcp:
-        wanted = machines(("gcp",), {one.accelerator for one in of_gcp if one.accelerator})
+        wanted = instance_types(("gcp",), {one.accelerator for one in of_gcp if one.accelerator})
         sources.append(GcpCatalog(wanted, environ=os.environ, regions=sorted({one.region for one in of_gcp})))
     for answer in refresh(sources, sessions, now_ms).answers:
         for failure in answer.failures:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from launcher.exit_codes import ExitCode, Failure
 from launcher.job.schema import Job
-from launcher.job.yaml_file import Field as Place
+from launcher.job.yaml_file import Field as FieldPath
 from launcher.job.yaml_file import YamlFile
 
 
@@ -37,7 +37,7 @@ class CheckedJob:
     path: Path
     workdir: Path
     """Folder of the job file. The user's reward module and prompt files are looked up here."""
-    lines: Mapping[Place, int]
+    lines: Mapping[FieldPath, int]
 
     def with_clock_factor(self, factor: float) -> "CheckedJob":
         return replace(self, job=self.job.model_copy(update={"clock_factor": factor}))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.job.checked import JobError
-from launcher.job.yaml_file import Field as Place
+from launcher.job.yaml_file import Field as FieldPath
 from launcher.job.yaml_file import YamlFile, YamlFileError, parse_value, read_yaml
 
 SHORT_FORMS = {
@@ -58,11 +58,11 @@ class Layer:
     """A source of values. `labels` names the origin of each field; a file has line numbers instead."""
 
     values: dict[str, Any]
-    labels: Mapping[Place, str]
+    labels: Mapping[FieldPath, str]
     file: Path | None = None
     yaml: YamlFile | None = None
 
-    def has(self, place: Place) -> bool:
+    def has(self, place: FieldPath) -> bool:
         here: Any = self.values
         for key in place:
             if isinstance(here, dict) and key in here:
@@ -71,10 +71,10 @@ class Layer:
                 return False
         return True
 
-    def line(self, place: Place) -> int | None:
+    def line(self, place: FieldPath) -> int | None:
         return self.yaml.line(place) if self.yaml else None
 
-    def origin(self, place: Place) -> str:
+    def origin(self, place: FieldPath) -> str:
         if self.file:
             return f"{self.file.name}, line {self.line(place)}"
         inside = (label for at, label in self.labels.items() if at == place[: len(at)] or place == at[: len(place)])
@@ -94,7 +94,7 @@ def _file_layer(yaml: YamlFile, path: Path) -> Layer:
 
 def flag_layer(overrides: Mapping[str, Any]) -> Layer:
     named = {tuple(field.split(".")): value for field, value in overrides.items() if value is not None}
-    labels: dict[Place, str] = {place: FLAGS.get(".".join(place), f"--set {'.'.join(place)}") for place in named}
+    labels: dict[FieldPath, str] = {place: FLAGS.get(".".join(place), f"--set {'.'.join(place)}") for place in named}
     for place, value in named.items():
         if isinstance(value, str) and not value.strip():
             raise JobError("it has no value", "give one, or leave it out", file=labels[place], field=".".join(place))
@@ -103,7 +103,7 @@ def flag_layer(overrides: Mapping[str, Any]) -> Layer:
 
 def environment_layer(environ: Mapping[str, str]) -> Layer:
     """Return the fields set by environment variables: SPOTRL_BUDGET__MAX_TOTAL=40 is budget.max_total: 40."""
-    named, labels = {}, dict[Place, str]()
+    named, labels = {}, dict[FieldPath, str]()
     for variable, value in environ.items():
         if variable.startswith(ENVIRONMENT_PREFIX) and variable not in NOT_A_FIELD:
             place = tuple(variable.removeprefix(ENVIRONMENT_PREFIX).lower().split("__"))
@@ -111,7 +111,7 @@ def environment_layer(environ: Mapping[str, str]) -> Layer:
     return Layer(values=_nested(named, labels), labels=labels)
 
 
-def _nested(named: Mapping[tuple[str, ...], Any], labels: Mapping[Place, str]) -> dict[str, Any]:
+def _nested(named: Mapping[tuple[str, ...], Any], labels: Mapping[FieldPath, str]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for place, value in sorted(named.items(), key=lambda item: len(item[0])):
         try:

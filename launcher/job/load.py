@@ -20,9 +20,9 @@ from launcher.job.layers import Layer, environment_layer, flag_layer, merged, re
 from launcher.job.problem import explain
 from launcher.job.schema import PROMPTS, Job
 from launcher.job.sections import AllRuns
-from launcher.job.yaml_file import Field as Place
+from launcher.job.yaml_file import Field as FieldPath
 from launcher.job.yaml_file import YamlFile
-from launcher.market.machines import LEAST_CAPABILITY, is_too_old, machines
+from launcher.market.instance_types import LEAST_CAPABILITY, instance_types, is_too_old
 
 
 def load_job(
@@ -110,7 +110,7 @@ def _job_error(error: ValidationError, values: dict[str, Any], layers: Sequence[
 
 
 def _origins(job: Job, layers: Sequence[Layer]) -> dict[str, str]:
-    def leaves(value: Any, place: Place) -> list[Place]:
+    def leaves(value: Any, place: FieldPath) -> list[FieldPath]:
         if isinstance(value, dict) and value:
             return [leaf for key, item in value.items() for leaf in leaves(item, (*place, key))]
         return [place]
@@ -134,7 +134,7 @@ def _check_gpus(checked: CheckedJob) -> None:
     job = checked.job
     for role, resources in (("trainer", job.resources.trainer), ("rollout", job.resources.rollout)):
         if job.clouds and is_too_old(resources.accelerator):
-            usable = sorted({one.accelerator for one in machines(job.clouds) if not is_too_old(one.accelerator)})
+            usable = sorted({one.accelerator for one in instance_types(job.clouds) if not is_too_old(one.accelerator)})
             major, minor = LEAST_CAPABILITY
             field = f"resources.{role}.accelerators"
             raise checked.error(

@@ -7,7 +7,7 @@ from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from launcher.job.yaml_file import Field as Place
+from launcher.job.yaml_file import Field as FieldPath
 
 REMEDIES = {
     "int_type": "use a whole number",
@@ -31,7 +31,7 @@ REMEDIES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
-    place: Place
+    place: FieldPath
     found: str
     remedy: str
 
@@ -42,7 +42,7 @@ def explain(error: ValidationError, values: dict[str, Any], model: type[BaseMode
     problems = [_unknown_key(_place(e["loc"], values), model) for e in raw if e["type"] == "extra_forbidden"]
     unknown = [problem for problem in problems if problem]
     others = [_problem(e, values, model) for e in raw if e["type"] != "extra_forbidden" and _is_meant(e["loc"], values)]
-    merged: dict[Place, Problem] = {}
+    merged: dict[FieldPath, Problem] = {}
     for problem in unknown or others or [_exclusive(raw[0], values)]:
         first = merged.setdefault(problem.place, problem)
         if problem.found == first.found and problem.remedy != first.remedy:  # from another member of a union
@@ -50,7 +50,7 @@ def explain(error: ValidationError, values: dict[str, Any], model: type[BaseMode
     return list(merged.values())
 
 
-def _place(loc: tuple[int | str, ...], values: Any) -> Place:
+def _place(loc: tuple[int | str, ...], values: Any) -> FieldPath:
     """Return `loc` without the names of union members, because the names are not in the file."""
     place: list[int | str] = []
     here = values
@@ -87,7 +87,7 @@ def _exclusive(raw: Any, values: Any) -> Problem:
     return Problem(place=place, found=f"{_dotted(place)} has {keys}", remedy="keep one: candidates, or seconds")
 
 
-def _unknown_key(place: Place, model: type[BaseModel]) -> Problem | None:
+def _unknown_key(place: FieldPath, model: type[BaseModel]) -> Problem | None:
     """Return a problem for an unknown key; None if another member of a union knows the key."""
     *section, key = place
     known = sorted(_known_keys(tuple(section), model))
@@ -118,7 +118,7 @@ def _problem(error: Any, values: dict[str, Any], model: type[BaseModel]) -> Prob
     return Problem(place=place, found=f"{_dotted(place)} is {shown}", remedy=remedy)
 
 
-def _own_words(message: str, place: Place, model: type[BaseModel]) -> Problem:
+def _own_words(message: str, place: FieldPath, model: type[BaseModel]) -> Problem:
     """Parse the message of one of our validators.
 
     The message has the form `found; remedy`, and often begins with the field, absolute or within the field's section.
@@ -134,7 +134,7 @@ def _own_words(message: str, place: Place, model: type[BaseModel]) -> Problem:
     return Problem(place=place, found=f"{_dotted(place)}: {found}", remedy=remedy)
 
 
-def _known_keys(section: Place, model: type[BaseModel]) -> set[str]:
+def _known_keys(section: FieldPath, model: type[BaseModel]) -> set[str]:
     models, is_mapping = [model], False
     for key in section:
         # A number is a place in a list, and a mapping has keys of the user's choice. All items share the keys of one
@@ -157,20 +157,20 @@ def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
         yield from _models_in(argument)
 
 
-def _sections(model: type[BaseModel], above: Place = ()) -> Iterator[Place]:
+def _sections(model: type[BaseModel], above: FieldPath = ()) -> Iterator[FieldPath]:
     yield above
     for key, field in model.model_fields.items():
         for inner in _models_in(field.annotation):
             yield from _sections(inner, (*above, key))
 
 
-def _value(place: Place, values: Any) -> Any:
+def _value(place: FieldPath, values: Any) -> Any:
     for key in place:
         values = values[key]
     return values
 
 
-def _dotted(place: Place) -> str:
+def _dotted(place: FieldPath) -> str:
     return ".".join(map(str, place)) or "the job"
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from engine.events import Market
 from launcher.exit_codes import Failure
-from launcher.market.machines import machine_of
+from launcher.market.instance_types import instance_type_of
 from launcher.market.prices import PricePoint
 from launcher.money import MICRO
 
@@ -45,7 +45,7 @@ def points_of(items: Iterable[Any], versions: dict[str, str], now_ms: int) -> li
         name = item.instance_name
         if name.startswith("n1-"):
             name = f"{name}+{item.gpu_name}:{item.gpu_count}"
-        machine = machine_of(item.provider, name)
+        machine = instance_type_of(item.provider, name)
         market = Market.SPOT if item.spot else Market.ON_DEMAND
         if machine is None or market not in machine.markets or (item.provider, market) == ("aws", Market.SPOT):
             continue

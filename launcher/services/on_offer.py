@@ -10,7 +10,7 @@ zone id.
 from collections.abc import Iterable
 from dataclasses import replace
 
-from launcher.market.machines import is_too_old
+from launcher.market.instance_types import is_too_old
 from launcher.market.offers import Offer, buyable, key, without_expired
 from launcher.market.prices import PricePoint, time_ms
 from launcher.services.refresh_catalog import merged, offers_from

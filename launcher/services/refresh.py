@@ -16,7 +16,7 @@ from engine.events import Market
 from launcher.exit_codes import ExitCode, Failure
 from launcher.ledger.prices import latest_prices, record_advice, record_prices
 from launcher.ledger.store import writing
-from launcher.market.machines import machines
+from launcher.market.instance_types import instance_types
 from launcher.market.offers import CLOUDS
 from launcher.market.prices import (
     CapacityAdvice,
@@ -81,7 +81,7 @@ def build_sources(
     from launcher.market.sources.aws import AwsOnDemand, AwsSpot
     from launcher.market.sources.gcp import GcpAdvice, GcpCatalog
 
-    aws, gcp = machines(("aws",), accelerators), machines(("gcp",), accelerators)
+    aws, gcp = instance_types(("aws",), accelerators), instance_types(("gcp",), accelerators)
     sources: list[PriceSource] = []
     if "aws" in clouds and aws:
         types = [machine.instance_type for machine in aws]

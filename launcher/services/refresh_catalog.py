@@ -1,7 +1,7 @@
 """Refresh the price tables: reported prices -> offers -> verdicts -> changes -> replacement in one step.
 
 The promises: tables are replaced together or not at all, in the user's home and never in the package. A row without a
-new answer stays, with its own date. An instance type missing from `machines.py` is left out and named.
+new answer stays, with its own date. An instance type missing from `instance_types.py` is left out and named.
 """
 
 import csv
@@ -17,7 +17,7 @@ from sqlalchemy.orm import Session, sessionmaker
 
 from engine.events import Market
 from launcher.exit_codes import ExitCode, Failure
-from launcher.market.machines import Machine, machine_of
+from launcher.market.instance_types import InstanceType, instance_type_of
 from launcher.market.offers import (
     COLUMNS,
     DAY_MS,
@@ -40,7 +40,7 @@ from launcher.market.quality import Quality, judge
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Observed:
-    """Offers made of reported prices, and the instance types left out because `machines.py` lacks the types."""
+    """Offers made of reported prices, and the instance types left out because `instance_types.py` lacks the types."""
 
     offers: tuple[Offer, ...]
     unknown: tuple[str, ...]
@@ -51,7 +51,7 @@ def offers_from(points: Iterable[PricePoint], quality: Quality = Quality.OK) -> 
     newest: dict[tuple[str, ...], tuple[int, Offer]] = {}
     unknown = set()
     for point in points:
-        machine = machine_of(point.cloud, point.instance_type)
+        machine = instance_type_of(point.cloud, point.instance_type)
         if machine is None:
             unknown.add(f"{point.cloud} {point.instance_type}")
             continue
@@ -61,7 +61,7 @@ def offers_from(points: Iterable[PricePoint], quality: Quality = Quality.OK) -> 
     return Observed(offers=tuple(offer for _, offer in newest.values()), unknown=tuple(sorted(unknown)))
 
 
-def _offer(point: PricePoint, machine: Machine, quality: Quality) -> Offer:
+def _offer(point: PricePoint, machine: InstanceType, quality: Quality) -> Offer:
     # A spot price of a whole region holds for each zone; `zone` then names the region.
     whole_region = point.region if point.market is Market.SPOT else ""
     return Offer(

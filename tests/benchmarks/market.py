@@ -28,7 +28,7 @@ from sqlalchemy import func, select
 from engine.events import Market
 from launcher.ledger.models import PriceRow
 from launcher.ledger.store import open_ledger
-from launcher.market.machines import MACHINES
+from launcher.market.instance_types import INSTANCE_TYPES
 from launcher.market.offers import Offer
 from launcher.market.prices import FeedRefused
 from launcher.placement.ask import CloudAsk, MarketView, NodeAsk
@@ -58,7 +58,7 @@ PLAN_NODES = 16
 def ticks() -> list[Tick]:
     """Every machine in three zones of four regions of its cloud: AWS changes each price hourly, Google had two."""
     found = []
-    for machine in MACHINES:
+    for machine in INSTANCE_TYPES:
         regions, changes = (AWS_REGIONS, CHANGES) if machine.cloud == "aws" else (GCP_REGIONS, 2)
         if machine.instance_type != machine.machine_type:
             continue  # the capacity advisor knows no N1 with GPUs attached
@@ -87,7 +87,7 @@ def products() -> list[Product]:
             instance_type=machine.instance_type,
             usd=f"{machine.gpus * 4 + machine.vcpus / 1000:.4f}",
         )
-        for machine in MACHINES
+        for machine in INSTANCE_TYPES
         if machine.cloud == "aws"
         for region in AWS_REGIONS
     ]

@@ -20,7 +20,7 @@ from engine.config import EngineConfig
 from engine.events import Market
 from engine.node_spec import ClockConfig, NodeSpec
 from launcher.clouds.aws_role import WHO_MAY_BE_A_NODE
-from launcher.clouds.base import Place
+from launcher.clouds.base import RegionSetup
 from launcher.clouds.build import build_cloud_api
 from launcher.clouds.gce import GceApi
 from launcher.clouds.gce_services import COMPUTE, IAM
@@ -296,7 +296,7 @@ def named(world: World, folder: Path, cloud: str) -> dict:
     drive = Drive(cloud, f"n{cloud}", folder, named=COMPANY[cloud])
     node = drive.ask("trainer", Market.SPOT)
     drive.until(lambda facts: facts[node].started_ms is not None, 600)
-    (machine,) = build_cloud_api(cloud).machines(drive.region, run=drive.run)
+    (machine,) = build_cloud_api(cloud).instances(drive.region, run=drive.run)
     drive.provisioner.release([node])
     drive.ended(node)
     return {"identity": machine.identity, "address": machine.address, "left": drive.tidy()}
@@ -316,7 +316,7 @@ def private(world: World, folder: Path, cloud: str) -> dict:
     drive = Drive(cloud, f"v{cloud}", folder, named=named)
     node = drive.ask("trainer", Market.SPOT)
     answer: dict = {"up": told(drive.up(node))}
-    (bought,) = build_cloud_api(cloud).machines(drive.region, run=drive.run)
+    (bought,) = build_cloud_api(cloud).instances(drive.region, run=drive.run)
     answer |= {"address": bought.address, "public_address": bought.public_address}
     drive.until(lambda _: drive.provisioner.door(node, 7000) is not None, 60)
     answer["door"] = drive.provisioner.door(node, 7000)
@@ -390,7 +390,7 @@ def never_comes_up(drive: Drive, world: World) -> dict:
     return {"unbooted": told(unbooted), "shut": told(shut)}
 
 
-def remove_ssh_rule(cloud: str, place: Place) -> None:
+def remove_ssh_rule(cloud: str, place: RegionSetup) -> None:
     """As a person would who thinks it is not needed."""
     if cloud == "gcp":
         import google.auth

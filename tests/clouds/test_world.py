@@ -24,7 +24,7 @@ from google.cloud import compute_v1
 from obstore.auth.boto3 import Boto3CredentialProvider
 from obstore.store import GCSStore, S3Store
 
-from launcher.market.machines import machine_of
+from launcher.market.instance_types import instance_type_of
 from launcher.market.sources.gcp import GcpAdvice, GcpCatalog
 from tests.fakes.clouds import addresses
 from tests.fakes.clouds.image import CHECKOUT
@@ -580,7 +580,7 @@ def test_a_spot_machine_under_notice_still_counts_against_its_quota(site: Site) 
 def test_googles_prices_are_had_from_its_own_catalog_and_advisor(site: Site) -> None:
     def asked() -> tuple[dict[str, str], set[str]]:
         sources = (GcpCatalog, GcpAdvice)
-        wanted = [machine_of("gcp", "g2-standard-4")]
+        wanted = [instance_type_of("gcp", "g2-standard-4")]
         catalog, advice = (
             source([one for one in wanted if one], environ=os.environ, regions=["us-central1"]).fetch(now_ms())
             for source in sources

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from engine.events import Market
-from launcher.market.machines import machine_of
+from launcher.market.instance_types import instance_type_of
 from launcher.market.offers import (
     COLUMNS,
     TABLES,
@@ -73,7 +73,7 @@ def test_shipped_tables_are_as_their_manifest_says():
 
 def test_shipped_rows_are_instances_as_we_know_them():
     for offer in read_catalog():
-        machine = machine_of(offer.cloud, offer.instance_type)
+        machine = instance_type_of(offer.cloud, offer.instance_type)
         assert machine is not None
         assert (offer.accelerator, offer.gpus, offer.gpu_mem_gib) == (
             machine.accelerator,

@@ -16,7 +16,7 @@ from launcher.cli.main import run
 from launcher.exit_codes import ExitCode
 from launcher.ledger.prices import capacity_advice, latest_prices
 from launcher.ledger.store import open_ledger
-from launcher.market.machines import machine_of
+from launcher.market.instance_types import instance_type_of
 from launcher.market.prices import AdviceKind, FeedRefused, believe
 from launcher.market.sources.asking import MissingCredentials, Patience, SourceFailed, ask_all
 from launcher.market.sources.aws import AwsOnDemand, AwsSpot
@@ -29,7 +29,7 @@ from tests.launcher.printed import printed
 NOW_MS = 1_763_726_400_000  # 2025-11-21T12:00:00Z
 HOUR_MS = 3_600_000
 HASTY = Patience(attempts=2, seconds=1.5)
-H100 = machine_of("gcp", "a3-highgpu-8g")
+H100 = instance_type_of("gcp", "a3-highgpu-8g")
 
 TRACE = """t_s,cloud,region,zone,instance_type,capacity,spot_usd_per_hour
 0,aws,us-east-1,us-east-1a,p5.48xlarge,4,14.25
@@ -188,7 +188,7 @@ def test_the_advisor_tells_preemption_rates_and_chances(market, sessions):
 
 
 def test_the_advisor_is_not_asked_about_what_it_does_not_know(market):
-    told = GcpAdvice([machine_of("gcp", "n1-highmem-8+V100:1")], environ=market.environ).fetch(NOW_MS)
+    told = GcpAdvice([instance_type_of("gcp", "n1-highmem-8+V100:1")], environ=market.environ).fetch(NOW_MS)
     assert "no N1 machine with a GPU" in told.notes[0]
     assert not market.calls
 
@@ -369,7 +369,7 @@ def test_a_sku_names_a_part_and_a_market_or_another_product(description, usage, 
 
 def test_a_b200_is_sold_with_its_share_of_the_machine():
     b200 = Sku(**{**_fields(as_text("Spot Preemptible A4 Nvidia B200 (1 gpu slice) in Iowa")), "price": "4.9542"})
-    (row,) = assemble([b200], [machine_of("gcp", "a4-highgpu-8g")]).prices
+    (row,) = assemble([b200], [instance_type_of("gcp", "a4-highgpu-8g")]).prices
     assert (Decimal(row.price), row.market) == (Decimal("39.6336"), Market.SPOT)
 
 

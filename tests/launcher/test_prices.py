@@ -8,7 +8,13 @@ import pytest
 import engine
 from engine.events import Market
 from launcher.exit_codes import ExitCode
-from launcher.market.machines import COMPUTE_CAPABILITY, MACHINES, is_too_old, machine_of, machines
+from launcher.market.instance_types import (
+    COMPUTE_CAPABILITY,
+    INSTANCE_TYPES,
+    instance_type_of,
+    instance_types,
+    is_too_old,
+)
 from launcher.market.prices import (
     AdviceKind,
     CapacityAdvice,
@@ -231,22 +237,22 @@ def test_a_chance_is_between_0_and_1_and_an_uptime_above_0(kind, value, is_credi
 
 
 def test_every_gpu_family_is_known_and_every_machine_once():
-    assert {machine.accelerator for machine in MACHINES} == {
+    assert {machine.accelerator for machine in INSTANCE_TYPES} == {
         *("V100", "T4", "L4", "A10G", "L40S", "A100", "A100-80GB", "H100", "H200", "B200")
     }
-    assert len({(machine.cloud, machine.instance_type) for machine in MACHINES}) == len(MACHINES)
+    assert len({(machine.cloud, machine.instance_type) for machine in INSTANCE_TYPES}) == len(INSTANCE_TYPES)
 
 
 def test_a_machine_is_found_by_its_name_and_by_its_gpu():
-    machine = machine_of("gcp", "n1-highmem-8+V100:1")
+    machine = instance_type_of("gcp", "n1-highmem-8+V100:1")
     assert machine is not None
     assert (machine.machine_type, machine.gpus, machine.gpu_mem_gib) == ("n1-highmem-8", 1, 16)
-    assert machine_of("aws", "a3-highgpu-8g") is None
-    assert {machine.instance_type for machine in machines(("aws",), ("h100",))} == {"p5.4xlarge", "p5.48xlarge"}
+    assert instance_type_of("aws", "a3-highgpu-8g") is None
+    assert {machine.instance_type for machine in instance_types(("aws",), ("h100",))} == {"p5.4xlarge", "p5.48xlarge"}
 
 
 def test_a_gpu_below_the_capability_of_our_torch_is_too_old():
-    assert {machine.accelerator for machine in MACHINES} <= set(COMPUTE_CAPABILITY)
+    assert {machine.accelerator for machine in INSTANCE_TYPES} <= set(COMPUTE_CAPABILITY)
     old = {name for name in COMPUTE_CAPABILITY if is_too_old(name)}
     assert old == {"K80", "M60", "P100", "P4", "V100", "V100-32GB"}
     assert is_too_old("v100")

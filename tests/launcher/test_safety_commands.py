@@ -21,7 +21,7 @@ from launcher.cli.ssh import login_of, newest, ssh, ssh_command
 from launcher.exit_codes import ExitCode, Failure
 from launcher.ledger.models import Node
 from launcher.ledger.store import current_status, find_run, open_ledger, writing
-from tests.launcher.cluster.fake_cloud import ACCOUNT, FakeCloud, machine, thing
+from tests.launcher.cluster.fake_cloud import ACCOUNT, FakeCloud, instance, resource
 from tests.launcher.made_ledger import a_run
 from tests.launcher.printed import printed
 
@@ -93,7 +93,7 @@ def code_of(result: Result) -> int:
 def test_reap_ends_what_no_live_run_wants_and_leaves_the_rest_alone(home, run_command):
     a_ledger(home, digits=("aws", "running"), old=("aws", "finished"))
     cloud = FakeCloud().add(
-        machine("i-1"), thing("group", "sg-1"), machine("i-2", run="old"), machine("i-3", run="unheard-of")
+        instance("i-1"), resource("group", "sg-1"), instance("i-2", run="old"), instance("i-3", run="unheard-of")
     )
     result = run_command(reap, "-y", clouds=[cloud])
     assert code_of(result) == ExitCode.OK
@@ -105,7 +105,7 @@ def test_reap_ends_what_no_live_run_wants_and_leaves_the_rest_alone(home, run_co
 
 def test_reap_lists_before_it_asks_and_nobody_can_be_asked_in_a_script(home, run_command):
     a_ledger(home)
-    cloud = FakeCloud().add(machine("i-1", launched_ms=1))
+    cloud = FakeCloud().add(instance("i-1", launched_ms=1))
     with pytest.raises(click.UsageError, match="--dry-run, then add -y"):
         code_of(run_command(reap, clouds=[cloud]))
     assert cloud.alive == ["i-1"]
@@ -114,7 +114,7 @@ def test_reap_lists_before_it_asks_and_nobody_can_be_asked_in_a_script(home, run
 def test_reap_asks_a_person_and_no_is_the_answer_by_default(home, run_command, monkeypatch):
     a_ledger(home)
     monkeypatch.setattr("launcher.cli.leftovers.is_a_person", lambda: True)
-    cloud = FakeCloud().add(machine("i-1"))
+    cloud = FakeCloud().add(instance("i-1"))
     assert isinstance(run_command(reap, clouds=[cloud], input="\n").exception, click.Abort)
     assert cloud.alive == ["i-1"]
     assert code_of(run_command(reap, clouds=[cloud], input="y\n")) == ExitCode.OK
@@ -123,7 +123,7 @@ def test_reap_asks_a_person_and_no_is_the_answer_by_default(home, run_command, m
 
 def test_a_dry_run_ends_nothing(home, run_command):
     a_ledger(home)
-    cloud = FakeCloud().add(machine("i-1"), thing())
+    cloud = FakeCloud().add(instance("i-1"), resource())
     result = run_command(reap, "--dry-run", clouds=[cloud])
     assert code_of(result) == ExitCode.OK
     assert cloud.orders == []
@@ -133,7 +133,7 @@ def test_a_dry_run_ends_nothing(home, run_command):
 
 def test_what_is_left_is_named_and_makes_the_exit_code(home, run_command):
     a_ledger(home)
-    cloud = FakeCloud(immortal={"i-1"}).add(machine("i-1"))
+    cloud = FakeCloud(immortal={"i-1"}).add(instance("i-1"))
     result = run_command(reap, "-y", "--timeout", "0.05", clouds=[cloud])
     assert code_of(result) == ExitCode.TEARDOWN_INCOMPLETE
     assert "Still there: machine i-1 (aws/us-east-1)." in result.output
@@ -170,7 +170,7 @@ def test_nobody_known_anywhere_is_about_credentials_and_silence_is_not(home, run
 
 def test_everybodys_things_are_ended_only_with_the_accounts_id(home, run_command):
     a_ledger(home)
-    cloud = FakeCloud().add(machine("i-1", owner="bob"))
+    cloud = FakeCloud().add(instance("i-1", owner="bob"))
     result = run_command(reap, "-y", clouds=[cloud])
     assert code_of(result) == ExitCode.TEARDOWN_INCOMPLETE, "it may be ours, under another name that we logged in with"
     assert cloud.alive == ["i-1"]
@@ -187,7 +187,7 @@ def test_everybodys_things_are_ended_only_with_the_accounts_id(home, run_command
 def test_a_person_may_type_the_accounts_id(home, run_command, monkeypatch):
     a_ledger(home)
     monkeypatch.setattr("launcher.cli.leftovers.is_a_person", lambda: True)
-    cloud = FakeCloud().add(machine("i-1", owner="bob"))
+    cloud = FakeCloud().add(instance("i-1", owner="bob"))
     with pytest.raises(click.UsageError):
         code_of(run_command(reap, "-y", "--all-owners", clouds=[cloud], input="999\n"))
     assert code_of(run_command(reap, "-y", "--all-owners", clouds=[cloud], input=f"{ACCOUNT}\n")) == ExitCode.OK
@@ -197,14 +197,14 @@ def test_a_person_may_type_the_accounts_id(home, run_command, monkeypatch):
 def test_reap_ends_only_what_it_listed(home, run_command):
     """A run that starts on another machine, with another ledger, while this one works."""
     a_ledger(home)
-    cloud = FakeCloud(late={"i-9": (2, machine("i-9", run="another"))}).add(machine("i-1"))
+    cloud = FakeCloud(late={"i-9": (2, instance("i-9", run="another"))}).add(instance("i-1"))
     assert code_of(run_command(reap, "-y", clouds=[cloud])) == ExitCode.OK
     assert cloud.alive == ["i-9"]
 
 
 def test_json_is_one_object_with_everything(home, run_command):
     a_ledger(home, digits=("aws", "running"))
-    cloud = FakeCloud(silent={"us-west-2"}).add(machine("i-1"), machine("i-2", run="old"), thing(run="old"))
+    cloud = FakeCloud(silent={"us-west-2"}).add(instance("i-1"), instance("i-2", run="old"), resource(run="old"))
     result = run_command(reap, "-y", "--json", "--timeout", "3", clouds=[cloud])
     assert code_of(result) == ExitCode.TEARDOWN_INCOMPLETE
     said = printed("cleanup", result.output.splitlines()[-1])
@@ -220,7 +220,7 @@ def test_json_is_one_object_with_everything(home, run_command):
 
 def test_panic_stops_every_run_on_a_cloud_and_ends_its_machines(home, run_command):
     path = a_ledger(home, digits=("aws", "running"), here=("local", "running"))
-    cloud = FakeCloud().add(machine("i-1"), thing("group", "sg-1"), machine("i-2", "theirs", owner="bob"))
+    cloud = FakeCloud().add(instance("i-1"), resource("group", "sg-1"), instance("i-2", "theirs", owner="bob"))
     result = run_command(panic, "-y", clouds=[cloud])
     assert code_of(result) == ExitCode.TEARDOWN_INCOMPLETE, "bob's machine goes on"
     assert "These runs are stopped: digits." in result.output
@@ -233,7 +233,7 @@ def test_panic_stops_every_run_on_a_cloud_and_ends_its_machines(home, run_comman
 
 def test_panic_ends_what_a_launch_under_way_still_makes(home, run_command):
     a_ledger(home, digits=("aws", "running"))
-    cloud = FakeCloud(late={"i-9": (3, machine("i-9"))})
+    cloud = FakeCloud(late={"i-9": (3, instance("i-9"))})
     assert code_of(run_command(panic, "-y", clouds=[cloud])) == ExitCode.OK
     assert (cloud.alive, cloud.orders) == ([], ["end i-9"] * cloud.orders.count("end i-9"))
     assert cloud.orders
@@ -248,7 +248,7 @@ def test_panic_has_skypilot_stop_the_launches_of_live_runs_and_goes_on_without_i
     assert MadeSky.cancelled == ["digits"]
     a_ledger(home, more=("aws", "running"))
     monkeypatch.setattr(MadeSky, "trouble", Failure("SkyPilot is ill"))
-    cloud = FakeCloud().add(machine("i-1"))
+    cloud = FakeCloud().add(instance("i-1"))
     result = run_command(panic, "-y", clouds=[cloud])
     assert code_of(result) == ExitCode.TEARDOWN_INCOMPLETE
     assert "SkyPilot did not stop its launches (SkyPilot is ill)" in result.output
@@ -257,7 +257,7 @@ def test_panic_has_skypilot_stop_the_launches_of_live_runs_and_goes_on_without_i
 
 @pytest.mark.parametrize("dry", [True, False])
 def test_panic_needs_no_ledger(home, run_command, dry):
-    cloud = FakeCloud().add(machine("i-1"))
+    cloud = FakeCloud().add(instance("i-1"))
     assert code_of(run_command(panic, "--dry-run" if dry else "-y", clouds=[cloud])) == ExitCode.OK
     assert cloud.alive == (["i-1"] if dry else [])
     assert not (home / "ledger.sqlite").exists()
@@ -265,7 +265,7 @@ def test_panic_needs_no_ledger(home, run_command, dry):
 
 def test_panic_goes_on_with_the_clouds_when_the_ledger_is_broken_and_says_what_that_means(home, run_command):
     (home / "ledger.sqlite").write_bytes(b"this was a database once" * 100)
-    cloud = FakeCloud().add(machine("i-1"))
+    cloud = FakeCloud().add(instance("i-1"))
     result = run_command(panic, "-y", clouds=[cloud])
     assert code_of(result) == ExitCode.TEARDOWN_INCOMPLETE
     assert cloud.alive == []
@@ -277,13 +277,13 @@ def test_panic_tells_a_locked_ledger_again_when_the_clouds_are_empty(home, run_c
     path = a_ledger(home, digits=("aws", "running"))
     holder = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
     holder.execute("BEGIN EXCLUSIVE")
-    cloud = FakeCloud().add(machine("i-1"))
+    cloud = FakeCloud().add(instance("i-1"))
     end = cloud.end
 
-    def end_and_let_go(machines: Any) -> None:
+    def end_and_let_go(instances: Any) -> None:
         if holder.in_transaction:
             holder.execute("ROLLBACK")
-        end(machines)
+        end(instances)
 
     monkeypatch.setattr(cloud, "end", end_and_let_go)
     assert code_of(run_command(panic, "-y", clouds=[cloud])) == ExitCode.OK

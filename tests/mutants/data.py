@@ -66,7 +66,7 @@ FAULTS: dict[str, Fault] = {
             forgets="to look for a machine by its label where no file says in which region it is",
             patches=(
                 (inventory.CloudInventory, "search", lambda self, node: node.region),
-                (inventory.CloudInventory, "find_machine", lambda self, node: None),
+                (inventory.CloudInventory, "find_instance", lambda self, node: None),
             ),
             found_by=f"{CLUSTER}/test_damaged_files.py::"
             "test_a_machine_of_which_no_file_says_where_it_is_is_found_by_its_label",
@@ -114,7 +114,7 @@ FAULTS: dict[str, Fault] = {
         Fault(
             name="reap-forgets-this-machine",
             forgets="nodes of the local infra that no ledger names",
-            patches=((local_nodes.LocalNodes, "machines", lambda self, region, **more: []),),
+            patches=((local_nodes.LocalNodes, "instances", lambda self, region, **more: []),),
             found_by="tests/launcher/test_lost_ledger.py::test_a_node_here_that_no_ledger_names_is_ended",
         ),
         Fault(

@@ -16,7 +16,7 @@ from typing import Any
 
 from engine.events import Market
 from launcher.exit_codes import Failure
-from launcher.market.machines import Machine
+from launcher.market.instance_types import InstanceType
 from launcher.market.prices import AdviceKind, CapacityAdvice, Fetched, RawPrice, time_ms
 from launcher.market.sources.asking import MissingCredentials, Patience, SourceFailed, ask_all, not_installed
 from launcher.market.sources.gcp_catalog import CATALOG, NEEDS, assemble, price_text, region_of, sku_of_message
@@ -40,13 +40,13 @@ class GcpCatalog:
 
     def __init__(
         self,
-        machines: Sequence[Machine],
+        instance_types: Sequence[InstanceType],
         *,
         environ: Mapping[str, str],
         regions: Sequence[str] = (),
         patience: Patience | None = None,
     ) -> None:
-        self._machines, self._regions = tuple(machines), tuple(regions)
+        self._machines, self._regions = tuple(instance_types), tuple(regions)
         self._access = _Access(environ, BILLING_ENDPOINT, patience or Patience())
 
     def fetch(self, now_ms: int) -> Fetched:
@@ -73,14 +73,14 @@ class GcpAdvice:
 
     def __init__(
         self,
-        machines: Sequence[Machine],
+        instance_types: Sequence[InstanceType],
         *,
         environ: Mapping[str, str],
         regions: Sequence[str] = (),
         size: int = 1,
         patience: Patience | None = None,
     ) -> None:
-        self._types = tuple(m.instance_type for m in machines if m.instance_type == m.machine_type)
+        self._types = tuple(m.instance_type for m in instance_types if m.instance_type == m.machine_type)
         self._regions, self._size = tuple(regions), size
         self._access = _Access(environ, COMPUTE_ENDPOINT, patience or Patience())
 

@@ -8,7 +8,7 @@ from decimal import Decimal
 from typing import Any
 
 from engine.events import Market
-from launcher.market.machines import Machine
+from launcher.market.instance_types import InstanceType
 from launcher.market.prices import Fetched, RawPrice
 
 CATALOG = "gcp billing skus"
@@ -80,7 +80,7 @@ class Part:
     count: Decimal
 
 
-def parts_of(machine: Machine) -> tuple[Part, ...]:
+def parts_of(machine: InstanceType) -> tuple[Part, ...]:
     """Return the parts of an instance type, the GPU first.
 
     Disks are priced by the month: 375 GiB for an hour is 375/730.
@@ -113,14 +113,14 @@ def market_of(sku: Sku) -> tuple[str, Market] | None:
     return found["part"], Market.SPOT if is_spot else Market.ON_DEMAND
 
 
-def assemble(skus: Iterable[Sku], machines: Sequence[Machine], regions: Sequence[str] = ()) -> Fetched:
+def assemble(skus: Iterable[Sku], instance_types: Sequence[InstanceType], regions: Sequence[str] = ()) -> Fetched:
     """Compute the price of each instance type in each region with its GPU, as rows for `believe`. Pure.
 
     If a part has no SKU, an unreadable SKU, or several SKUs at different prices, the price of the row is a text with
     the reason, and `believe` refuses the row. Example: 8 GPUs at $9.79655, 208 cores at $0.03, 1,872 GiB at $0.0017 and
     6,000 GiB of SSD at $0.08 a month are 78.3724 + 6.24 + 3.1824 + 0.657534 = $88.452334.
     """
-    wanted = {part.name for machine in machines for part in parts_of(machine)}
+    wanted = {part.name for machine in instance_types for part in parts_of(machine)}
     offered: defaultdict[tuple[str, str, Market], list[Sku]] = defaultdict(list)
     left_out = []
     for sku in skus:
@@ -133,7 +133,7 @@ def assemble(skus: Iterable[Sku], machines: Sequence[Machine], regions: Sequence
     everywhere = sorted({region for _, region, _ in offered})
     rows = (
         _assembled(machine, region, market, offered)
-        for machine in machines
+        for machine in instance_types
         for region in everywhere
         if not regions or region in regions
         for market in machine.markets
@@ -150,7 +150,7 @@ def _left_out(skus: Sequence[Sku]) -> tuple[str, ...]:
 
 
 def _assembled(
-    machine: Machine, region: str, market: Market, offered: Mapping[tuple[str, str, Market], Sequence[Sku]]
+    machine: InstanceType, region: str, market: Market, offered: Mapping[tuple[str, str, Market], Sequence[Sku]]
 ) -> RawPrice:
     total, used, gap = Decimal(0), [], ""
     for part in parts_of(machine):

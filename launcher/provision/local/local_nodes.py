@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 
 from engine.events import Market
-from launcher.clouds.base import Caller, CloudRefused, Finding, Machine, MachineState, Place, Thing
+from launcher.clouds.base import CallerIdentity, CloudRefused, Finding, Instance, InstanceState, RegionSetup, Resource
 from launcher.job.company import NOTHING_NAMED, Named
 from launcher.ledger.billing import LOCAL
 from launcher.provision.local.processes import kill_all, processes_of
@@ -31,30 +31,30 @@ class LocalNodes:
     def __init__(self, runs: Path) -> None:
         self._runs = runs
 
-    def caller(self) -> Caller:
-        return Caller(account=socket.gethostname(), identity=getpass.getuser(), owner=getpass.getuser())
+    def caller(self) -> CallerIdentity:
+        return CallerIdentity(account=socket.gethostname(), identity=getpass.getuser(), owner=getpass.getuser())
 
     def regions(self) -> Sequence[str]:
         return [HERE]
 
-    def machines(self, region: str, *, owner: str | None = None, run: str | None = None) -> Sequence[Machine]:
-        found = [self._machine(folder) for folder in running_nodes(self._runs)]
+    def instances(self, region: str, *, owner: str | None = None, run: str | None = None) -> Sequence[Instance]:
+        found = [self._instance(folder) for folder in running_nodes(self._runs)]
         return [one for one in found if run in (None, one.run)]
 
-    def end_of(self, machine: Machine) -> Machine:
-        return replace(machine, state=MachineState.GONE)
+    def end_of(self, instance: Instance) -> Instance:
+        return replace(instance, state=InstanceState.GONE)
 
-    def things(self, region: str, *, owner: str | None = None, run: str | None = None) -> Sequence[Thing]:
+    def resources(self, region: str, *, owner: str | None = None, run: str | None = None) -> Sequence[Resource]:
         return []
 
-    def end(self, machines: Sequence[Machine]) -> None:
+    def end(self, instances: Sequence[Instance]) -> None:
         """SIGKILL every process of the nodes. A process in the middle of a disk write may need a second call."""
-        for one in machines:
+        for one in instances:
             folder = self._runs / one.run / "nodes" / one.name
             kill_all(folder, agent_of(folder))
 
-    def remove(self, things: Sequence[Thing]) -> Sequence[Thing]:
-        return things
+    def remove(self, resources: Sequence[Resource]) -> Sequence[Resource]:
+        return resources
 
     def prepare(
         self,
@@ -66,7 +66,7 @@ class LocalNodes:
         buckets: Sequence[str],
         models: Sequence[str] = (),
         named: Named = NOTHING_NAMED,
-    ) -> Place:
+    ) -> RegionSetup:
         raise CloudRefused("nodes on this machine need no place to be made for them")
 
     def check_identity(self, named: Named) -> Sequence[Finding]:
@@ -75,11 +75,11 @@ class LocalNodes:
     def check_network(self, region: str, named: Named, ssh_from: str) -> Sequence[Finding]:
         return []
 
-    def open_rules(self, place: Place) -> Sequence[str]:
+    def open_rules(self, setup: RegionSetup) -> Sequence[str]:
         return []
 
-    def _machine(self, folder: Path) -> Machine:
-        return Machine(
+    def _instance(self, folder: Path) -> Instance:
+        return Instance(
             cloud=self.cloud,
             region=HERE,
             zone=HERE,
@@ -87,7 +87,7 @@ class LocalNodes:
             name=folder.name,
             run=folder.parent.parent.name,
             owner=self.caller().owner,
-            state=MachineState.RUNNING,
+            state=InstanceState.RUNNING,
             market=Market((read_json(folder / "node.json") or {}).get("market", Market.ON_DEMAND)),
             instance_type="processes",
             launched_ms=_started_ms(processes_of(folder, agent_of(folder))),

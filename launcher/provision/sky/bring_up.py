@@ -15,7 +15,7 @@ from launcher.provision.sky.launches import Launches
 from launcher.provision.sky.node_link import Login
 from launcher.provision.sky.outcome import Failed
 from launcher.provision.sky.records import EndingRecord, LaunchRecord, LoginRecord
-from launcher.provision.sky.set_up import MachineUnreachable, SetUp
+from launcher.provision.sky.set_up import InstanceUnreachable, SetUp
 from launcher.provision.sky.surroundings import Surroundings
 
 LAUNCH_SECONDS = 1800.0
@@ -82,7 +82,7 @@ class BringUp:
         assert state.login is not None
         try:
             found = self.ask_set_up(state.login)
-        except MachineUnreachable as error:
+        except InstanceUnreachable as error:
             state.trouble = str(error)
             raise NotYet(str(error)) from None
         state.trouble, state.digest = "", found.digest
@@ -99,8 +99,8 @@ class BringUp:
                 home=found.home,
             )
         )
-        if (machine := node.files.machine) is not None:
-            node.files.write_machine(machine)
+        if (instance := node.files.instance) is not None:
+            node.files.write_instance(instance)
 
     def _find_login(self, node: CloudNode) -> None:
         login = self.around.sky.login(node.name)

@@ -29,7 +29,7 @@ class FactReader:
             return node.over
         if phase_of(node) is Phase.UNFINISHED:
             return None
-        machine = node.files.machine
+        instance = node.files.instance
         is_up = node.is_ready and not node.files.is_begun("ending")
         status, evidence = NodeStatus.UP if is_up else NodeStatus.PENDING, ""
         if not node.agent.is_answering:
@@ -37,16 +37,16 @@ class FactReader:
             unknown = (observed.trouble if observed is not None else "") or self.chores.troubles.get(node.name, "")
             if unknown:
                 status, evidence = NodeStatus.UNKNOWN, unknown
-        if not evidence and not node.is_ready and (place := node.region) is not None:
-            evidence = self.regions.missing_rules.get(place, "")
+        if not evidence and not node.is_ready and (region := node.region) is not None:
+            evidence = self.regions.missing_rules.get(region, "")
         ending = node.files.read(EndingRecord)
         return NodeFact(
             name=node.name,
             status=status,
             evidence=(ending.evidence if ending is not None else "") or evidence,
-            started_ms=machine.launched_ms if machine is not None else None,
+            started_ms=instance.launched_ms if instance is not None else None,
             ready_ms=node.ready_ms if node.is_ready else None,
             notice_deadline_ms=node.notice_ms,
-            zone=machine.zone if machine is not None else None,
-            instance_type=machine.instance_type if machine is not None else None,
+            zone=instance.zone if instance is not None else None,
+            instance_type=instance.instance_type if instance is not None else None,
         )

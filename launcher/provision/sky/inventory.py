@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from launcher.clouds.base import Machine, MachineState, Thing
+from launcher.clouds.base import Instance, InstanceState, Resource
 from launcher.exit_codes import Failure
 from launcher.provision.sky.cloud_node import CloudNode
 from launcher.provision.sky.surroundings import Surroundings
@@ -22,7 +22,7 @@ class RegionInventory:
     `at`: time of the last answer; `trouble`: reason for missing answers since then.
     """
 
-    machines: tuple[Machine, ...] = ()
+    instances: tuple[Instance, ...] = ()
     at: float | None = None
     looks: int = 0
     trouble: str = ""
@@ -32,7 +32,8 @@ class RegionInventory:
 class CloudInventory:
     """The last inventory of each region, and calls for a new one.
 
-    `look_at`, `search`, `machines_in` and `things_in` block and run in the pool. The other methods answer from memory.
+    `look_at`, `search`, `instances_in` and `resources_in` block and run in the pool. The other methods answer from
+    memory.
     """
 
     around: Surroundings
@@ -42,34 +43,34 @@ class CloudInventory:
         """Read the inventory of the region."""
         observed = self._known.setdefault((cloud, region), RegionInventory())
         try:
-            machines = tuple(self.machines_in(cloud, region))
+            instances = tuple(self.instances_in(cloud, region))
         except Failure as failure:
             observed.trouble = str(failure)
             raise
-        observed.machines, observed.at, observed.trouble = machines, self.around.monotonic(), ""
+        observed.instances, observed.at, observed.trouble = instances, self.around.monotonic(), ""
         observed.looks += 1
 
-    def machines_in(self, cloud: str, region: str) -> list[Machine]:
+    def instances_in(self, cloud: str, region: str) -> list[Instance]:
         """Return the run's VMs.
 
         Another user's run may have the same name: VMs with another owner's label are left alone.
         """
-        found = self.around.clouds[cloud].machines(region, run=self.around.purchases.run)
+        found = self.around.clouds[cloud].instances(region, run=self.around.purchases.run)
         return [one for one in found if one.owner in ("", self.around.purchases.owners[cloud])]
 
-    def things_in(self, cloud: str, region: str) -> list[Thing]:
+    def resources_in(self, cloud: str, region: str) -> list[Resource]:
         """Return the run's other resources."""
-        found = self.around.clouds[cloud].things(region, run=self.around.purchases.run)
+        found = self.around.clouds[cloud].resources(region, run=self.around.purchases.run)
         return [one for one in found if one.owner in ("", self.around.purchases.owners[cloud])]
 
     def search(self, node: CloudNode) -> tuple[str, str] | None:
         """Search every region of the run for the VM of a requested node without a recorded region."""
         files = node.files
         if any((files.is_begun("want"), files.is_begun("spec"), files.is_begun("launch"), files.is_begun("machine"))):
-            found = [one for place in self.around.purchases.regions for one in self.machines_in(*place)]
+            found = [one for region in self.around.purchases.regions for one in self.instances_in(*region)]
             newest = newest_of(found, node.name)
             if newest is not None:
-                node.files.write_machine(newest)
+                node.files.write_instance(newest)
         return node.region
 
     # --- from memory ------------------------------------------------------------------------------
@@ -77,27 +78,27 @@ class CloudInventory:
     def all_known(self) -> Sequence[RegionInventory]:
         return list(self._known.values())
 
-    def last_in(self, place: tuple[str, str] | None) -> RegionInventory | None:
+    def last_in(self, region: tuple[str, str] | None) -> RegionInventory | None:
         """Return the last inventory of the region. None: the region is not known, or was not read yet."""
-        return self._known.get(place) if place is not None else None
+        return self._known.get(region) if region is not None else None
 
-    def is_fresh(self, place: tuple[str, str] | None) -> bool:
+    def is_fresh(self, region: tuple[str, str] | None) -> bool:
         """Return whether the last inventory of the region is recent enough to count as proof."""
-        observed = self.last_in(place)
+        observed = self.last_in(region)
         return (
             observed is not None and observed.at is not None and self.around.monotonic() - observed.at <= FRESH_SECONDS
         )
 
-    def find_machine(self, node: CloudNode) -> None:
+    def find_instance(self, node: CloudNode) -> None:
         """Record the VM of a node by its label, if no file says where the node is."""
         if node.region is None:
-            known = newest_of([machine for observed in self.all_known() for machine in observed.machines], node.name)
+            known = newest_of([instance for observed in self.all_known() for instance in observed.instances], node.name)
             if known is not None:
-                node.files.write_machine(known)
+                node.files.write_instance(known)
 
 
-def newest_of(machines: Sequence[Machine], name: str) -> Machine | None:
+def newest_of(instances: Sequence[Instance], name: str) -> Instance | None:
     """Return a node's VM; a live VM comes before an ended VM."""
-    order = (MachineState.GONE, MachineState.STOPPING, MachineState.PENDING, MachineState.RUNNING)
-    ours = [machine for machine in machines if machine.name == name]
+    order = (InstanceState.GONE, InstanceState.STOPPING, InstanceState.PENDING, InstanceState.RUNNING)
+    ours = [instance for instance in instances if instance.name == name]
     return max(ours, key=lambda one: (order.index(one.state), one.launched_ms or 0), default=None)

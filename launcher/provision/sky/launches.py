@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from launcher.clouds.base import NODE_LABEL, OWNER_LABEL, RUN_LABEL, CloudRefused, MachineState
+from launcher.clouds.base import NODE_LABEL, OWNER_LABEL, RUN_LABEL, CloudRefused, InstanceState
 from launcher.decide.node_facts import NodeStatus
 from launcher.provision.sky.bundle import REMOTE_BUNDLE
 from launcher.provision.sky.cloud_node import CloudNode
@@ -44,7 +44,7 @@ class Launches:
             node.begin_end(EndingRecord(status=NodeStatus.GONE, evidence=evidence))
             return
         try:
-            place = self.regions.prepare(want.cloud, want.region)
+            region_setup = self.regions.prepare(want.cloud, want.region)
         except CloudRefused as refused:
             node.begin_end(EndingRecord(status=NodeStatus.DENIED, evidence=str(refused)))
             return
@@ -54,7 +54,7 @@ class Launches:
         launch = Launch(
             name=node.name,
             want=want,
-            place=place,
+            region_setup=region_setup,
             labels={RUN_LABEL: purchases.run, NODE_LABEL: node.name, OWNER_LABEL: purchases.owners[want.cloud]},
             setup=purchases.bundle.setup,
             files={REMOTE_BUNDLE: str(purchases.bundle.folder)},
@@ -80,8 +80,8 @@ class Launches:
         for cloud, region in self.around.purchases.regions:
             lost = [
                 one
-                for one in self.inventory.machines_in(cloud, region)
-                if one.name == node.name and one.state is not MachineState.GONE
+                for one in self.inventory.instances_in(cloud, region)
+                if one.name == node.name and one.state is not InstanceState.GONE
             ]
             if lost and (cloud, region) != node.region:
                 self.around.clouds[cloud].end(lost)

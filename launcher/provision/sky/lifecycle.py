@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import assert_never
 
-from launcher.clouds.base import Machine
+from launcher.clouds.base import Instance
 from launcher.decide.node_facts import NodeStatus
 from launcher.provision.sky.bring_up import BringUp
 from launcher.provision.sky.chores import Chores
@@ -39,10 +39,10 @@ class Lifecycle:
             case Phase.UNFINISHED | Phase.CLEARED:
                 return
             case Phase.REQUESTED | Phase.LAUNCHED | Phase.SET_UP:
-                machine = self.reports.evaluate(node)
+                instance = self.reports.evaluate(node)
                 if not node.is_ending and not self.chores.is_busy(node.name):
                     self._mend(node)
-                    self._go_on(node, machine, this_pass)
+                    self._go_on(node, instance, this_pass)
             case Phase.ENDING:
                 node.agent.close()
                 self.chores.do(node.name, partial(self.terminator.end, node))
@@ -52,7 +52,7 @@ class Lifecycle:
             case unknown:
                 assert_never(unknown)
 
-    def _go_on(self, node: CloudNode, machine: Machine | None, this_pass: Pass) -> None:
+    def _go_on(self, node: CloudNode, instance: Instance | None, this_pass: Pass) -> None:
         """Do the work of the phase, which the repair of a file may have changed."""
         match phase_of(node):
             case Phase.REQUESTED:
@@ -60,7 +60,7 @@ class Lifecycle:
             case Phase.LAUNCHED:
                 self.bring_up.wait(node)
             case Phase.SET_UP:
-                self.watch.keep(node, machine, this_pass)
+                self.watch.keep(node, instance, this_pass)
             case Phase.UNFINISHED | Phase.ENDING | Phase.ENDED | Phase.CLEARED:
                 return
             case unknown:

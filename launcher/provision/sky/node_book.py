@@ -44,4 +44,4 @@ class NodeBook:
 
     def regions(self) -> set[tuple[str, str]]:
         """Return every region that had a node."""
-        return {place for node in self._nodes.values() if (place := node.region) is not None}
+        return {region for node in self._nodes.values() if (region := node.region) is not None}

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 
 from engine.durable import write_durably
 from engine.node_spec import NodeSpec
-from launcher.clouds.base import Machine
+from launcher.clouds.base import Instance
 from launcher.placement.placement import Placement
 from launcher.provision.sky.records import FileName, LoginRecord, NodeRecord, RegionView, RoleView
 
@@ -83,17 +83,17 @@ class NodeFiles:
         return None if content is None else RoleView.model_validate(content).role
 
     @property
-    def machine(self) -> Machine | None:
+    def instance(self) -> Instance | None:
         """Return the VM as last written; None if no VM was found yet."""
         content = _read_object(self._path("machine"))
         if content is None or "id" not in content:
             return None
-        return TypeAdapter(Machine).validate_python({key: value for key, value in content.items() if key != "login"})
+        return TypeAdapter(Instance).validate_python({key: value for key, value in content.items() if key != "login"})
 
-    def write_machine(self, machine: Machine) -> None:
+    def write_instance(self, instance: Instance) -> None:
         """Write the VM's record together with the login, for `spotrl ssh`."""
         login = self.read(LoginRecord)
-        _write_object(self._path("machine"), {**asdict(machine), "login": None if login is None else _json(login)})
+        _write_object(self._path("machine"), {**asdict(instance), "login": None if login is None else _json(login)})
 
     @property
     def region(self) -> tuple[str, str] | None:

@@ -10,7 +10,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from threading import Lock
 
-from launcher.clouds.base import MachineState, Place
+from launcher.clouds.base import InstanceState, RegionSetup
 from launcher.provision.sky.chores import NotYet
 from launcher.provision.sky.inventory import CloudInventory
 from launcher.provision.sky.surroundings import Surroundings
@@ -24,12 +24,12 @@ class Regions:
 
     around: Surroundings
     inventory: CloudInventory
-    prepared: dict[tuple[str, str], Place] = field(default_factory=dict)
+    prepared: dict[tuple[str, str], RegionSetup] = field(default_factory=dict)
     missing_rules: dict[tuple[str, str], str] = field(default_factory=dict)
     tidied: set[tuple[str, str]] = field(default_factory=set)
     _preparing: Lock = field(default_factory=Lock)
 
-    def prepare(self, cloud: str, region: str) -> Place:
+    def prepare(self, cloud: str, region: str) -> RegionSetup:
         """Create the group, network and identity of a region, once and in one thread."""
         with self._preparing:
             if (cloud, region) not in self.prepared:
@@ -50,9 +50,9 @@ class Regions:
 
         The next `prepare` of the region creates them again.
         """
-        place = self.prepared.get((cloud, region))
-        if place is not None:
-            self.missing_rules[cloud, region] = missing = "; ".join(self.around.clouds[cloud].open_rules(place))
+        setup = self.prepared.get((cloud, region))
+        if setup is not None:
+            self.missing_rules[cloud, region] = missing = "; ".join(self.around.clouds[cloud].open_rules(setup))
             if missing:
                 log.warning("%s/%s: %s", cloud, region, missing)
                 self.prepared.pop((cloud, region), None)
@@ -61,12 +61,12 @@ class Regions:
         """Terminate what is left in the region and remove the group, network and identity."""
         self.around.check_lease()
         api = self.around.clouds[cloud]
-        alive = [one for one in self.inventory.machines_in(cloud, region) if one.state is not MachineState.GONE]
+        alive = [one for one in self.inventory.instances_in(cloud, region) if one.state is not InstanceState.GONE]
         if alive:
             api.end(alive)
             raise NotYet(f"{', '.join(one.id for one in alive)} is told to end and has not ended yet")
-        things = self.inventory.things_in(cloud, region)
-        left = api.remove(things) if things else []
+        resources = self.inventory.resources_in(cloud, region)
+        left = api.remove(resources) if resources else []
         if left:
             raise NotYet(f"{', '.join(f'{one.kind} {one.id}' for one in left)} cannot go yet")
         self.prepared.pop((cloud, region), None)

@@ -15,7 +15,7 @@ CONNECT_SECONDS, ANSWER_SECONDS = 5, 9.0
 LOOK = 'cd "$HOME" && pwd; cat spotrl/env/.digest 2>/dev/null; true'
 
 
-class MachineUnreachable(Failure):
+class InstanceUnreachable(Failure):
     """No SSH connection to the VM now. The message is ssh's own error."""
 
 
@@ -52,8 +52,8 @@ def ask_set_up(login: Login) -> SetUp:
             timeout=ANSWER_SECONDS,
         )
     except subprocess.TimeoutExpired:
-        raise MachineUnreachable(f"ssh to {login.host} took more than {ANSWER_SECONDS:.0f} s") from None
+        raise InstanceUnreachable(f"ssh to {login.host} took more than {ANSWER_SECONDS:.0f} s") from None
     lines = done.stdout.splitlines()
     if done.returncode or not lines:
-        raise MachineUnreachable(f"ssh to {login.host}: {done.stderr.strip() or f'exit code {done.returncode}'}")
+        raise InstanceUnreachable(f"ssh to {login.host}: {done.stderr.strip() or f'exit code {done.returncode}'}")
     return SetUp(home=lines[0], digest=lines[1].strip() if len(lines) > 1 else "")

@@ -69,7 +69,7 @@ class Sky:
         from sky import skypilot_config
 
         task = sky.Task.from_yaml_config(task_of(launch))
-        with self._lock, _said("launch"), skypilot_config.override_skypilot_config(config_of(launch.place)):
+        with self._lock, _said("launch"), skypilot_config.override_skypilot_config(config_of(launch.region_setup)):
             return str(sky.launch(task, cluster_name=launch.name))
 
     def poll(self, requests: Sequence[str]) -> dict[str, Outcome | None]:

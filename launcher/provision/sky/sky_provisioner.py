@@ -142,7 +142,7 @@ class SkyProvisioner:
             node = self._nodes.open(name)
             if not node.files.is_begun("release") and not node.files.has("ended"):
                 node.files.write(ReleaseRecord(at_ms=self._around.clock.now_ms()))
-            self._inventory.find_machine(node)
+            self._inventory.find_instance(node)
 
     def rearm(self, name: str, money_deadline_ms: int) -> None:
         """Send the node a new spend deadline. SkyPilot's own timer on the VM follows."""
@@ -163,10 +163,10 @@ class SkyProvisioner:
         self.observe()
         if self._nodes.with_work():
             return False
-        places = self._regions.used(self._nodes.regions())
-        for cloud, region in places - self._regions.tidied:
+        regions = self._regions.used(self._nodes.regions())
+        for cloud, region in regions - self._regions.tidied:
             self._chores.do(f"tidy {cloud}/{region}", partial(self._regions.tidy, cloud, region))
-        return places <= self._regions.tidied
+        return regions <= self._regions.tidied
 
     def close(self) -> None:
         """Drop tasks waiting for a thread of the pool, and close the connections to nodes."""
@@ -183,11 +183,11 @@ class SkyProvisioner:
     def _look(self) -> None:
         """Query the clouds and SkyPilot if due. The answers arrive in a later pass."""
         nodes = self._nodes.with_work()
-        active = {place for node in nodes if (place := node.region) is not None}
+        active = {site for node in nodes if (site := node.region) is not None}
         for cloud, region in {*active, *self._around.purchases.regions}:
             seconds = LOOK_SECONDS if (cloud, region) in active else SWEEP_SECONDS
             self._chores.every(seconds, f"look {cloud}/{region}", partial(self._inventory.look_at, cloud, region))
-        for cloud, region in {place for node in nodes if node.files.has("login") and (place := node.region)}:
+        for cloud, region in {site for node in nodes if node.files.has("login") and (site := node.region)}:
             # A process that continues the run may have another address.
             if (cloud, region) not in self._regions.prepared:
                 self._chores.do(f"place {cloud}/{region}", partial(self._regions.prepare, cloud, region))

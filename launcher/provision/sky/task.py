@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.events import Market
-from launcher.clouds.base import Place
+from launcher.clouds.base import RegionSetup
 from launcher.market.side_prices import DISK_GIB
 from launcher.placement.placement import Placement
 
@@ -33,7 +33,7 @@ class Launch:
 
     name: str
     want: Placement
-    place: Place
+    region_setup: RegionSetup
     labels: Mapping[str, str]
     setup: str
     files: Mapping[str, str]
@@ -55,7 +55,7 @@ def task_of(launch: Launch) -> dict[str, Any]:
         "autostop": {"idle_minutes": launch.autostop_minutes, "down": True, "wait_for": "none"},
     }
     if want.cloud == "gcp":
-        account, _, domain = launch.place.identity.partition("@")
+        account, _, domain = launch.region_setup.identity.partition("@")
         labels |= {IDENTITY_LABEL: account, IDENTITY_PROJECT_LABEL: domain.partition(".")[0]}
         if want.gpus:
             resources["accelerators"] = {want.accelerator: want.gpus}  # on AWS the instance type implies the GPUs
@@ -69,7 +69,7 @@ def task_of(launch: Launch) -> dict[str, Any]:
     }
 
 
-def config_of(place: Place) -> dict[str, Any]:
+def config_of(setup: RegionSetup) -> dict[str, Any]:
     """Return SkyPilot's configuration for the request: our group and identity, and no credential upload."""
     from sky.utils import schemas
 
@@ -79,23 +79,23 @@ def config_of(place: Place) -> dict[str, Any]:
         for cloud, schema in known.items()
         if "remote_identity" in schema.get("properties", {})
     }
-    if place.cloud == "aws":
-        config["aws"] = {"remote_identity": place.identity, "security_group_name": place.group}
+    if setup.cloud == "aws":
+        config["aws"] = {"remote_identity": setup.identity, "security_group_name": setup.group}
     else:
-        config["gcp"] = {"remote_identity": "NO_UPLOAD", "vpc_name": place.network}
-    if place.named.network:
-        config[place.cloud] |= network_config(place)
+        config["gcp"] = {"remote_identity": "NO_UPLOAD", "vpc_name": setup.network}
+    if setup.named.network:
+        config[setup.cloud] |= network_config(setup)
     return config
 
 
-def network_config(place: Place) -> dict[str, Any]:
+def network_config(setup: RegionSetup) -> dict[str, Any]:
     """Return the configuration of a network named in the job. Every key is set, so no key of the user's own applies."""
-    named = place.named
+    named = setup.named
     told: dict[str, Any] = {
-        "vpc_name": place.network,
-        "subnet_names": list(place.subnets) or None,
+        "vpc_name": setup.network,
+        "subnet_names": list(setup.subnets) or None,
         "use_internal_ips": not named.public_addresses,
         "ssh_proxy_command": named.ssh_proxy or None,
     }
     # Without a proxy, SkyPilot would reach private AWS addresses through the Session Manager, unless disabled.
-    return told | {"vpc_names": None, "use_ssm": False} if place.cloud == "aws" else told
+    return told | {"vpc_names": None, "use_ssm": False} if setup.cloud == "aws" else told

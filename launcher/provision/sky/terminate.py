@@ -6,7 +6,7 @@ release or ending -> VM ended -> disks removed -> ended -> SkyPilot has forgotte
 import logging
 from dataclasses import dataclass
 
-from launcher.clouds.base import Machine, MachineState
+from launcher.clouds.base import Instance, InstanceState
 from launcher.decide.node_facts import NodeStatus
 from launcher.exit_codes import Failure
 from launcher.provision.sky.chores import NotYet
@@ -39,24 +39,24 @@ class Terminator:
             self.launches.cancel(node)
         except Failure as failure:  # the VM is terminated anyway, and `clear` cancels again
             log.warning("%s: its launch could not be cancelled: %s", node.name, failure)
-        place = node.region or self.inventory.search(node)
-        if place is None:
+        region = node.region or self.inventory.search(node)
+        if region is None:
             self._ended(node, ending)
             return
-        api = self.around.clouds[place[0]]
-        alive = [one for one in self.inventory.machines_in(*place) if one.name == node.name]
-        alive = [one for one in alive if one.state is not MachineState.GONE]
+        api = self.around.clouds[region[0]]
+        alive = [one for one in self.inventory.instances_in(*region) if one.name == node.name]
+        alive = [one for one in alive if one.state is not InstanceState.GONE]
         if alive:
             node.files.write(self._with_last_facts(node, ending, alive[0]))
             api.end(alive)
             raise NotYet(f"{', '.join(one.id for one in alive)} is told to end and has not ended yet")
-        disks = [one for one in self.inventory.things_in(*place) if one.kind == "disk" and one.node == node.name]
+        disks = [one for one in self.inventory.resources_in(*region) if one.kind == "disk" and one.node == node.name]
         left = api.remove(disks) if disks else []
         if left:
             raise NotYet(f"disk {', '.join(one.id for one in left)} cannot go yet")
         self._ended(node, ending)
 
-    def _with_last_facts(self, node: CloudNode, ending: EndingRecord, machine: Machine) -> EndingRecord:
+    def _with_last_facts(self, node: CloudNode, ending: EndingRecord, instance: Instance) -> EndingRecord:
         """Return the record with the facts that are known only before the VM is terminated.
 
         The facts are the end time, and a missing firewall rule if the node was not reachable.
@@ -65,27 +65,27 @@ class Terminator:
         if ending.ended_ms is None:
             words["ended_ms"] = self.around.clock.now_ms()
         if not node.files.has("machine"):
-            node.files.write_machine(machine)
+            node.files.write_instance(instance)
         if ending.ask_rules:
-            self.regions.look_up_rules(machine.cloud, machine.region)
-            missing = self.regions.missing_rules.get((machine.cloud, machine.region))
+            self.regions.look_up_rules(instance.cloud, instance.region)
+            missing = self.regions.missing_rules.get((instance.cloud, instance.region))
             words |= {"ask_rules": False, "evidence": "; ".join(filter(None, [ending.evidence, missing]))}
         return ending.model_copy(update=words)
 
     def _ended(self, node: CloudNode, ending: EndingRecord) -> None:
-        machine, now_ms = node.files.machine, self.around.clock.now_ms()
+        instance, now_ms = node.files.instance, self.around.clock.now_ms()
         node.files.write(
             EndedRecord(
                 status=ending.status,
                 evidence=ending.evidence,
-                started_ms=machine.launched_ms if machine is not None else None,
-                ended_ms=(ending.ended_ms or now_ms) if machine is not None else now_ms,
+                started_ms=instance.launched_ms if instance is not None else None,
+                ended_ms=(ending.ended_ms or now_ms) if instance is not None else now_ms,
                 ready_ms=node.ready_ms,
                 notice_deadline_ms=node.notice_ms,
                 reclaimed=ending.reclaimed,
                 with_notice=ending.with_notice,
-                zone=machine.zone if machine is not None else None,
-                instance_type=machine.instance_type if machine is not None else None,
+                zone=instance.zone if instance is not None else None,
+                instance_type=instance.instance_type if instance is not None else None,
                 tried=ending.tried,
             )
         )

@@ -4,7 +4,7 @@ import logging
 from dataclasses import dataclass
 from functools import partial
 
-from launcher.clouds.base import Machine, MachineState
+from launcher.clouds.base import Instance, InstanceState
 from launcher.decide.node_facts import NodeFact, NodeStatus
 from launcher.provision.sky.chores import Chores
 from launcher.provision.sky.inventory import CloudInventory
@@ -27,19 +27,19 @@ class UnknownInstances:
         """Return VMs with the run's label and without a request. Terminate VMs that live on after their end."""
         facts = []
         for observed in self.inventory.all_known():
-            for machine in observed.machines:
-                node = self.nodes.get(machine.name)
-                if machine.state not in (MachineState.PENDING, MachineState.RUNNING):
+            for instance in observed.instances:
+                node = self.nodes.get(instance.name)
+                if instance.state not in (InstanceState.PENDING, InstanceState.RUNNING):
                     continue
                 if node is None:
-                    evidence = f"{machine.cloud} {machine.id} in {machine.zone} bears the run's label"
-                    facts.append(NodeFact(name=machine.name, status=NodeStatus.PENDING, evidence=evidence))
+                    evidence = f"{instance.cloud} {instance.id} in {instance.zone} bears the run's label"
+                    facts.append(NodeFact(name=instance.name, status=NodeStatus.PENDING, evidence=evidence))
                 elif node.over is not None and observed.at is not None and observed.at > node.over_since:
-                    self.chores.do(f"end {machine.id}", partial(self._end_again, machine))
+                    self.chores.do(f"end {instance.id}", partial(self._end_again, instance))
         return facts
 
-    def _end_again(self, machine: Machine) -> None:
+    def _end_again(self, instance: Instance) -> None:
         self.around.check_lease()
-        log.warning("%s lives on after its end (%s): ended again", machine.name, machine.id)
-        self.around.clouds[machine.cloud].end([machine])
-        self.inventory.look_at(machine.cloud, machine.region)
+        log.warning("%s lives on after its end (%s): ended again", instance.name, instance.id)
+        self.around.clouds[instance.cloud].end([instance])
+        self.inventory.look_at(instance.cloud, instance.region)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from launcher.clouds.base import Machine
+from launcher.clouds.base import Instance
 from launcher.decide.node_facts import NodeStatus
 from launcher.provision.sky.chores import Chores
 from launcher.provision.sky.cloud_node import CloudNode, Link
@@ -82,7 +82,7 @@ class AgentWatch:
                 trainers.append((launch.at_ms if launch is not None else 0, node.name, login.address))
         return max(trainers)[2] if trainers else None
 
-    def keep(self, node: CloudNode, machine: Machine | None, this_pass: Pass) -> None:
+    def keep(self, node: CloudNode, instance: Instance | None, this_pass: Pass) -> None:
         """Keep the connection and the agent of a set-up VM alive, and watch both."""
         login = node.files.read(LoginRecord)
         assert login is not None
@@ -94,17 +94,17 @@ class AgentWatch:
         self._start_agent(node, login, this_pass.trainer)
         if self._has_exited(node) or self._is_late(node):
             return
-        self._doubt(node, machine, this_pass)
+        self._doubt(node, instance, this_pass)
         if node.agent.deadline_ms is not None and node.agent.is_answering:
             self.chores.every(REARM_SECONDS, f"rearm {node.name}", partial(self._rearm_sky, node))
 
     def _start_agent(self, node: CloudNode, login: LoginRecord, trainer: str | None) -> None:
         """Start the agent with the address of the current trainer."""
-        spec, place = node.files.spec, node.region
+        spec, region = node.files.spec, node.region
         assert spec is not None
         host = login.address if spec.role == "trainer" else trainer
         if (
-            place is None
+            region is None
             or host is None
             or node.agent.link is None
             or (node.agent.last_sent is not None and node.agent.last_sent.coordinator_host == host)
@@ -116,11 +116,11 @@ class AgentWatch:
             spec.model_copy(
                 update={
                     "coordinator_host": host,
-                    "cloud": place[0],
+                    "cloud": region[0],
                     "folder": f"{home}/node",
                     "workdir": f"{home}/work" if spec.workdir else None,
                     "digest": self.around.purchases.bundle.digest,
-                    "weights": self.around.purchases.weights.get(place[0], ""),
+                    "weights": self.around.purchases.weights.get(region[0], ""),
                     "money_deadline_ms": None,
                     "money_left_ms": None if deadline_ms is None else max(0, deadline_ms - self.around.clock.now_ms()),
                 }
@@ -154,10 +154,10 @@ class AgentWatch:
 
         A missing firewall rule is the usual reason, and can be looked up.
         """
-        waited, place = self.around.monotonic() - node.agent.sent_at, node.region
-        if node.agent.last_sent is None or place is None or node.files.has("ready") or waited < RULES_SECONDS:
+        waited, site = self.around.monotonic() - node.agent.sent_at, node.region
+        if node.agent.last_sent is None or site is None or node.files.has("ready") or waited < RULES_SECONDS:
             return False
-        cloud, region = place
+        cloud, region = site
         self.chores.every(RULES_SECONDS, f"rules {cloud}/{region}", partial(self.regions.look_up_rules, cloud, region))
         if waited < READY_SECONDS:
             return False
@@ -165,7 +165,7 @@ class AgentWatch:
         node.begin_end(EndingRecord(status=NodeStatus.GONE, evidence=evidence, ask_rules=True))
         return True
 
-    def _doubt(self, node: CloudNode, machine: Machine | None, this_pass: Pass) -> None:
+    def _doubt(self, node: CloudNode, instance: Instance | None, this_pass: Pass) -> None:
         """End a node after long silence. Silence counts only if a fresh inventory shows the VM running."""
         if node.agent.is_answering:
             node.agent.silent = 0.0
@@ -174,12 +174,12 @@ class AgentWatch:
         patience = FIRST_WORD_SECONDS if node.agent.link is None or node.agent.link.heard_s is None else LOST_SECONDS
         if not any(other.agent.is_answering for other in self.nodes.all()):
             patience *= ALL_SILENT
-        if node.agent.silent < patience or machine is None or not self.inventory.is_fresh(node.region):
+        if node.agent.silent < patience or instance is None or not self.inventory.is_fresh(node.region):
             return
         trouble = node.agent.link.trouble if node.agent.link is not None else ""
         evidence = (
             f"it stopped answering: nothing was heard for {node.agent.silent:.0f} s ({trouble}), though "
-            f"{machine.cloud} calls it {machine.state}"
+            f"{instance.cloud} calls it {instance.state}"
         )
         node.begin_end(EndingRecord(status=NodeStatus.GONE, evidence=evidence, ask_rules=True))
 

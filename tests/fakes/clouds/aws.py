@@ -33,7 +33,7 @@ from tests.fakes.clouds.faults import Faults, Kind, later
 from tests.fakes.clouds.hosts import HostSpec
 from tests.fakes.clouds.metadata import ec2_time, role_credentials
 from tests.fakes.clouds.network import Allow
-from tests.fakes.clouds.prices import MACHINES
+from tests.fakes.clouds.prices import INSTANCE_TYPES
 
 AMI = "ami-0fakeclouds000001"
 STALL_S = 0.2
@@ -60,7 +60,7 @@ QUOTAS = {
     "L-C4BD4855": ("All P5 Spot Instance Requests", 384.0),
 }
 
-VCPUS = {machine.instance_type: machine.vcpus for machine in MACHINES}
+VCPUS = {machine.instance_type: machine.vcpus for machine in INSTANCE_TYPES}
 
 Wsgi = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 

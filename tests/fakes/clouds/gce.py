@@ -24,7 +24,7 @@ from tests.fakes.clouds.addresses import PROJECT
 from tests.fakes.clouds.faults import Faults, Kind, later
 from tests.fakes.clouds.hosts import HostSpec
 from tests.fakes.clouds.network import Allow
-from tests.fakes.clouds.prices import MACHINES
+from tests.fakes.clouds.prices import INSTANCE_TYPES
 
 ROOT = f"https://www.googleapis.com/compute/v1/projects/{PROJECT}"
 CLIENT_EMAIL = f"tester@{PROJECT}.iam.gserviceaccount.com"
@@ -51,7 +51,7 @@ QUOTAS = {
     "NVIDIA_H100_GPUS": 16.0,
     "PREEMPTIBLE_NVIDIA_H100_GPUS": 16.0,
 }
-KNOWN = {machine.instance_type: machine for machine in MACHINES if machine.cloud == "gcp"}
+KNOWN = {machine.instance_type: machine for machine in INSTANCE_TYPES if machine.cloud == "gcp"}
 ACCELERATORS = {"nvidia-l4": 8, "nvidia-tesla-t4": 4, "nvidia-h100-80gb": 8}
 
 

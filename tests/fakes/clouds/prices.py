@@ -13,16 +13,16 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from launcher.market.machines import MACHINES as SOLD
-from launcher.market.machines import Machine
+from launcher.market.instance_types import INSTANCE_TYPES as SOLD
+from launcher.market.instance_types import InstanceType
 from launcher.market.sources.gcp_catalog import Part, parts_of
 from tests.fakes.clouds import addresses
 from tests.fakes.clouds.image import CHECKOUT
 from tests.fakes.market import FakeMarket, Product, Tick, sku
 
 
-def _plain(cloud: str, name: str, cpus: int, memory_gib: int) -> Machine:
-    return Machine(
+def _plain(cloud: str, name: str, cpus: int, memory_gib: int) -> InstanceType:
+    return InstanceType(
         cloud=cloud,
         instance_type=name,
         accelerator="",
@@ -40,7 +40,7 @@ PLAIN = (
     _plain("gcp", "n2-standard-2", 2, 8),
     _plain("gcp", "n2-standard-8", 8, 32),
 )
-MACHINES = (*PLAIN, *SOLD)
+INSTANCE_TYPES = (*PLAIN, *SOLD)
 
 AWS_USD = {"": 0.048, "V100": 3.06, "T4": 0.526, "L4": 0.8048, "A10G": 1.006, "L40S": 1.861}
 AWS_USD |= {"A100": 2.74, "A100-80GB": 3.42, "H100": 6.88, "H200": 7.91, "B200": 14.24}
@@ -78,7 +78,7 @@ PARTS = {
 class Row:
     """A machine in a zone."""
 
-    machine: Machine
+    machine: InstanceType
     region: str
     zone: str
     on_demand: str
@@ -88,7 +88,7 @@ class Row:
 def rows() -> list[Row]:
     shipped = _shipped()
     found = []
-    for machine in MACHINES:
+    for machine in INSTANCE_TYPES:
         assumed = _aws_usd(machine) if machine.cloud == "aws" else tuple(_sum(machine, market) for market in (0, 1))
         for region in addresses.regions_of(machine.cloud):
             for number, zone in enumerate(region.zones):
@@ -109,12 +109,12 @@ def rows() -> list[Row]:
     return found
 
 
-def _aws_usd(machine: Machine) -> tuple[Decimal, Decimal]:
+def _aws_usd(machine: InstanceType) -> tuple[Decimal, Decimal]:
     usd = Decimal(str(AWS_USD[machine.accelerator])) * (machine.gpus or machine.vcpus)
     return usd, usd * AWS_SPOT
 
 
-def _parts(machine: Machine) -> tuple[Part, ...]:
+def _parts(machine: InstanceType) -> tuple[Part, ...]:
     if machine.gpus:
         return parts_of(machine)
     return (
@@ -123,7 +123,7 @@ def _parts(machine: Machine) -> tuple[Part, ...]:
     )
 
 
-def _sum(machine: Machine, market: int, gpu: bool | None = None) -> Decimal:
+def _sum(machine: InstanceType, market: int, gpu: bool | None = None) -> Decimal:
     """What the parts cost together; only the GPUs, or only the others, if so asked."""
     parts = [part for part in _parts(machine) if gpu is None or gpu == ("Nvidia" in part.name or "GPU" in part.name)]
     return sum((part.count * Decimal(PARTS[part.name][market]) for part in parts), Decimal(0))
@@ -131,7 +131,7 @@ def _sum(machine: Machine, market: int, gpu: bool | None = None) -> Decimal:
 
 def _skus() -> Iterator[Mapping[str, Any]]:
     regions = [region.name for region in addresses.regions_of("gcp")]
-    units = {part.name: part.unit for machine in MACHINES if machine.cloud == "gcp" for part in _parts(machine)}
+    units = {part.name: part.unit for machine in INSTANCE_TYPES if machine.cloud == "gcp" for part in _parts(machine)}
     for name, unit in units.items():
         on_demand, spot = PARTS[name]
         is_host = name.endswith(("Core", "Ram"))
@@ -256,7 +256,7 @@ def write_catalog(home: Path, ami: str, zone_ids: Mapping[str, str]) -> None:
     _write(folder / "common" / "metadata.csv", ["GPU", "MemoryGB", "Manufacturer"], list(memory.values()))
 
 
-def _gpu_info(machine: Machine) -> str:
+def _gpu_info(machine: InstanceType) -> str:
     if not machine.gpus:
         return ""
     mib = machine.gpu_mem_gib * 1024

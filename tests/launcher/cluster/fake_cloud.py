@@ -5,14 +5,14 @@ from dataclasses import dataclass, field, replace
 
 from engine.events import Market
 from launcher.clouds.base import (
-    Caller,
+    CallerIdentity,
     CloudRefused,
     CloudUnreachable,
     Finding,
-    Machine,
-    MachineState,
-    Place,
-    Thing,
+    Instance,
+    InstanceState,
+    RegionSetup,
+    Resource,
 )
 from launcher.job.company import NOTHING_NAMED, Named
 
@@ -20,18 +20,18 @@ ME = "ada"
 ACCOUNT = "123456789012"
 
 
-ADA = Caller(account=ACCOUNT, identity=f"arn:aws:iam::{ACCOUNT}:user/{ME}", owner=ME)
+ADA = CallerIdentity(account=ACCOUNT, identity=f"arn:aws:iam::{ACCOUNT}:user/{ME}", owner=ME)
 
 
-def machine(id: str = "i-1", run: str = "digits", slot: str = "trainer", **more: object) -> Machine:
-    known = {"cloud": "aws", "region": "us-east-1", "zone": "us-east-1a", "owner": ME, "state": MachineState.RUNNING}
+def instance(id: str = "i-1", run: str = "digits", slot: str = "trainer", **more: object) -> Instance:
+    known = {"cloud": "aws", "region": "us-east-1", "zone": "us-east-1a", "owner": ME, "state": InstanceState.RUNNING}
     named = {"id": id, "run": run, "name": f"{run}-{slot}-g1", "market": Market.SPOT, "instance_type": "g6.xlarge"}
-    return Machine(**{**known, **named, **more})  # type: ignore[arg-type]
+    return Instance(**{**known, **named, **more})  # type: ignore[arg-type]
 
 
-def thing(kind: str = "disk", id: str = "vol-1", run: str = "digits", **more: object) -> Thing:
+def resource(kind: str = "disk", id: str = "vol-1", run: str = "digits", **more: object) -> Resource:
     known = {"cloud": "aws", "region": "us-east-1", "owner": ME}
-    return Thing(**{**known, "kind": kind, "id": id, "run": run, **more})  # type: ignore[arg-type]
+    return Resource(**{**known, "kind": kind, "id": id, "run": run, **more})  # type: ignore[arg-type]
 
 
 @dataclass
@@ -42,22 +42,22 @@ class FakeCloud:
     home: str = "us-east-1"
     its_regions: tuple[str, ...] = ("us-east-1", "us-west-2")
     lingers: int = 2
-    has: dict[str, Machine] = field(default_factory=dict)
-    other: dict[str, Thing] = field(default_factory=dict)
+    has: dict[str, Instance] = field(default_factory=dict)
+    other: dict[str, Resource] = field(default_factory=dict)
     silent: set[str] = field(default_factory=set)
     """Regions that do not answer; `caller` for who asks."""
     immortal: set[str] = field(default_factory=set)
-    late: dict[str, tuple[int, Machine]] = field(default_factory=dict)
+    late: dict[str, tuple[int, Instance]] = field(default_factory=dict)
     """Machines that are listed only after so many looks at their region."""
     orders: list[str] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
     """Of things that a job names."""
     looked: list[tuple[str, str]] = field(default_factory=list)
     """Regions whose named networks were looked at, and where SSH was to come from."""
-    who: Caller | None = ADA
+    who: CallerIdentity | None = ADA
     _dying: dict[str, int] = field(default_factory=dict)
 
-    def caller(self) -> Caller:
+    def caller(self) -> CallerIdentity:
         if "caller" in self.silent:
             raise CloudUnreachable(f"{self.cloud} did not answer")
         if self.who is None:
@@ -67,7 +67,7 @@ class FakeCloud:
     def regions(self) -> Sequence[str]:
         return self.its_regions
 
-    def machines(self, region: str, *, owner: str | None = None, run: str | None = None) -> Sequence[Machine]:
+    def instances(self, region: str, *, owner: str | None = None, run: str | None = None) -> Sequence[Instance]:
         self._answer(region)
         for id, (looks, one) in list(self.late.items()):
             if one.region == region:
@@ -77,34 +77,34 @@ class FakeCloud:
         for id in [id for id, one in self.has.items() if one.region == region and id in self._dying]:
             self._dying[id] -= 1
             if self._dying[id] < 0:
-                self.has[id] = replace(self.has[id], state=MachineState.GONE)
+                self.has[id] = replace(self.has[id], state=InstanceState.GONE)
                 self.other = {key: one for key, one in self.other.items() if one.node != self.has[id].name}
         return [one for one in self.has.values() if one.region == region and owner in (None, one.owner)]
 
-    def end_of(self, machine: Machine) -> Machine:
-        return replace(machine, state=MachineState.GONE)
+    def end_of(self, instance: Instance) -> Instance:
+        return replace(instance, state=InstanceState.GONE)
 
-    def things(self, region: str, *, owner: str | None = None, run: str | None = None) -> Sequence[Thing]:
+    def resources(self, region: str, *, owner: str | None = None, run: str | None = None) -> Sequence[Resource]:
         self._answer(region)
         here = {region, ""} if region == self.home else {region}
         return [one for one in self.other.values() if one.region in here and owner in (None, one.owner)]
 
-    def end(self, machines: Sequence[Machine]) -> None:
-        for one in machines:
+    def end(self, instances: Sequence[Instance]) -> None:
+        for one in instances:
             self._answer(one.region)
             self.orders.append(f"end {one.id}")
             if one.id in self.immortal:
                 raise CloudRefused(f"{one.id} is protected against termination")
             if one.id not in self._dying:
                 self._dying[one.id] = self.lingers
-                self.has[one.id] = replace(self.has[one.id], state=MachineState.STOPPING)
+                self.has[one.id] = replace(self.has[one.id], state=InstanceState.STOPPING)
 
-    def remove(self, things: Sequence[Thing]) -> Sequence[Thing]:
+    def remove(self, resources: Sequence[Resource]) -> Sequence[Resource]:
         left = []
-        for one in things:
+        for one in resources:
             self._answer(one.region)
             self.orders.append(f"remove {one.id}")
-            alive = [each for each in self.has.values() if each.state is not MachineState.GONE]
+            alive = [each for each in self.has.values() if each.state is not InstanceState.GONE]
             if any(each.name == one.node if one.node else each.run == one.run for each in alive):
                 left.append(one)
             else:
@@ -121,7 +121,7 @@ class FakeCloud:
         buckets: Sequence[str],
         models: Sequence[str] = (),
         named: Named = NOTHING_NAMED,
-    ) -> Place:
+    ) -> RegionSetup:
         raise NotImplementedError
 
     def check_identity(self, named: Named) -> Sequence[Finding]:
@@ -131,16 +131,16 @@ class FakeCloud:
         self.looked.append((region, ssh_from))
         return self.findings if named.network else []
 
-    def open_rules(self, place: Place) -> Sequence[str]:
+    def open_rules(self, place: RegionSetup) -> Sequence[str]:
         raise NotImplementedError
 
     def _answer(self, region: str) -> None:
         if region in self.silent:
             raise CloudUnreachable(f"{self.cloud} {region} did not answer")
 
-    def add(self, *ones: Machine | Thing) -> "FakeCloud":
+    def add(self, *ones: Instance | Resource) -> "FakeCloud":
         for one in ones:
-            if isinstance(one, Machine):
+            if isinstance(one, Instance):
                 self.has[one.id] = one
             else:
                 self.other[one.id] = one
@@ -148,4 +148,4 @@ class FakeCloud:
 
     @property
     def alive(self) -> list[str]:
-        return sorted(one.id for one in self.has.values() if one.state is not MachineState.GONE)
+        return sorted(one.id for one in self.has.values() if one.state is not InstanceState.GONE)

@@ -32,7 +32,7 @@ from launcher.exit_codes import ExitCode, Failure
 from launcher.job.company import NOTHING_NAMED, AwsNetwork, Identity, Named, Network
 from launcher.job.load import load_job
 from launcher.job.schema import Job
-from launcher.market.machines import MACHINES, machine_of
+from launcher.market.instance_types import INSTANCE_TYPES, instance_type_of
 from launcher.placement.options import Option, SiteOptions
 from launcher.placement.placement import Placement
 from launcher.placement.plan import Plan, Slot
@@ -302,20 +302,20 @@ def test_only_clouds_that_may_be_bought_from_are_asked():
     assert quotas(plan(site("gcp", "us-central1")), {"aws": FakeLimits()}) == []
 
 
-@pytest.mark.parametrize("machine", [m for m in MACHINES if m.cloud == "aws"], ids=lambda m: m.instance_type)
+@pytest.mark.parametrize("instance", [m for m in INSTANCE_TYPES if m.cloud == "aws"], ids=lambda m: m.instance_type)
 @pytest.mark.parametrize("market", Market)
-def test_every_aws_machine_that_we_know_has_a_quota_of_its_family(machine, market):
+def test_every_aws_machine_that_we_know_has_a_quota_of_its_family(instance, market):
     spot = market is Market.SPOT
     by_family = {
         "g": "L-3819A6DF" if spot else "L-DB2E81BA",
         "p": "L-7212CCBC" if spot else "L-417A185B",
     }
-    expected: str | None = by_family[machine.instance_type[0]]
-    if spot and machine.instance_type.startswith("p5"):
+    expected: str | None = by_family[instance.instance_type[0]]
+    if spot and instance.instance_type.startswith("p5"):
         expected = "L-C4BD4855"
-    if spot and machine.instance_type.startswith("p6"):
+    if spot and instance.instance_type.startswith("p6"):
         expected = None  # not told by the lists that there are, so not guessed
-    assert quota_code(machine.instance_type, market) == expected
+    assert quota_code(instance.instance_type, market) == expected
 
 
 def test_types_without_a_gpu_have_the_standard_quota():
@@ -337,10 +337,10 @@ def test_types_without_a_gpu_have_the_standard_quota():
     ],
 )
 def test_google_counts_gpus_by_model_and_over_all_regions(instance_type, market, draws):
-    machine = machine_of("gcp", instance_type)
-    assert machine is not None
+    instance = instance_type_of("gcp", instance_type)
+    assert instance is not None
     want = placement(
-        cloud="gcp", instance_type=instance_type, market=market, gpus=machine.gpus, accelerator=machine.accelerator
+        cloud="gcp", instance_type=instance_type, market=market, gpus=instance.gpus, accelerator=instance.accelerator
     )
     assert GceLimits({}).draws_on(want) == draws
 

@@ -19,7 +19,7 @@ from engine.events import Market
 from launcher.clouds.aws import AwsApi, owner_of
 from launcher.clouds.aws_named import look_at_profile
 from launcher.clouds.aws_role import node_policy
-from launcher.clouds.base import CloudRefused, CloudUnreachable, Look, MachineState
+from launcher.clouds.base import CloudRefused, CloudUnreachable, InstanceState, Look
 from launcher.clouds.build import build_cloud_api
 from launcher.clouds.gce import GceApi
 from launcher.clouds.gce_identity import NodeIdentity, node_conditions
@@ -88,24 +88,24 @@ def buy(node="run-rollout-0-g0", run="run", owner="me", region=REGION):
 
 def test_aws_machines_are_found_by_label_in_their_region(aws):
     ours, _, _ = buy(), buy(run="other"), buy(region="us-west-2")
-    (machine,) = aws.machines(REGION, run="run")
-    assert (machine.id, machine.name, machine.run, machine.owner) == (ours, "run-rollout-0-g0", "run", "me")
-    assert (machine.state, machine.market) == (MachineState.RUNNING, Market.ON_DEMAND)
-    assert machine.address
-    assert abs(machine.launched_ms - time.time() * 1000) < 60_000
-    assert len(aws.machines(REGION)) == 2
-    assert aws.machines(REGION, owner="somebody-else") == []
+    (instance,) = aws.instances(REGION, run="run")
+    assert (instance.id, instance.name, instance.run, instance.owner) == (ours, "run-rollout-0-g0", "run", "me")
+    assert (instance.state, instance.market) == (InstanceState.RUNNING, Market.ON_DEMAND)
+    assert instance.address
+    assert abs(instance.launched_ms - time.time() * 1000) < 60_000
+    assert len(aws.instances(REGION)) == 2
+    assert aws.instances(REGION, owner="somebody-else") == []
 
 
 def test_aws_ends_machines_and_says_why_they_ended(aws):
     buy()
-    aws.end(aws.machines(REGION, run="run"))
-    (machine,) = aws.machines(REGION, run="run")
-    assert machine.state in (MachineState.STOPPING, MachineState.GONE)
-    assert "User initiated" in machine.reason
-    assert not machine.reclaimed
-    aws.end([machine])  # once more is no error
-    assert aws.end_of(machine).reason
+    aws.end(aws.instances(REGION, run="run"))
+    (instance,) = aws.instances(REGION, run="run")
+    assert instance.state in (InstanceState.STOPPING, InstanceState.GONE)
+    assert "User initiated" in instance.reason
+    assert not instance.reclaimed
+    aws.end([instance])  # once more is no error
+    assert aws.end_of(instance).reason
 
 
 def test_aws_says_that_it_took_a_spot_machine_back(aws, monkeypatch):
@@ -122,9 +122,9 @@ def test_aws_says_that_it_took_a_spot_machine_back(aws, monkeypatch):
         def describe_instances(self, InstanceIds):
             return told
 
-    (machine,) = aws.machines(REGION, run="run")
-    end = AwsApi(client=lambda service, region: Client()).end_of(machine)
-    assert (end.state, end.reclaimed, end.market) == (MachineState.GONE, True, Market.SPOT)
+    (instance,) = aws.instances(REGION, run="run")
+    end = AwsApi(client=lambda service, region: Client()).end_of(instance)
+    assert (end.state, end.reclaimed, end.market) == (InstanceState.GONE, True, Market.SPOT)
     assert end.reason.startswith("Server.SpotInstanceTermination")
     assert end.ended_ms == 1772600767000
 
@@ -138,11 +138,11 @@ def test_aws_makes_one_group_and_one_role_for_a_run_and_takes_them_away(aws):
     policy = boto3.client("iam").get_role_policy(RoleName="spotrl-run", PolicyName="node")["PolicyDocument"]
     ends = next(one for one in policy["Statement"] if "ec2:TerminateInstances" in one["Action"])
     assert ends["Condition"] == {"StringEquals": {"ec2:ResourceTag/spotrl-run": "run"}}
-    kinds = {(one.kind, one.id if one.kind == "role" else "") for one in aws.things(REGION, run="run")}
+    kinds = {(one.kind, one.id if one.kind == "role" else "") for one in aws.resources(REGION, run="run")}
     assert kinds == {("group", ""), ("role", "spotrl-run")}
-    assert aws.remove(aws.things(REGION, run="run")) == []
-    assert aws.things(REGION, run="run") == []
-    assert aws.things(REGION, run="run", owner="me") == []
+    assert aws.remove(aws.resources(REGION, run="run")) == []
+    assert aws.resources(REGION, run="run") == []
+    assert aws.resources(REGION, run="run", owner="me") == []
 
 
 def test_aws_leaves_what_is_of_anothers_run_of_the_same_name_as_it_is(aws):
@@ -151,7 +151,7 @@ def test_aws_leaves_what_is_of_anothers_run_of_the_same_name_as_it_is(aws):
     with pytest.raises(CloudRefused, match="role spotrl-run is there already and belongs to you"):
         aws.prepare(REGION, run="run", owner="me", ssh_from="198.51.100.1/32", buckets=["s3://mine/run"])
     assert boto3.client("iam").get_role_policy(RoleName="spotrl-run", PolicyName="node")["PolicyDocument"] == before
-    aws.remove([one for one in aws.things(REGION, run="run") if one.kind == "role"])
+    aws.remove([one for one in aws.resources(REGION, run="run") if one.kind == "role"])
     with pytest.raises(CloudRefused, match="security group spotrl-run in us-east-1 is there already"):
         aws.prepare(REGION, run="run", owner="me", ssh_from="198.51.100.1/32", buckets=[])
     (group,) = boto3.client("ec2").describe_security_groups(GroupNames=["spotrl-run"])["SecurityGroups"]
@@ -181,10 +181,10 @@ def test_aws_names_the_rule_that_is_missing(aws):
 
 def test_aws_disks_are_found_by_label_and_go(aws):
     buy()
-    (disk,) = [one for one in aws.things(REGION, run="run") if one.kind == "disk"]
+    (disk,) = [one for one in aws.resources(REGION, run="run") if one.kind == "disk"]
     assert (disk.node, disk.size_gib) == ("run-rollout-0-g0", 8)
     assert aws.remove([disk]) == [disk]  # its machine still has it
-    aws.end(aws.machines(REGION, run="run"))
+    aws.end(aws.instances(REGION, run="run"))
     assert aws.remove([disk]) == []
 
 
@@ -268,8 +268,8 @@ class Company:
     def lead_out(self, table):
         self.ec2.create_route(RouteTableId=table, DestinationCidrBlock="0.0.0.0/0", GatewayId=self.gateway)
 
-    def tag(self, thing, name):
-        self.ec2.create_tags(Resources=[thing], Tags=[{"Key": "Name", "Value": name}])
+    def tag(self, resource, name):
+        self.ec2.create_tags(Resources=[resource], Tags=[{"Key": "Name", "Value": name}])
 
     def named(self, **more):
         return replace(
@@ -298,8 +298,8 @@ def test_what_an_aws_job_names_is_used_and_nothing_is_made_or_taken_away(aws, co
         "node-profile", "nodes", "company-vpc", ("company-subnet-0",)
     )  # fmt: skip
     assert aws.open_rules(place) == []
-    assert aws.things(REGION, run="run") == []
-    assert aws.remove(aws.things(REGION)) == []
+    assert aws.resources(REGION, run="run") == []
+    assert aws.remove(aws.resources(REGION)) == []
     assert company.everything() == before
 
 
@@ -311,11 +311,11 @@ def test_ids_and_names_of_aws_things_mean_the_same(aws, company):
 def test_an_identity_may_be_named_alone_and_a_network_alone(aws, company):
     place = prepare_in(aws, Named(identity="node-profile"))
     assert (place.group, place.identity) == ("spotrl-run", "node-profile")
-    assert [one.kind for one in aws.things(REGION, run="run")] == ["group"]
-    aws.remove(aws.things(REGION, run="run"))
+    assert [one.kind for one in aws.resources(REGION, run="run")] == ["group"]
+    aws.remove(aws.resources(REGION, run="run"))
     place = prepare_in(aws, company.named(identity=""))
     assert (place.group, place.identity) == ("nodes", "spotrl-run")
-    assert [one.kind for one in aws.things(REGION, run="run")] == ["role"]
+    assert [one.kind for one in aws.resources(REGION, run="run")] == ["role"]
 
 
 @pytest.mark.parametrize(
@@ -497,35 +497,35 @@ def test_gcp_machines_are_found_by_label_in_their_region(gcp):
     insert(gcp)
     insert(gcp, node="other-rollout-0-g0", run="other", spot=False)
     insert(gcp, node="run-rollout-1-g0", zone="us-east4-b")
-    (machine,) = gcp.machines("us-central1", run="run")
-    assert (machine.id, machine.name, machine.zone) == ("run-rollout-0-g0-head", "run-rollout-0-g0", ZONE)
-    assert (machine.state, machine.market, machine.instance_type) == (
-        MachineState.RUNNING,
+    (instance,) = gcp.instances("us-central1", run="run")
+    assert (instance.id, instance.name, instance.zone) == ("run-rollout-0-g0-head", "run-rollout-0-g0", ZONE)
+    assert (instance.state, instance.market, instance.instance_type) == (
+        InstanceState.RUNNING,
         Market.SPOT,
         "n2-standard-2",
     )
-    assert machine.address.startswith("10.128.")
-    assert machine.identity == "spotrl-run@p.iam.gserviceaccount.com"
-    assert machine.public_address.startswith("203.0.113.")
-    assert abs(machine.launched_ms - time.time() * 1000) < 60_000
-    assert len(gcp.machines("us-central1")) == 2
-    assert gcp.machines("us-central1", run="run", owner="you") == []
+    assert instance.address.startswith("10.128.")
+    assert instance.identity == "spotrl-run@p.iam.gserviceaccount.com"
+    assert instance.public_address.startswith("203.0.113.")
+    assert abs(instance.launched_ms - time.time() * 1000) < 60_000
+    assert len(gcp.instances("us-central1")) == 2
+    assert gcp.instances("us-central1", run="run", owner="you") == []
 
 
 def test_gcp_operations_tell_a_preemption_from_a_deletion(gcp, google):
     insert(gcp)
     insert(gcp, node="run-rollout-1-g0")
-    first, second = gcp.machines("us-central1", run="run")
+    first, second = gcp.instances("us-central1", run="run")
     (found,) = [one for one in google.gce._instances() if one["name"] == first.id]
     google.gce._preempt(found["id"])
-    stopping = next(one for one in gcp.machines("us-central1", run="run") if one.id == first.id)
-    assert stopping.state is MachineState.STOPPING
+    stopping = next(one for one in gcp.instances("us-central1", run="run") if one.id == first.id)
+    assert stopping.state is InstanceState.STOPPING
     google.gce._preempted(found["id"])
     gcp.end([second])
     gcp.end([second])
-    assert gcp.machines("us-central1", run="run") == []
+    assert gcp.instances("us-central1", run="run") == []
     taken, ended = gcp.end_of(first), gcp.end_of(second)
-    assert (taken.state, taken.reclaimed) == (MachineState.GONE, True)
+    assert (taken.state, taken.reclaimed) == (InstanceState.GONE, True)
     assert taken.reason.startswith("compute.instances.preempted")
     assert (ended.reclaimed, ended.reason) == (False, "delete")
     assert taken.ended_ms is not None
@@ -543,10 +543,10 @@ def test_gcp_makes_a_network_and_an_identity_for_a_run_and_takes_them_away(gcp, 
     assert all("condition" in one for one in bound)
     ranges = [one["ipCidrRange"] for one in google.gce._all_of("subnetworks") if one["name"] == "spotrl-run"]
     assert len(set(ranges)) == 2
-    assert gcp.remove(gcp.things("us-east4", run="run")) == []
-    assert gcp.remove(gcp.things("us-central1", run="run")) == []
+    assert gcp.remove(gcp.resources("us-east4", run="run")) == []
+    assert gcp.remove(gcp.resources("us-central1", run="run")) == []
     for region in ("us-east4", "us-central1"):
-        assert gcp.things(region, run="run") == []
+        assert gcp.resources(region, run="run") == []
     assert not any(member in one["members"] for one in google.gce.policy["bindings"])
 
 
@@ -584,10 +584,10 @@ def test_gcp_ssh_comes_from_where_the_controller_is_now(gcp, google):
 
 def test_gcp_disks_are_found_by_label_and_a_network_in_use_stays(gcp):
     insert(gcp)
-    (disk,) = [one for one in gcp.things("us-central1", run="run") if one.kind == "disk"]
+    (disk,) = [one for one in gcp.resources("us-central1", run="run") if one.kind == "disk"]
     assert (disk.node, disk.size_gib) == ("run-rollout-0-g0", 100)
     gcp.prepare("us-central1", run="run", owner="me", ssh_from=FROM, buckets=[])
-    networks = [one for one in gcp.things("us-central1", run="run") if one.kind == "network"]
+    networks = [one for one in gcp.resources("us-central1", run="run") if one.kind == "network"]
     assert gcp.remove(networks) == networks  # its subnet is there still
 
 
@@ -595,7 +595,7 @@ def test_gcp_disks_are_found_by_label_and_a_network_in_use_stays(gcp):
 def test_gcp_that_cannot_answer_is_not_gcp_that_says_no(gcp, google, kind, error):
     google.gce.faults.add(kind)
     with pytest.raises(error):
-        gcp.machines("us-central1", run="run")
+        gcp.instances("us-central1", run="run")
 
 
 def test_a_refused_list_of_service_accounts_is_a_refusal_and_no_raw_answer(gcp, monkeypatch):
@@ -608,7 +608,7 @@ def test_a_refused_list_of_service_accounts_is_a_refusal_and_no_raw_answer(gcp, 
 
     monkeypatch.setattr(gcp.calls, "ask", refuse)
     with pytest.raises(CloudRefused, match=r"serviceAccounts.list: Google Cloud refused .*check --print-policy gcp"):
-        gcp.things("us-central1", run="run")
+        gcp.resources("us-central1", run="run")
 
 
 def test_gcp_needs_a_project(google):
@@ -660,18 +660,18 @@ def test_what_a_google_job_names_is_used_and_nothing_is_made_or_taken_away(gcp, 
     place = prepare_on_google(gcp, google_company.named())
     assert (place.identity, place.network, place.subnets) == (GoogleCompany.ACCOUNT, "company", ("company-central",))
     assert gcp.open_rules(place) == []
-    assert gcp.things("us-central1") == []
+    assert gcp.resources("us-central1") == []
     assert google_company.everything() == before
 
 
 def test_a_google_identity_may_be_named_alone_and_a_network_alone(gcp, google_company):
     place = prepare_on_google(gcp, Named(identity=GoogleCompany.ACCOUNT))
     assert (place.network, place.identity) == ("spotrl-run", GoogleCompany.ACCOUNT)
-    assert "identity" not in {one.kind for one in gcp.things("us-central1", run="run")}
-    gcp.remove(gcp.things("us-central1", run="run"))
+    assert "identity" not in {one.kind for one in gcp.resources("us-central1", run="run")}
+    gcp.remove(gcp.resources("us-central1", run="run"))
     place = prepare_on_google(gcp, google_company.named(identity=""))
     assert place.identity == f"spotrl-run@{PROJECT}.iam.gserviceaccount.com"
-    assert {one.kind for one in gcp.things("us-central1", run="run")} == {"identity"}
+    assert {one.kind for one in gcp.resources("us-central1", run="run")} == {"identity"}
 
 
 @pytest.mark.parametrize(

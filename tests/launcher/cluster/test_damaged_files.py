@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from launcher.clouds.base import MachineState
+from launcher.clouds.base import InstanceState
 from launcher.decide.node_facts import NodeStatus
 from launcher.job.schema import Job
 from launcher.provision.local.processes import processes_of
@@ -47,7 +47,7 @@ def bring_to(stage: Stage, which: str) -> None:
     else:
         stage.bring_up(TRAINER)
     if which == "noticed":
-        stage.cloud.change(TRAINER, state=MachineState.STOPPING)
+        stage.cloud.change(TRAINER, state=InstanceState.STOPPING)
         stage.passes(3)
     if which == "released":
         stage.provisioner.release([TRAINER])
@@ -105,7 +105,7 @@ def test_a_node_with_an_empty_file_is_carried_on_with_or_ended(tmp_path, which, 
         assert fact.status is NodeStatus.UP
         assert stage.cloud.ended == []
     assert end_of_run(stage) in ENDS
-    assert [one for one in stage.cloud.there if one.state is not MachineState.GONE] == []
+    assert [one for one in stage.cloud.there if one.state is not InstanceState.GONE] == []
     assert (stage.cloud.disks, stage.cloud.groups) == ([], [])
 
 
@@ -119,7 +119,7 @@ def test_a_machine_of_which_no_file_says_where_it_is_is_found_by_its_label(tmp_p
     stage.provisioner.release([TRAINER])
     assert stage.passes(20)[TRAINER].status in ENDS
     assert stage.provisioner.tidy()
-    assert {one.state for one in stage.cloud.there} == {MachineState.GONE}
+    assert {one.state for one in stage.cloud.there} == {InstanceState.GONE}
 
 
 def test_a_login_that_was_lost_after_an_hour_is_asked_for_again(tmp_path):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.clouds.base import MachineState
+from launcher.clouds.base import InstanceState
 from launcher.decide.node_facts import NodeStatus
 from launcher.provision.sky.outcome import Failed, Outcome
 from tests.launcher.cluster.test_damaged_files import STAGES, bring_to
@@ -26,7 +26,7 @@ NODES_OWN = ("spec", "agent", "ready", "notice", "exit")
 
 def reclaimed(stage: Stage) -> None:
     stage.bring_up(TRAINER)
-    stage.cloud.change(TRAINER, state=MachineState.STOPPING, reason="STOPPING")
+    stage.cloud.change(TRAINER, state=InstanceState.STOPPING, reason="STOPPING")
     stage.passes(3)
     stage.cloud.vanish(TRAINER, reclaimed=True, reason="compute.instances.preempted", ended_ms=stage.time.ms)
     stage.passes(6)
@@ -115,7 +115,7 @@ def test_a_node_is_released_from_the_files_of_released_code(tmp_path, story):
     fact = stage.passes(150, step=1)[TRAINER]
     assert fact.status in (NodeStatus.GONE, NodeStatus.NO_CAPACITY)
     assert stage.provisioner.tidy() or stage.provisioner.tidy()
-    assert {one.state for one in stage.cloud.there} <= {MachineState.GONE}
+    assert {one.state for one in stage.cloud.there} <= {InstanceState.GONE}
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ from botocore import xform_name
 from ruamel.yaml import YAML
 
 from engine.events import Market
-from launcher.clouds.base import Machine, MachineState, Thing
+from launcher.clouds.base import Instance, InstanceState, Resource
 from launcher.clouds.gce import GceApi
 from launcher.clouds.gce_calls import GoogleCalls
 from launcher.clouds.gce_identity import ROLE_PERMISSIONS
@@ -300,16 +300,16 @@ def test_every_call_to_google_is_allowed(monkeypatch):
     cloud = GceLimits(calls=calls)
     cloud.caller()
     cloud.regions()
-    cloud.machines("us-central1", owner="ada", run="digits")
-    machine = Machine(
+    cloud.instances("us-central1", owner="ada", run="digits")
+    instance = Instance(
         cloud="gcp", region="us-central1", zone="us-central1-a", id="vm", name="vm", run="digits", owner="ada",
-        state=MachineState.RUNNING, market=Market.SPOT, instance_type="g2-standard-4",
+        state=InstanceState.RUNNING, market=Market.SPOT, instance_type="g2-standard-4",
     )  # fmt: skip
-    cloud.end_of(machine)
-    cloud.end([machine])
-    cloud.things("us-central1", owner="ada")
-    things = [
-        Thing(cloud="gcp", region="us-central1", kind=kind, id=id)
+    cloud.end_of(instance)
+    cloud.end([instance])
+    cloud.resources("us-central1", owner="ada")
+    resources = [
+        Resource(cloud="gcp", region="us-central1", kind=kind, id=id)
         for kind, id in (
             ("disk", "us-central1-a/d"),
             ("firewall", "f"),
@@ -318,7 +318,7 @@ def test_every_call_to_google_is_allowed(monkeypatch):
             ("identity", "a@mine.iam.gserviceaccount.com"),
         )
     ]
-    assert cloud.remove(things) == []
+    assert cloud.remove(resources) == []
     for _ in range(2):  # the second time it finds what is there, with another address
         place = cloud.prepare("us-central1", run="digits", owner="ada", ssh_from="203.0.113.7/32", buckets=["gs://b/f"])
     cloud.open_rules(place)

@@ -12,7 +12,7 @@ from engine.events import Market
 from launcher.checks import ready
 from launcher.checks.gcloud import GcloudMissing
 from launcher.checks.ready import check_clouds, check_here, check_job, check_prices
-from launcher.clouds.base import Caller, CloudRefused, MachineState
+from launcher.clouds.base import CallerIdentity, CloudRefused, InstanceState
 from launcher.exit_codes import ExitCode, Failure
 from launcher.job.checked import JobError
 from launcher.job.load import load_job
@@ -23,7 +23,7 @@ from launcher.placement.placement import Placement
 from launcher.placement.plan import Slot
 from launcher.storage.store_lease import LEASE_OBJECT, LeaseHeld
 from launcher.storage.stores import StoreError
-from tests.launcher.cluster.fake_cloud import FakeCloud, machine
+from tests.launcher.cluster.fake_cloud import FakeCloud, instance
 
 NOW_MS = time.time_ns() // 1_000_000
 
@@ -73,7 +73,7 @@ class Api:
     def caller(self):
         if self._refusal:
             raise CloudRefused(self._refusal)
-        return Caller(account="1234", identity="someone", owner="someone")
+        return CallerIdentity(account="1234", identity="someone", owner="someone")
 
 
 def test_a_job_with_limits_and_buckets_may_go_on(job):
@@ -168,7 +168,7 @@ def test_a_name_that_machines_have_already_is_refused_wherever_the_run_may_be(jo
     """Of another ledger, or of one that was lost: this run would take them for its own."""
     looked = []
     cloud, places = FakeCloud(), [("aws", "us-east-1"), ("aws", "us-west-2")]
-    cloud.add(machine(state=MachineState.GONE), machine("i-2", region="us-west-2", owner="grace"))
+    cloud.add(instance(state=InstanceState.GONE), instance("i-2", region="us-west-2", owner="grace"))
     with pytest.raises(JobError, match=r"aws us-west-2 already.*i-2 of grace.*--name digits-2.*spotrl reap") as caught:
         check_clouds(job(), {"aws": cloud}, places, lambda url: None, lambda *store: looked.append(store))
     assert (caught.value.field, looked) == ("name", [])

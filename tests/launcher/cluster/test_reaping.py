@@ -20,17 +20,17 @@ from launcher.cleanup.reaping import (
     look,
     only_of,
     price_of,
+    removable_resources,
     sign_in,
     split,
     stop_cloud_runs,
     stop_launches,
-    things_that_may_go,
 )
-from launcher.clouds.base import Caller, MachineState
+from launcher.clouds.base import CallerIdentity, InstanceState
 from launcher.ledger.store import current_status, find_run, open_ledger, writing
 from launcher.market.offers import Offer
 from launcher.provision.sky.sky import Sky
-from tests.launcher.cluster.fake_cloud import ACCOUNT, FakeCloud, machine, thing
+from tests.launcher.cluster.fake_cloud import ACCOUNT, FakeCloud, instance, resource
 from tests.launcher.made_ledger import a_run
 
 OTHER = {"owner": "bob"}
@@ -70,21 +70,21 @@ def found_on(*clouds: FakeCloud, all_owners: bool = False) -> Inventory:
 
 
 def test_every_region_of_every_cloud_is_looked_at():
-    aws = FakeCloud().add(machine("i-1"), machine("i-2", region="us-west-2"))
-    gcp = FakeCloud(cloud="gcp", its_regions=("us-central1",)).add(machine("vm-1", cloud="gcp", region="us-central1"))
-    assert [one.id for one in found_on(aws, gcp).machines] == ["i-1", "i-2", "vm-1"]
+    aws = FakeCloud().add(instance("i-1"), instance("i-2", region="us-west-2"))
+    gcp = FakeCloud(cloud="gcp", its_regions=("us-central1",)).add(instance("vm-1", cloud="gcp", region="us-central1"))
+    assert [one.id for one in found_on(aws, gcp).instances] == ["i-1", "i-2", "vm-1"]
 
 
 def test_what_has_ended_is_not_found_and_what_belongs_to_others_only_when_asked_for():
-    cloud = FakeCloud().add(machine("i-1", state=MachineState.GONE), machine("i-2"), machine("i-3", **OTHER))
-    assert [one.id for one in found_on(cloud).machines] == ["i-2"]
-    assert [one.id for one in found_on(cloud, all_owners=True).machines] == ["i-2", "i-3"]
+    cloud = FakeCloud().add(instance("i-1", state=InstanceState.GONE), instance("i-2"), instance("i-3", **OTHER))
+    assert [one.id for one in found_on(cloud).instances] == ["i-2"]
+    assert [one.id for one in found_on(cloud, all_owners=True).instances] == ["i-2", "i-3"]
 
 
 def test_a_region_that_cannot_be_asked_is_named_and_the_others_are_looked_at():
-    cloud = FakeCloud(silent={"us-east-1"}).add(machine("i-1"), machine("i-2", region="us-west-2"))
+    cloud = FakeCloud(silent={"us-east-1"}).add(instance("i-1"), instance("i-2", region="us-west-2"))
     found = found_on(cloud)
-    assert [one.id for one in found.machines] == ["i-2"]
+    assert [one.id for one in found.instances] == ["i-2"]
     assert [(one.place, one.silent) for one in found.unasked] == [("aws/us-east-1", True)]
 
 
@@ -109,7 +109,7 @@ def test_one_that_stays_silent_is_given_up():
 
 
 def test_what_every_region_lists_is_found_once():
-    cloud = FakeCloud().add(thing("role", "spotrl-digits", region=""))
+    cloud = FakeCloud().add(resource("role", "spotrl-digits", region=""))
     cloud.home = "us-west-2"
     assert found_on(cloud).ids == ["role spotrl-digits (aws/global)"]
 
@@ -124,15 +124,17 @@ def test_looking_says_how_far_it_is():
 
 
 def test_a_live_run_keeps_everything_and_what_all_runs_share():
-    shared = thing("network", "net-1", run="")
-    cloud = FakeCloud().add(machine("i-1"), thing(), machine("i-2", run="old"), thing("group", "sg-2", "old"), shared)
+    shared = resource("network", "net-1", run="")
+    cloud = FakeCloud().add(
+        instance("i-1"), resource(), instance("i-2", run="old"), resource("group", "sg-2", "old"), shared
+    )
     goes, stays = split(found_on(cloud), {"digits"})
     assert goes.ids == ["machine i-2 (aws/us-east-1)", "group sg-2 (aws/us-east-1)"]
     assert stays.ids == ["machine i-1 (aws/us-east-1)", "disk vol-1 (aws/us-east-1)", "network net-1 (aws/us-east-1)"]
 
 
 def test_without_a_live_run_what_all_runs_share_goes_too():
-    goes, stays = split(found_on(FakeCloud().add(thing("network", "net-1", run=""))), set())
+    goes, stays = split(found_on(FakeCloud().add(resource("network", "net-1", run=""))), set())
     assert goes.ids == ["network net-1 (aws/us-east-1)"]
     assert stays.is_empty
 
@@ -151,10 +153,10 @@ def offer(zone: str, micro_usd: int, **more) -> Offer:
 
 def test_a_machine_costs_what_its_zone_costs_or_the_dearest_of_its_region():
     offers = [offer("us-east-1a", 300), offer("us-east-1b", 500), offer("us-east-1a", 900, market=Market.ON_DEMAND)]
-    assert price_of(machine(), offers) == 300
-    assert price_of(machine(zone="us-east-1f"), offers) == 500
-    assert price_of(machine(market=Market.ON_DEMAND), offers) == 900
-    assert price_of(machine(instance_type="p5.48xlarge"), offers) is None
+    assert price_of(instance(), offers) == 300
+    assert price_of(instance(zone="us-east-1f"), offers) == 500
+    assert price_of(instance(market=Market.ON_DEMAND), offers) == 900
+    assert price_of(instance(instance_type="p5.48xlarge"), offers) is None
 
 
 # --- taking away -------------------------------------------------------------------------------------
@@ -162,11 +164,11 @@ def test_a_machine_costs_what_its_zone_costs_or_the_dearest_of_its_region():
 
 def test_machines_end_before_what_they_live_on_goes():
     cloud = FakeCloud().add(
-        machine(),
-        thing("disk", "vol-1", node="digits-trainer-g1"),
-        thing("disk", "vol-2", node="digits-spot-0-g1"),
-        thing("group", "sg-1"),
-        thing("role", "spotrl-digits", region=""),
+        instance(),
+        resource("disk", "vol-1", node="digits-trainer-g1"),
+        resource("disk", "vol-2", node="digits-spot-0-g1"),
+        resource("group", "sg-1"),
+        resource("role", "spotrl-digits", region=""),
     )
     cleared = clear(cloud)
     assert cleared.is_complete
@@ -181,18 +183,18 @@ def test_machines_end_before_what_they_live_on_goes():
 
 
 def test_a_machine_that_shows_up_late_is_ended_too():
-    cloud = FakeCloud(late={"i-9": (2, machine("i-9"))}).add(machine("i-1"))
+    cloud = FakeCloud(late={"i-9": (2, instance("i-9"))}).add(instance("i-1"))
     assert clear(cloud).is_complete
     assert {"end i-1", "end i-9"} <= set(cloud.orders)
 
 
 def test_one_that_shows_up_after_the_first_empty_look_is_ended_too():
-    cloud = FakeCloud(late={"i-9": (2, machine("i-9"))})
+    cloud = FakeCloud(late={"i-9": (2, instance("i-9"))})
     assert clear(cloud).ended == ("machine i-9 (aws/us-east-1)",)
 
 
 def test_a_machine_that_refuses_to_die_is_left_by_name_with_what_the_cloud_said():
-    cloud = FakeCloud(immortal={"i-2"}).add(machine("i-1", run="old"), machine("i-2"), thing("group", "sg-2"))
+    cloud = FakeCloud(immortal={"i-2"}).add(instance("i-1", run="old"), instance("i-2"), resource("group", "sg-2"))
     watch = Stopwatch()
     cleared = clear(cloud, watch=watch, timeout_s=60)
     assert not cleared.is_complete
@@ -205,22 +207,22 @@ def test_a_machine_that_refuses_to_die_is_left_by_name_with_what_the_cloud_said(
 
 
 def test_a_region_that_comes_back_in_time_is_cleared():
-    cloud = FakeCloud(silent={"us-west-2"}).add(machine("i-2", region="us-west-2"))
+    cloud = FakeCloud(silent={"us-west-2"}).add(instance("i-2", region="us-west-2"))
     watch = Stopwatch(at={3: cloud.silent.clear})
     assert clear(cloud, watch=watch).is_complete
     assert cloud.alive == []
 
 
 def test_a_region_that_breaks_the_client_does_not_keep_the_others_alive(monkeypatch):
-    cloud = FakeCloud().add(machine("i-1"), machine("i-2", region="us-west-2"))
-    things = cloud.things
+    cloud = FakeCloud().add(instance("i-1"), instance("i-2", region="us-west-2"))
+    resources = cloud.resources
 
     def breaks(region: str, **whose: str) -> object:
         if region == "us-west-2":
             raise ValueError("<html> is no XML")
-        return things(region, **whose)
+        return resources(region, **whose)
 
-    monkeypatch.setattr(cloud, "things", breaks)
+    monkeypatch.setattr(cloud, "resources", breaks)
     cleared = clear(cloud, timeout_s=40)
     assert cloud.alive == ["i-2"]
     assert [(one.place, one.why) for one in cleared.left.unasked] == [("aws/us-west-2", "ValueError: <html> is no XML")]
@@ -228,7 +230,7 @@ def test_a_region_that_breaks_the_client_does_not_keep_the_others_alive(monkeypa
 
 def test_a_region_that_stays_silent_counts_as_left_and_keeps_the_identity_that_its_machines_need():
     cloud = FakeCloud(silent={"us-west-2"}).add(
-        machine("i-1"), machine("i-2", region="us-west-2"), thing("role", "spotrl-digits", region="")
+        instance("i-1"), instance("i-2", region="us-west-2"), resource("role", "spotrl-digits", region="")
     )
     cleared = clear(cloud, timeout_s=40)
     assert not cleared.is_complete
@@ -238,19 +240,19 @@ def test_a_region_that_stays_silent_counts_as_left_and_keeps_the_identity_that_i
 
 
 def test_what_is_shared_by_all_runs_waits_for_all_machines():
-    cloud = FakeCloud().add(machine(), thing("network", "net-1", run=""))
+    cloud = FakeCloud().add(instance(), resource("network", "net-1", run=""))
     found = found_on(cloud)
-    assert things_that_may_go("aws", found, found) == []
-    cloud.end(found.machines)
+    assert removable_resources("aws", found, found) == []
+    cloud.end(found.instances)
     assert clear(cloud).is_complete
 
 
 def test_a_machine_that_may_stay_keeps_its_group_from_going():
-    cloud = FakeCloud().add(machine(**OTHER), thing("group", "sg-1"))
+    cloud = FakeCloud().add(instance(**OTHER), resource("group", "sg-1"))
     accounts, _ = sign_in({"aws": cloud}, all_owners=True)
     whole = look(accounts)
-    mine = Inventory(things=whole.things)
-    assert things_that_may_go("aws", mine, whole) == []
+    mine = Inventory(resources=whole.resources)
+    assert removable_resources("aws", mine, whole) == []
 
 
 def test_killed_half_way_and_run_again_it_ends_the_rest():
@@ -260,7 +262,7 @@ def test_killed_half_way_and_run_again_it_ends_the_rest():
     def die() -> None:
         raise Killed
 
-    cloud = FakeCloud(lingers=6).add(machine("i-1"), machine("i-2", region="us-west-2"), thing("group", "sg-1"))
+    cloud = FakeCloud(lingers=6).add(instance("i-1"), instance("i-2", region="us-west-2"), resource("group", "sg-1"))
     for step in range(1, 4):
         with pytest.raises(Killed):
             clear(cloud, watch=Stopwatch(at={step: die}))
@@ -271,9 +273,9 @@ def test_killed_half_way_and_run_again_it_ends_the_rest():
 
 def test_what_may_go_is_chosen_anew_at_every_look():
     """A run that is launched in the meantime is not touched."""
-    cloud = FakeCloud().add(machine("i-1", run="old"))
+    cloud = FakeCloud().add(instance("i-1", run="old"))
     live: set[str] = set()
-    watch = Stopwatch(at={1: lambda: (cloud.add(machine("i-5", run="new")), live.add("new"))})  # type: ignore[dict-item]
+    watch = Stopwatch(at={1: lambda: (cloud.add(instance("i-5", run="new")), live.add("new"))})  # type: ignore[dict-item]
     assert clear(cloud, watch=watch, may_go=lambda found: split(found, live)[0]).is_complete
     assert cloud.alive == ["i-5"]
 
@@ -285,7 +287,7 @@ def test_nothing_to_do_is_done_after_two_looks():
 
 
 def test_counts_read_as_words():
-    found = found_on(FakeCloud().add(machine("i-1"), machine("i-2"), thing(), thing("group", "sg-1")))
+    found = found_on(FakeCloud().add(instance("i-1"), instance("i-2"), resource(), resource("group", "sg-1")))
     assert count_text(found) == "2 x machine, 1 x disk, 1 x group"
     assert count_text(Inventory()) == "nothing"
 
@@ -294,7 +296,7 @@ def test_an_account_says_whose_things_are_looked_at():
     (mine,), _ = sign_in({"aws": FakeCloud()})
     (all_,), _ = sign_in({"aws": FakeCloud()}, all_owners=True)
     assert (mine.owner, all_.owner, mine.caller.account) == ("ada", None, ACCOUNT)
-    assert isinstance(mine.caller, Caller)
+    assert isinstance(mine.caller, CallerIdentity)
 
 
 # --- the ledger --------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.provision.sky.set_up import MachineUnreachable, ask_set_up
+from launcher.provision.sky.set_up import InstanceUnreachable, ask_set_up
 from tests.engine.fleet import free_port
 from tests.launcher.cluster.sshd import Sshd, through_proxy, why_no_sshd
 
@@ -53,11 +53,11 @@ def test_a_machine_behind_a_proxy_is_asked_through_it(set_up_home, tmp_path):
 
 
 def test_a_machine_that_does_not_answer_is_said_in_sshs_words(sshd):
-    with pytest.raises(MachineUnreachable, match="refused"):
+    with pytest.raises(InstanceUnreachable, match="refused"):
         ask_set_up(replace(sshd.login, port=free_port()))
 
 
 def test_another_key_than_the_machines_is_not_let_in(sshd, set_up_home):
     stranger = replace(sshd.login, key=set_up_home[0].login.key)
-    with pytest.raises(MachineUnreachable, match="Permission denied"):
+    with pytest.raises(InstanceUnreachable, match="Permission denied"):
         ask_set_up(stranger)

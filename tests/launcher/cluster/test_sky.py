@@ -9,7 +9,7 @@ from importlib.util import find_spec
 import pytest
 
 from engine.events import Market
-from launcher.clouds.base import Place
+from launcher.clouds.base import RegionSetup
 from launcher.decide.node_facts import is_quota_used_up
 from launcher.job.company import Named
 from launcher.placement.placement import Placement
@@ -34,7 +34,9 @@ def launch(cloud="aws", zone="us-east-1a", gpus=1, market=Market.SPOT, image=Non
             price_source="test",
             price_observed_at="2026-11-01T00:00:00Z",
         ),
-        place=Place(cloud=cloud, region=region, group="spotrl-run", identity="spotrl-run@p.iam.gserviceaccount.com"),
+        region_setup=RegionSetup(
+            cloud=cloud, region=region, group="spotrl-run", identity="spotrl-run@p.iam.gserviceaccount.com"
+        ),
         labels={"spotrl-run": "run"},
         setup="sh set_up.sh",
         files={"~/spotrl/bundle": "/bundle"},
@@ -86,7 +88,7 @@ PRIVATE = Named(network="vpc-1", group="nodes", public_addresses=False, ssh_prox
 
 def named_place(cloud, named, **more):
     known = {"region": "r", "group": "nodes", "identity": "node", "network": "company", "named": named}
-    return Place(cloud=cloud, **{**known, **more})
+    return RegionSetup(cloud=cloud, **{**known, **more})
 
 
 def test_skypilot_is_told_every_key_of_a_network_that_the_job_names():
@@ -107,7 +109,7 @@ def test_skypilot_is_told_every_key_of_a_network_that_the_job_names():
 
 
 SCHEMA = """
-from launcher.clouds.base import Place
+from launcher.clouds.base import RegionSetup
 from launcher.provision.sky.task import config_of
 from launcher.job.company import Named
 from sky.utils import common_utils, schemas
@@ -115,8 +117,8 @@ from sky.utils import common_utils, schemas
 private = Named(network="vpc-1", public_addresses=False, ssh_proxy="ssh -W %h:%p bastion")
 for cloud in ("aws", "gcp"):
     for named in (private, Named(network="company")):
-        place = Place(cloud=cloud, region="r", group="nodes", identity="node", network="company", named=named)
-        config = config_of(place)
+        setup = RegionSetup(cloud=cloud, region="r", group="nodes", identity="node", network="company", named=named)
+        config = config_of(setup)
         common_utils.validate_schema(config, schemas.get_config_schema(), skip_none=False)
         assert config[cloud]["use_internal_ips"] is not named.public_addresses
         assert config["aws"]["remote_identity"] == ("node" if cloud == "aws" else "NO_UPLOAD")

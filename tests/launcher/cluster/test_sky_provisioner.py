@@ -16,17 +16,17 @@ from engine.node_spec import ClockConfig, NodeSpec
 from launcher.clouds.base import (
     CloudRefused,
     CloudUnreachable,
-    Machine,
-    MachineState,
-    Place,
-    Thing,
+    Instance,
+    InstanceState,
+    RegionSetup,
+    Resource,
 )
 from launcher.decide.node_facts import NodeStatus
 from launcher.job.company import NOTHING_NAMED, Named
 from launcher.placement.placement import Placement
 from launcher.provision.sky.bundle import Bundle
 from launcher.provision.sky.outcome import Failed, Outcome
-from launcher.provision.sky.set_up import MachineUnreachable, SetUp
+from launcher.provision.sky.set_up import InstanceUnreachable, SetUp
 from launcher.provision.sky.sky import SkyLogin, SkyUnreachable
 from launcher.provision.sky.sky_provisioner import SkyProvisioner
 from launcher.provision.sky.surroundings import Purchases
@@ -100,7 +100,7 @@ class FakeSky:
         self.requests[self.names[name]] = outcome
         if outcome.failed is None:
             self.known[name] = "UP"
-            if not any(one.name == name and one.state is MachineState.RUNNING for one in self.cloud.there):
+            if not any(one.name == name and one.state is InstanceState.RUNNING for one in self.cloud.there):
                 self.cloud.start(name, self.launches[-1].want)
 
     def poll(self, requests):
@@ -117,8 +117,8 @@ class FakeSky:
 
     def login(self, name):
         self._answer()
-        machine = next(one for one in self.cloud.there if one.name == name and one.state is MachineState.RUNNING)
-        return SkyLogin(host=machine.public_address, user="ubuntu", private_key="KEY", address=machine.address)
+        instance = next(one for one in self.cloud.there if one.name == name and one.state is InstanceState.RUNNING)
+        return SkyLogin(host=instance.public_address, user="ubuntu", private_key="KEY", address=instance.address)
 
     def set_up(self, name):
         self._answer()
@@ -147,9 +147,9 @@ class FakeCloud:
     time: Time
     cloud: str = "aws"
     home: str = REGION
-    there: list[Machine] = field(default_factory=list)
-    disks: list[Thing] = field(default_factory=list)
-    groups: list[Thing] = field(default_factory=list)
+    there: list[Instance] = field(default_factory=list)
+    disks: list[Resource] = field(default_factory=list)
+    groups: list[Resource] = field(default_factory=list)
     missing_rules: tuple[str, ...] = ()
     named: Named | None = None
     unreachable: bool = False
@@ -160,7 +160,7 @@ class FakeCloud:
 
     def start(self, name, want, region=REGION):
         number = len(self.there) + 1
-        machine = Machine(
+        instance = Instance(
             cloud=self.cloud,
             region=region,
             zone=want.zone_name or f"{region}a",
@@ -168,31 +168,33 @@ class FakeCloud:
             name=name,
             run="run",
             owner="me",
-            state=MachineState.RUNNING,
+            state=InstanceState.RUNNING,
             market=want.market,
             instance_type=want.instance_type,
             address=f"10.0.0.{number}",
             public_address=f"198.51.100.{number}",
             launched_ms=self.time.ms,
         )
-        self.there.append(machine)
-        self.disks.append(Thing(cloud=self.cloud, region=region, kind="disk", id=f"vol-{number}", run="run", node=name))
-        return machine
+        self.there.append(instance)
+        self.disks.append(
+            Resource(cloud=self.cloud, region=region, kind="disk", id=f"vol-{number}", run="run", node=name)
+        )
+        return instance
 
     def change(self, name, **how):
         self.there = [replace(one, **how) if one.name == name else one for one in self.there]
 
     def vanish(self, name, **words):
         """As Google Cloud does: not listed any more; operations know."""
-        for machine in [one for one in self.there if one.name == name]:
-            self.there.remove(machine)
-            self.end_words[machine.id] = words
+        for instance in [one for one in self.there if one.name == name]:
+            self.there.remove(instance)
+            self.end_words[instance.id] = words
         self.disks = [one for one in self.disks if one.node != name]
 
     def take_back(self, name):
         self.change(
             name,
-            state=MachineState.GONE,
+            state=InstanceState.GONE,
             reclaimed=True,
             ended_ms=self.time.ms,
             reason="Server.SpotInstanceTermination",
@@ -203,35 +205,35 @@ class FakeCloud:
         if self.unreachable:
             raise CloudUnreachable("aws does not answer")
 
-    def machines(self, region, *, owner=None, run=None):
+    def instances(self, region, *, owner=None, run=None):
         self._answer()
         return [one for one in self.there if one.region == region and run in (None, one.run)]
 
-    def end_of(self, machine):
+    def end_of(self, instance):
         self._answer()
-        listed = [one for one in self.there if one.id == machine.id]
-        known = listed[0] if listed else replace(machine, **self.end_words.get(machine.id, {}))
-        return replace(known, state=MachineState.GONE)
+        listed = [one for one in self.there if one.id == instance.id]
+        known = listed[0] if listed else replace(instance, **self.end_words.get(instance.id, {}))
+        return replace(known, state=InstanceState.GONE)
 
-    def things(self, region, *, owner=None, run=None):
+    def resources(self, region, *, owner=None, run=None):
         self._answer()
         return [one for one in self.disks + self.groups if one.region == region]
 
-    def end(self, machines):
+    def end(self, instances):
         self._answer()
-        for machine in machines:
-            self.ended.append(machine.id)
-            state = MachineState.STOPPING if self.ends_slowly else MachineState.GONE
-            self.there = [replace(one, state=state) if one.id == machine.id else one for one in self.there]
-            if state is MachineState.GONE:
+        for instance in instances:
+            self.ended.append(instance.id)
+            state = InstanceState.STOPPING if self.ends_slowly else InstanceState.GONE
+            self.there = [replace(one, state=state) if one.id == instance.id else one for one in self.there]
+            if state is InstanceState.GONE:
                 self.disks = [
-                    one for one in self.disks if one.node != machine.name or one.owner not in ("", machine.owner)
+                    one for one in self.disks if one.node != instance.name or one.owner not in ("", instance.owner)
                 ]
 
-    def remove(self, things):
+    def remove(self, resources):
         self._answer()
-        self.disks = [one for one in self.disks if one not in things]
-        self.groups = [one for one in self.groups if one not in things]
+        self.disks = [one for one in self.disks if one not in resources]
+        self.groups = [one for one in self.groups if one not in resources]
         return []
 
     def prepare(self, region, *, run, owner, ssh_from, buckets, models=(), named=NOTHING_NAMED):
@@ -239,8 +241,10 @@ class FakeCloud:
         self.named = named
         if self.refuses:
             raise CloudRefused(self.refuses)
-        self.groups = [Thing(cloud=self.cloud, region=region, kind="group", id="sg-1", run=run)]
-        return Place(cloud=self.cloud, region=region, group="spotrl-run", identity="spotrl-run", ssh_from=ssh_from)
+        self.groups = [Resource(cloud=self.cloud, region=region, kind="group", id="sg-1", run=run)]
+        return RegionSetup(
+            cloud=self.cloud, region=region, group="spotrl-run", identity="spotrl-run", ssh_from=ssh_from
+        )
 
     def open_rules(self, place):
         self._answer()
@@ -321,7 +325,7 @@ class Stage:
     def ask_set_up(self, login):
         """What stands on the machine; nothing while nobody can get in."""
         if self.digest is None:
-            raise MachineUnreachable("ssh: timed out")
+            raise InstanceUnreachable("ssh: timed out")
         return SetUp(home="/home/ubuntu", digest=self.digest)
 
     def ask(self, name="run-rollout-0-g0", zone="us-east-1a", money_deadline_ms=START_MS + 3_600_000):
@@ -396,7 +400,7 @@ def test_a_node_is_launched_once_with_labels_our_group_and_a_timer(stage):
     stage.passes(5)
     (launch,) = stage.sky.launches
     assert launch.labels == {"spotrl-run": "run", "spotrl-node": NODE, "spotrl-owner": "me"}
-    assert (launch.place.group, launch.want.zone_name) == ("spotrl-run", "us-east-1a")
+    assert (launch.region_setup.group, launch.want.zone_name) == ("spotrl-run", "us-east-1a")
     assert launch.autostop_minutes == 60 + 30  # the money lasts an hour
     assert stage.file(NODE, "launch")["request_id"] == "request-0"
 
@@ -589,7 +593,7 @@ def test_a_machine_that_stops_during_its_launch_is_not_waited_for_as_long_as_sky
     stage.passes(1)
     stage.cloud.start(NODE, placement())
     stage.passes(4)
-    stage.cloud.change(NODE, state=MachineState.STOPPING, reason="Client.InstanceInitiatedShutdown")
+    stage.cloud.change(NODE, state=InstanceState.STOPPING, reason="Client.InstanceInitiatedShutdown")
     fact = stage.passes(60)[NODE]
     assert (fact.status, fact.notice_deadline_ms) == (NodeStatus.PENDING, None)
     fact = stage.passes(90)[NODE]
@@ -603,7 +607,7 @@ def test_a_launch_whose_machine_skypilot_ended_says_why_itself(stage):
     stage.passes(1)
     stage.cloud.start(NODE, placement())
     stage.passes(4)
-    stage.cloud.change(NODE, state=MachineState.GONE, reason="Client.UserInitiatedShutdown")
+    stage.cloud.change(NODE, state=InstanceState.GONE, reason="Client.UserInitiatedShutdown")
     stage.passes(10)
     stage.sky.finish(NODE, Outcome(failed=Failed.NO_CAPACITY, text="InsufficientInstanceCapacity"))
     assert stage.passes(6)[NODE].status is NodeStatus.NO_CAPACITY
@@ -615,7 +619,7 @@ def test_a_machine_whose_making_was_not_confirmed_is_made_again(stage):
     stage.passes(1)
     stage.cloud.start(NODE, placement())
     stage.passes(4)
-    stage.cloud.change(NODE, state=MachineState.GONE, reason="delete")
+    stage.cloud.change(NODE, state=InstanceState.GONE, reason="delete")
     stage.sky.finish(NODE, Outcome(failed=Failed.UNKNOWN, text="Remote end closed connection"))
     assert stage.passes(30)[NODE].status is NodeStatus.PENDING
     stage.sky.finish(NODE)
@@ -683,7 +687,7 @@ def test_a_machine_that_skypilot_forgot_is_completed_and_an_extra_one_ended(stag
     stage.cloud.there.insert(0, replace(stage.cloud.there[0], id="i-9", public_address="198.51.100.9"))
     stage.sky.finish(NODE)
     stage.passes(4)
-    alive = [one.id for one in stage.cloud.there if one.state is MachineState.RUNNING]
+    alive = [one.id for one in stage.cloud.there if one.state is InstanceState.RUNNING]
     assert len(alive) == 1
 
 
@@ -743,9 +747,9 @@ def test_a_machine_that_is_not_listed_twice_is_gone_for_the_reason_that_its_oper
 
 def test_one_empty_list_is_not_the_end(stage):
     stage.bring_up(NODE)
-    (machine,), stage.cloud.there = stage.cloud.there, []
+    (instance,), stage.cloud.there = stage.cloud.there, []
     stage.passes(2, step=1)
-    stage.cloud.there = [machine]
+    stage.cloud.there = [instance]
     assert stage.passes(6)[NODE].status is NodeStatus.UP
 
 
@@ -775,7 +779,7 @@ def test_a_cloud_that_does_not_keep_its_notice_is_not_waited_for_for_ever(stage)
 
 def test_a_machine_that_is_stopping_is_a_notice(stage):
     stage.bring_up(NODE)
-    stage.cloud.change(NODE, state=MachineState.STOPPING, reason="STOPPING")
+    stage.cloud.change(NODE, state=InstanceState.STOPPING, reason="STOPPING")
     fact = stage.passes(4)[NODE]
     assert fact.notice_deadline_ms is not None
     assert len(stage.links[NODE].notices) == 1
@@ -807,7 +811,7 @@ def test_a_release_ends_the_machine_itself_and_waits_for_the_clouds_word(stage):
     assert stage.passes(5)[NODE].status is NodeStatus.PENDING
     assert stage.file(NODE, "ending")["evidence"] == "released"
     assert not (stage.folder / "nodes" / NODE / "ended.json").exists()
-    stage.cloud.change(NODE, state=MachineState.GONE)
+    stage.cloud.change(NODE, state=InstanceState.GONE)
     fact = stage.passes(90, step=1)[NODE]
     assert fact.status is NodeStatus.GONE
     assert stage.cloud.disks == []  # found by its label, and removed

@@ -21,7 +21,7 @@ terms."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Machine:
+class InstanceType:
     """An instance type with its GPUs. Memory in GiB; `gpu_mem_gib` is the memory of one GPU.
 
     GCP attaches V100 and T4 to an N1 of the buyer's choice. The name `n1-highmem-8+V100:1` holds the type to create and
@@ -46,8 +46,8 @@ class Machine:
 
 def _aws(
     instance_type: str, accelerator: str, gpus: int, vcpus: int, mem_gib: int, gpu_mem_gib: int, ssd_gb: int
-) -> Machine:
-    return Machine(
+) -> InstanceType:
+    return InstanceType(
         cloud="aws",
         instance_type=instance_type,
         accelerator=accelerator,
@@ -68,8 +68,8 @@ def _gcp(
     gpu_mem_gib: int,
     ssd_gib: int = 0,
     markets: tuple[Market, ...] = BOTH,
-) -> Machine:
-    return Machine(
+) -> InstanceType:
+    return InstanceType(
         cloud="gcp",
         instance_type=instance_type,
         accelerator=accelerator,
@@ -83,7 +83,7 @@ def _gcp(
 
 
 # cloud, instance type, accelerator (SkyPilot's name), GPUs, vCPUs, memory, memory of one GPU, local SSD
-MACHINES: tuple[Machine, ...] = (
+INSTANCE_TYPES: tuple[InstanceType, ...] = (
     _aws("p3.2xlarge", "V100", 1, 8, 61, 16, 0),
     _aws("p3.8xlarge", "V100", 4, 32, 244, 16, 0),
     _aws("p3.16xlarge", "V100", 8, 64, 488, 16, 0),
@@ -161,10 +161,10 @@ LEAST_CAPABILITY = (7, 5)
 GPUs. CUDA 13 also needs driver 580, and SkyPilot 0.14.1 starts older GPUs from an image with driver 535
 (sky/clouds/utils/gpu_utils.py)."""
 
-_BY_NAME = {(machine.cloud, machine.instance_type): machine for machine in MACHINES}
+_BY_NAME = {(machine.cloud, machine.instance_type): machine for machine in INSTANCE_TYPES}
 
 
-def machine_of(cloud: str, instance_type: str) -> Machine | None:
+def instance_type_of(cloud: str, instance_type: str) -> InstanceType | None:
     """Return the type with this name; None for an unknown name."""
     return _BY_NAME.get((cloud, instance_type))
 
@@ -175,7 +175,7 @@ def is_too_old(accelerator: str) -> bool:
     return known is not None and known < LEAST_CAPABILITY
 
 
-def machines(clouds: Collection[str] = (), accelerators: Collection[str] = ()) -> tuple[Machine, ...]:
+def instance_types(clouds: Collection[str] = (), accelerators: Collection[str] = ()) -> tuple[InstanceType, ...]:
     """Return the types of the given clouds and accelerators.
 
     An empty collection selects all; names compare without case.
@@ -183,6 +183,6 @@ def machines(clouds: Collection[str] = (), accelerators: Collection[str] = ()) -
     wanted = {name.lower() for name in accelerators}
     return tuple(
         machine
-        for machine in MACHINES
+        for machine in INSTANCE_TYPES
         if (not clouds or machine.cloud in clouds) and (not wanted or machine.accelerator.lower() in wanted)
     )
