@@ -33,13 +33,13 @@ class Check:
     code: ExitCode = ExitCode.FAILURE
 
 
-Ask = Callable[[], Iterable[Check]]
+CheckGroup = Callable[[], Iterable[Check]]
 
 
-def run_checks(asks: Sequence[tuple[str, Ask]]) -> list[Check]:
+def run_checks(groups: Sequence[tuple[str, CheckGroup]]) -> list[Check]:
     """Run all checks at the same time and return their lines in order. A Failure becomes a line too."""
 
-    def answer(named: tuple[str, Ask]) -> list[Check]:
+    def answer(named: tuple[str, CheckGroup]) -> list[Check]:
         what, ask = named
         try:
             return list(ask())
@@ -50,7 +50,7 @@ def run_checks(asks: Sequence[tuple[str, Ask]]) -> list[Check]:
             return [Check(what=what, verdict=Verdict.FAIL, found=found)]
 
     with ThreadPoolExecutor(max_workers=AT_ONCE) as pool:
-        return [check for checks in pool.map(answer, asks) for check in checks]
+        return [check for checks in pool.map(answer, groups) for check in checks]
 
 
 def failed(what: str, failure: Failure) -> Check:

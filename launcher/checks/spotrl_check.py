@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from launcher.checks.buckets import bucket
-from launcher.checks.check import Ask, Check, Verdict
+from launcher.checks.check import Check, CheckGroup, Verdict
 from launcher.checks.cloud_account import cloud_lines, gcloud
 from launcher.checks.job_and_prices import job_lines, prices
 from launcher.checks.named import identity, networks
@@ -32,7 +32,7 @@ LOGINS = ("credentials", "gcloud")
 """Checks of a cloud that tell whether the user is logged in."""
 
 
-def without_a_job(environ: Mapping[str, str] = os.environ) -> list[tuple[str, Ask]]:
+def without_a_job(environ: Mapping[str, str] = os.environ) -> list[tuple[str, CheckGroup]]:
     """Return the checks of this machine that every cloud job needs."""
     return [
         ("programs", programs),
@@ -47,15 +47,15 @@ def of_clouds(
     now_ms: Callable[[], int],
     environ: Mapping[str, str] = os.environ,
     named: Mapping[str, Named] | None = None,
-) -> list[tuple[str, Ask]]:
+) -> list[tuple[str, CheckGroup]]:
     """Return the checks of logins, clocks and permissions. `named`: identities and networks in the job, by cloud."""
     named = named or {}
-    asks: list[tuple[str, Ask]] = []
+    groups: list[tuple[str, CheckGroup]] = []
     for cloud, api in apis.items():
-        asks.append((cloud, partial(cloud_lines, api, limits[cloud], now_ms, named.get(cloud, NOTHING_NAMED))))
+        groups.append((cloud, partial(cloud_lines, api, limits[cloud], now_ms, named.get(cloud, NOTHING_NAMED))))
         if cloud == "gcp":
-            asks.append(("gcp gcloud", partial(gcloud, environ, Path.cwd())))
-    return asks
+            groups.append(("gcp gcloud", partial(gcloud, environ, Path.cwd())))
+    return groups
 
 
 def one_will_do(checks: Sequence[Check]) -> list[Check]:
@@ -79,17 +79,17 @@ def of_job(
     ssh_from: Callable[[], str],
     environ: Mapping[str, str] = os.environ,
     try_bucket: Callable[[str], None] = check_writable,
-) -> list[tuple[str, Ask]]:
+) -> list[tuple[str, CheckGroup]]:
     """Return the checks of one job on this machine and on its candidate clouds."""
-    asks: list[tuple[str, Ask]] = [
+    groups: list[tuple[str, CheckGroup]] = [
         ("job", partial(job_lines, checked, plan, environ, runs)),
         ("prices", lambda: prices(plan, now_ms())),
         ("ssh from", partial(address, ssh_from)),
     ]
     for cloud, api in apis.items():
-        asks.append((f"{cloud} identity", partial(identity, api, checked.job.named_on(cloud))))
-    asks.append(("networks", partial(networks, checked.job, plan, apis, ssh_from)))
+        groups.append((f"{cloud} identity", partial(identity, api, checked.job.named_on(cloud))))
+    groups.append(("networks", partial(networks, checked.job, plan, apis, ssh_from)))
     for cloud, url in checked.job.store.items():
         if cloud in limits:
-            asks.append((f"{cloud} bucket", partial(bucket, cloud, url, plan, limits[cloud], try_bucket)))
-    return [*asks, ("quotas", partial(quotas, plan, limits))]
+            groups.append((f"{cloud} bucket", partial(bucket, cloud, url, plan, limits[cloud], try_bucket)))
+    return [*groups, ("quotas", partial(quotas, plan, limits))]

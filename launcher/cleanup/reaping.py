@@ -67,7 +67,7 @@ class Account:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Unasked:
+class UncheckedRegion:
     """A cloud or region without an inventory. No `region`: the whole cloud. `silent`: a retry may succeed."""
 
     cloud: str
@@ -86,7 +86,7 @@ class Inventory:
 
     instances: tuple[Instance, ...] = ()
     resources: tuple[Resource, ...] = ()
-    unasked: tuple[Unasked, ...] = ()
+    unchecked: tuple[UncheckedRegion, ...] = ()
 
     @property
     def is_empty(self) -> bool:
@@ -110,7 +110,7 @@ class Cleared:
 
     @property
     def is_complete(self) -> bool:
-        return self.left.is_empty and not self.left.unasked
+        return self.left.is_empty and not self.left.unchecked
 
 
 # --- looking -----------------------------------------------------------------------------------------
@@ -123,7 +123,7 @@ def sign_in(
     patience_s: float = 0.0,
     now_s: Callable[[], float] = time.monotonic,
     wait: Callable[[float], None] = time.sleep,
-) -> tuple[list[Account], list[Unasked]]:
+) -> tuple[list[Account], list[UncheckedRegion]]:
     """Return the caller's account on every cloud, and the clouds that refused.
 
     A silent cloud is retried for `patience_s`.
@@ -142,7 +142,7 @@ def sign_in(
     for cloud, api in apis.items():
         caller = callers[cloud]
         if isinstance(caller, Failure):
-            refused.append(_unasked(cloud, "", caller))
+            refused.append(_unchecked(cloud, "", caller))
         else:
             accounts.append(Account(api=api, caller=caller, owner=None if all_owners else caller.owner))
     return accounts, refused
@@ -150,11 +150,11 @@ def sign_in(
 
 def look(accounts: Sequence[Account], say: Callable[[str], None] = lambda text: None) -> Inventory:
     """Return everything with our labels in every region of every account."""
-    unasked: list[Unasked] = []
+    unchecked: list[UncheckedRegion] = []
     places: list[tuple[Account, str]] = []
     for account, regions in zip(accounts, _all_at_once(accounts, _regions), strict=True):
         if isinstance(regions, Failure):
-            unasked.append(_unasked(account.cloud, "", regions))
+            unchecked.append(_unchecked(account.cloud, "", regions))
         else:
             places += [(account, region) for region in regions]
     instances: list[Instance] = []
@@ -164,12 +164,12 @@ def look(accounts: Sequence[Account], say: Callable[[str], None] = lambda text: 
         asked += 1
         say(f"looked at {asked} of {len(places)} regions ({account.cloud}/{region})")
         if isinstance(found, Failure):
-            unasked.append(_unasked(account.cloud, region, found))
+            unchecked.append(_unchecked(account.cloud, region, found))
             continue
         instances += [instance for instance in found[0] if instance.state is not InstanceState.GONE]
         # Each region may list the global resources.
         resources |= {(resource.cloud, resource.kind, resource.id): resource for resource in found[1]}
-    return Inventory(instances=tuple(instances), resources=tuple(resources.values()), unasked=tuple(unasked))
+    return Inventory(instances=tuple(instances), resources=tuple(resources.values()), unchecked=tuple(unchecked))
 
 
 def split(found: Inventory, live_runs: Collection[str]) -> tuple[Inventory, Inventory]:
@@ -183,7 +183,7 @@ def split(found: Inventory, live_runs: Collection[str]) -> tuple[Inventory, Inve
     def stays(one: Instance | Resource) -> bool:
         return one.run in live_runs or (not one.run and one.cloud in busy)
 
-    return _chosen(found, lambda one: not stays(one)), replace(_chosen(found, stays), unasked=())
+    return _chosen(found, lambda one: not stays(one)), replace(_chosen(found, stays), unchecked=())
 
 
 def of_lost_runs(found: Inventory, local_runs: Collection[str]) -> tuple[Inventory, Inventory]:
@@ -192,7 +192,7 @@ def of_lost_runs(found: Inventory, local_runs: Collection[str]) -> tuple[Invento
     def goes(one: Instance | Resource) -> bool:
         return one.cloud != LOCAL or one.run not in local_runs
 
-    return _chosen(found, goes), replace(_chosen(found, lambda one: not goes(one)), unasked=())
+    return _chosen(found, goes), replace(_chosen(found, lambda one: not goes(one)), unchecked=())
 
 
 def of_owners(found: Inventory, accounts: Sequence[Account]) -> tuple[Inventory, Inventory]:
@@ -203,7 +203,7 @@ def of_owners(found: Inventory, accounts: Sequence[Account]) -> tuple[Inventory,
         return owners.get(one.cloud) in (None, one.owner)
 
     others = _chosen(found, lambda one: not is_theirs(one))
-    return _chosen(found, is_theirs), replace(others, unasked=())
+    return _chosen(found, is_theirs), replace(others, unchecked=())
 
 
 def only_of(found: Inventory, runs: Collection[str]) -> Inventory:
@@ -254,7 +254,7 @@ def clear_away(
         whole = look(accounts)
         found = may_go(whole)
         seen |= dict.fromkeys(found.ids)
-        is_calm = found.is_empty and not any(place.silent for place in found.unasked)
+        is_calm = found.is_empty and not any(place.silent for place in found.unchecked)
         calm = calm + 1 if is_calm else 0
         troubles: tuple[str, ...] = ()
         if not found.is_empty:
@@ -288,7 +288,7 @@ def removable_resources(cloud: str, found: Inventory, whole: Inventory) -> list[
     """
     alive = [one for one in whole.instances if one.cloud == cloud]
     names, runs = {one.name for one in alive}, {one.run for one in alive}
-    unseen = {one.region for one in whole.unasked if one.cloud == cloud}
+    unseen = {one.region for one in whole.unchecked if one.cloud == cloud}
 
     def is_free(resource: Resource) -> bool:
         if resource.kind in PAID and resource.node:
@@ -431,5 +431,5 @@ def _in_region(place: tuple[Account, str]) -> tuple[Sequence[Instance], Sequence
     return account.api.instances(region, owner=account.owner), account.api.resources(region, owner=account.owner)
 
 
-def _unasked(cloud: str, region: str, failure: Failure) -> Unasked:
-    return Unasked(cloud=cloud, region=region, why=str(failure), silent=isinstance(failure, CloudUnreachable))
+def _unchecked(cloud: str, region: str, failure: Failure) -> UncheckedRegion:
+    return UncheckedRegion(cloud=cloud, region=region, why=str(failure), silent=isinstance(failure, CloudUnreachable))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from launcher.checks.check import Ask, Check, Verdict, ending, failed, run_checks
+from launcher.checks.check import Check, CheckGroup, Verdict, ending, failed, run_checks
 from launcher.checks.spotrl_check import of_clouds, of_job, one_will_do, without_a_job
 from launcher.cli.launch import overrides
 from launcher.cli.layout import print_table
@@ -110,7 +110,7 @@ def _on_clouds(checked: CheckedJob) -> list[Check]:
 
 def _clouds(
     clouds: Sequence[str], limits: dict[str, CloudLimits] | None = None, named: Mapping[str, Named] | None = None
-) -> list[tuple[str, Ask]]:
+) -> list[tuple[str, CheckGroup]]:
     from launcher.provision.provide import cloud_apis
 
     limits = limits or {cloud: build_limits(cloud) for cloud in clouds}

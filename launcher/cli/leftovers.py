@@ -16,7 +16,7 @@ from launcher.cleanup.reaping import (
     Account,
     Cleared,
     Inventory,
-    Unasked,
+    UncheckedRegion,
     clear_away,
     count_text,
     look,
@@ -38,20 +38,20 @@ SIGN_IN_SECONDS = 30.0
 """Longest wait for a cloud to identify the caller. A busy cloud may be slow; after the wait, it counts as silent."""
 
 
-class NobodyKnown(Failure):
+class CredentialsRefused(Failure):
     """No cloud accepts the credentials."""
 
     exit_code = ExitCode.CREDENTIALS
 
 
-class NothingKnown(Failure):
+class NoCloudAnswered(Failure):
     """No cloud answered."""
 
     exit_code = ExitCode.TEARDOWN_INCOMPLETE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Wish:
+class CleanupOptions:
     """Options of a cleanup command, as given by the user."""
 
     clouds: tuple[str, ...] = ()
@@ -64,7 +64,7 @@ class Wish:
 
 
 def what_to_take(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options of both commands. The option names match the fields of `Wish`."""
+    """Add the options of both commands. The option names match the fields of `CleanupOptions`."""
     for option in (
         click.option("--json", "as_json", is_flag=True, help="Print one JSON object. Progress goes to stderr."),
         click.option(
@@ -109,16 +109,16 @@ class Choice:
     notes: Sequence[str] = ()
 
 
-def where_to_look(wish: Wish) -> dict[str, CloudApi]:
+def where_to_look(chosen: CleanupOptions) -> dict[str, CloudApi]:
     """Return the APIs of the named clouds. If the user named no cloud, return all clouds and this machine."""
     from launcher.provision.provide import cloud_apis  # imports the clouds' libraries
 
-    here = {} if wish.clouds else {LOCAL: LocalNodes(runs_folder())}
-    return {**cloud_apis(wish.clouds or CLOUDS), **here}
+    here = {} if chosen.clouds else {LOCAL: LocalNodes(runs_folder())}
+    return {**cloud_apis(chosen.clouds or CLOUDS), **here}
 
 
 def take(
-    wish: Wish,
+    chosen: CleanupOptions,
     apis: Mapping[str, CloudApi],
     choose: Callable[[Inventory], Choice],
     *,
@@ -137,21 +137,21 @@ def take(
     `first` is called before the cleanup. `last` is called after the cleanup if `first` failed. Both return messages
     about failed steps. The user has to finish failed steps by hand.
     """
-    accounts, refused = sign_in(apis, all_owners=wish.all_owners, patience_s=min(SIGN_IN_SECONDS, wish.timeout))
-    unasked = [one for one in refused if one.silent or one.cloud in {*known, *wish.clouds}]
-    _say_unasked(refused, unasked)
+    accounts, refused = sign_in(apis, all_owners=chosen.all_owners, patience_s=min(SIGN_IN_SECONDS, chosen.timeout))
+    unchecked = [one for one in refused if one.silent or one.cloud in {*known, *chosen.clouds}]
+    _report_unchecked(refused, unchecked)
     here = [account for account in accounts if account.cloud == LOCAL]
     if accounts == here and look(here).is_empty:
-        _nobody(wish, refused, first)
-    _check_account(wish, accounts)
+        _nobody(chosen, refused, first)
+    _check_account(chosen, accounts)
     # List the resources of all owners. A user with a new login name would otherwise find nothing, and be misled.
     found, others = of_owners(look([replace(account, owner=None) for account in accounts], _progress), accounts)
     choice = choose(found)
     choice = replace(choice, notes=[*choice.notes, *_of_others(others)])
-    unasked += found.unasked
-    _say_unasked(found.unasked, found.unasked)
+    unchecked += found.unchecked
+    _report_unchecked(found.unchecked, found.unchecked)
     offers = _offers()
-    if not wish.as_json:
+    if not chosen.as_json:
         _show(choice, offers)
     document = {
         "found": _as_dicts(choice.goes, offers),
@@ -160,27 +160,27 @@ def take(
         "notes": list(choice.notes),
         "accounts": {account.cloud: asdict(account.caller) for account in accounts},
     }
-    if wish.dry_run or (choice.goes.is_empty and not late_too):
-        return _end(wish, document, unasked, Cleared(ended=(), left=Inventory()), others=others)
-    if not wish.yes:
+    if chosen.dry_run or (choice.goes.is_empty and not late_too):
+        return _end(chosen, document, unchecked, Cleared(ended=(), left=Inventory()), others=others)
+    if not chosen.yes:
         _confirm(choice)
     failed = list(first())
     runs = {one.run for one in choice.goes.instances} | {one.run for one in choice.goes.resources}
     cleared = clear(
         accounts,
         lambda inventory: choose(inventory).goes if late_too else only_of(choose(inventory).goes, runs),
-        timeout_s=wish.timeout,
+        timeout_s=chosen.timeout,
         say=_say,
     )
     failed = list(last()) if failed else []
-    unasked = [one for one in unasked if not one.region] + list(cleared.left.unasked)
-    return _end(wish, document, unasked, cleared, failed, others)
+    unchecked = [one for one in unchecked if not one.region] + list(cleared.left.unchecked)
+    return _end(chosen, document, unchecked, cleared, failed, others)
 
 
 def _end(
-    wish: Wish,
+    chosen: CleanupOptions,
     document: dict[str, Any],
-    unasked: Sequence[Unasked],
+    unchecked: Sequence[UncheckedRegion],
     cleared: Cleared,
     failed: Sequence[str] = (),
     others: Inventory | None = None,
@@ -191,14 +191,14 @@ def _end(
     earlier login name.
     """
     left_alone = others or Inventory()
-    is_complete = cleared.left.is_empty and not unasked and not failed and left_alone.is_empty
+    is_complete = cleared.left.is_empty and not unchecked and not failed and left_alone.is_empty
     code = ExitCode.OK if is_complete else ExitCode.TEARDOWN_INCOMPLETE
-    if wish.as_json:
+    if chosen.as_json:
         document |= {
-            "dry_run": wish.dry_run,
+            "dry_run": chosen.dry_run,
             "ended": list(cleared.ended),
             "left": [*cleared.left.ids, *failed],
-            "unasked": [asdict(one) for one in unasked],
+            "unasked": [asdict(one) for one in unchecked],
             "troubles": list(cleared.troubles),
             "exit_code": int(code),
         }
@@ -212,22 +212,22 @@ def _end(
         click.echo(
             f"Still there: {', '.join(cleared.left.ids)}. It may cost money: try again, or use the cloud's console."
         )
-    if unasked:
-        places = ", ".join(one.place for one in unasked)
+    if unchecked:
+        places = ", ".join(one.place for one in unchecked)
         click.echo(f"Not known: {places}. What is there may cost money; try again when it answers.")
-    if wish.dry_run:
+    if chosen.dry_run:
         click.echo("Dry run: nothing was ended.")
     elif is_complete:
         click.echo("Nothing of it is left.")
     return code
 
 
-def _nobody(wish: Wish, refused: Sequence[Unasked], first: Callable[[], Sequence[str]]) -> NoReturn:
+def _nobody(chosen: CleanupOptions, refused: Sequence[UncheckedRegion], first: Callable[[], Sequence[str]]) -> NoReturn:
     """Raise an error, because no cloud was searched. With --yes, first stop the controllers from buying more nodes."""
-    failed = first() if wish.yes and not wish.dry_run else ()
+    failed = first() if chosen.yes and not chosen.dry_run else ()
     words = "; ".join([*(one.why for one in refused), *failed])
     text = f"no cloud was looked at: {words}. What may run there has to be looked for by hand until this works"
-    raise NothingKnown(text) if any(one.silent for one in refused) else NobodyKnown(text)
+    raise NoCloudAnswered(text) if any(one.silent for one in refused) else CredentialsRefused(text)
 
 
 # --- words -------------------------------------------------------------------------------------------
@@ -304,7 +304,7 @@ def _offers() -> Sequence[Offer]:
         return ()
 
 
-def _say_unasked(refused: Iterable[Unasked], counted: Collection[Unasked]) -> None:
+def _report_unchecked(refused: Iterable[UncheckedRegion], counted: Collection[UncheckedRegion]) -> None:
     for one in refused:
         expected = "" if one in counted else ", and nothing of yours is expected there"
         _say(f"{one.place} was not looked at{expected}: {one.why}")
@@ -328,11 +328,11 @@ def is_a_person() -> bool:
     return sys.stdin.isatty()
 
 
-def _check_account(wish: Wish, accounts: Sequence[Account]) -> None:
+def _check_account(chosen: CleanupOptions, accounts: Sequence[Account]) -> None:
     """With --all-owners, require the id of each cloud account. Raises UsageError if an id is missing or different."""
-    if not wish.all_owners:
+    if not chosen.all_owners:
         return
-    typed = set(wish.account)
+    typed = set(chosen.account)
     for account in accounts:
         if account.cloud == LOCAL:
             continue  # local nodes belong to the current user

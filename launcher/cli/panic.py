@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from launcher.cleanup.reaping import CloudRuns, Inventory, cloud_runs, of_lost_runs, stop_cloud_runs, stop_launches
-from launcher.cli.leftovers import Choice, Wish, take, what_to_take, where_to_look
+from launcher.cli.leftovers import Choice, CleanupOptions, take, what_to_take, where_to_look
 from launcher.exit_codes import ExitCode
 from launcher.market.offers import CLOUDS
 from launcher.provision.local.local_nodes import recorded_clouds
@@ -36,7 +36,7 @@ def panic(**options: Any) -> ExitCode:
       spotrl panic --dry-run
       spotrl panic -y
     """
-    wish, ledger = Wish(**options), ledger_path()
+    chosen, ledger = CleanupOptions(**options), ledger_path()
     live = cloud_runs(ledger)
 
     def choose(found: Inventory) -> Choice:
@@ -53,8 +53,8 @@ def panic(**options: Any) -> ExitCode:
 
     # A controller behind a locked ledger may buy again after the lock. Repeat a failed stop order after the cleanup.
     return take(
-        wish,
-        where_to_look(wish),
+        chosen,
+        where_to_look(chosen),
         choose,
         known=CLOUDS if live.trouble else {*live.clouds, *recorded_clouds(runs_folder())},
         late_too=True,

@@ -6,7 +6,7 @@ import click
 from sqlalchemy.orm import Session, sessionmaker
 
 from launcher.cleanup.reaping import Inventory, known_clouds, live_runs, split
-from launcher.cli.leftovers import Choice, Wish, take, what_to_take, where_to_look
+from launcher.cli.leftovers import Choice, CleanupOptions, take, what_to_take, where_to_look
 from launcher.exit_codes import ExitCode
 from launcher.provision.local.local_nodes import recorded_clouds
 from launcher.settings import runs_folder
@@ -34,7 +34,7 @@ def reap(sessions: sessionmaker[Session], /, **options: Any) -> ExitCode:
       spotrl reap -y
       spotrl reap --all-owners --account 123456789012 --dry-run
     """
-    wish = Wish(**options)
+    chosen = CleanupOptions(**options)
 
     def choose(found: Inventory) -> Choice:
         live = live_runs(sessions)
@@ -44,4 +44,4 @@ def reap(sessions: sessionmaker[Session], /, **options: Any) -> ExitCode:
         return Choice(goes=goes, stays=stays, notes=notes)
 
     known = known_clouds(sessions) | recorded_clouds(runs_folder())
-    return take(wish, where_to_look(wish), choose, known=known, late_too=False)
+    return take(chosen, where_to_look(chosen), choose, known=known, late_too=False)

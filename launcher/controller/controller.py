@@ -31,7 +31,7 @@ from launcher.controller.node_specs import node_spec
 from launcher.controller.recorder import Recorder
 from launcher.controller.spend_deadlines import SpendDeadlines
 from launcher.decide import budget_guard
-from launcher.decide.actions import Action, Ask, Buy, Enter, Release, TellStop
+from launcher.decide.actions import Action, Buy, Enter, Release, RepeatRequest, StopEngine
 from launcher.decide.facts import OVER, Facts, Stage, Wanted
 from launcher.decide.failover import LaunchRate
 from launcher.decide.launch_history import MoveRules
@@ -166,11 +166,11 @@ class Controller:
                 self._enter(action)
             case Buy():
                 self._buy(action)
-            case Ask():
+            case RepeatRequest():
                 self._request(action.node)
             case Release():
                 self._release(action.nodes)
-            case TellStop():
+            case StopEngine():
                 self.engine.stop(action.reason)
             case _:
                 assert_never(action)

@@ -84,7 +84,7 @@ class EngineClient:
         None: the coordinator is not reachable. Passes do not wait.
         """
         address = (
-            self._provisioner.door(self._trainer, self._run.coordinator_port) if self._trainer is not None else None
+            self._provisioner.tunnel(self._trainer, self._run.coordinator_port) if self._trainer is not None else None
         )
         if address is None:
             return None

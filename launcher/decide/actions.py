@@ -34,7 +34,7 @@ class Buy:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ask:
+class RepeatRequest:
     """Repeat the request for a node whose first request may not have reached the provisioner."""
 
     node: str
@@ -46,10 +46,10 @@ class Release:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TellStop:
+class StopEngine:
     """Ask the engine to stop, so that the engine can finish its durable work."""
 
     reason: str
 
 
-Action = Enter | Buy | Ask | Release | TellStop
+Action = Enter | Buy | RepeatRequest | Release | StopEngine

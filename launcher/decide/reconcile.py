@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from engine.events import EngineFinished
 from launcher.decide import budget_guard
-from launcher.decide.actions import Action, Ask, Buy, Enter, Release, TellStop
+from launcher.decide.actions import Action, Buy, Enter, Release, RepeatRequest, StopEngine
 from launcher.decide.facts import FAILING, OVER, Facts, NodeRecord, Stage, Wanted
 from launcher.decide.giving_back import nodes_to_release
 from launcher.decide.launch_history import Tried
@@ -79,13 +79,13 @@ def _stop(facts: Facts, wanted: Wanted, live: Sequence[NodeRecord]) -> list[Acti
         return [Enter(stage=Stage.STOPPED, reason=facts.reason)]
     settling = facts.now_ms < facts.stage_ms + wanted.settle_ms
     if settling and any(node.role == "trainer" and "ready" in node.happened for node in live):
-        return [TellStop(reason=facts.reason)]
+        return [StopEngine(reason=facts.reason)]
     return [_release(live)]
 
 
 def _fill(facts: Facts, wanted: Wanted, live: Sequence[NodeRecord], tried: Tried) -> list[Action]:
     """Repeat unsent requests, release surplus nodes, and buy a successor for every empty or soon empty slot."""
-    actions: list[Action] = [Ask(node=node.name) for node in live if "requested" not in node.happened]
+    actions: list[Action] = [RepeatRequest(node=node.name) for node in live if "requested" not in node.happened]
     let_go = nodes_to_release(facts, wanted, live, tried)
     if let_go:
         actions.append(_release(let_go))

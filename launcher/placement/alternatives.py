@@ -3,32 +3,32 @@
 from collections.abc import Sequence
 
 from launcher.money import HOUR_MS, dollars, duration
-from launcher.placement.ask import CloudAsk, Site, Spot
 from launcher.placement.cloud_plan import Alternative
 from launcher.placement.forecast import Caps, Choice, Outlook, outlook
 from launcher.placement.no_plan import broken_limits
 from launcher.placement.policy import POLICIES, Situation, build_policy
+from launcher.placement.requirements import CloudRequirements, Site, Spot
 from launcher.placement.search import Found, cheapest_choice, is_above_floor, is_spread
 from launcher.placement.value import marginal_node
 
 
-def fewer_or_more(ask: CloudAsk, choice: Choice, expected: Outlook) -> tuple[Alternative, ...]:
+def fewer_or_more(needs: CloudRequirements, choice: Choice, expected: Outlook) -> tuple[Alternative, ...]:
     """Return the best choices at the same site with one rollout node fewer and one more.
 
     The difference is the value of the marginal node, in both directions.
     """
     alternatives = []
     for nodes, word in ((choice.nodes - 1, "one node fewer"), (choice.nodes + 1, "one node more")):
-        other = with_nodes(ask, choice.site, nodes)
+        other = with_nodes(needs, choice.site, nodes)
         if other is None:
             continue
-        there = outlook(ask, other)
+        there = outlook(needs, other)
         few, more = (there, expected) if nodes < choice.nodes else (expected, there)
         marginal = marginal_node(
             few.ms / HOUR_MS, more.ms / HOUR_MS, few.micro_usd * HOUR_MS / few.ms, more.micro_usd * HOUR_MS / more.ms
         )
         last = f"the last one saves {dollars(marginal.saved)} by ending earlier and costs {dollars(marginal.paid)}"
-        broken = broken_limits(ask, other.listed_micro_usd_per_hour, there.micro_usd, there.ms)
+        broken = broken_limits(needs, other.listed_micro_usd_per_hour, there.micro_usd, there.ms)
         alternatives.append(
             Alternative(
                 what=f"{word}, {nodes}",
@@ -40,11 +40,11 @@ def fewer_or_more(ask: CloudAsk, choice: Choice, expected: Outlook) -> tuple[Alt
     return tuple(alternatives)
 
 
-def with_nodes(ask: CloudAsk, site: Site, nodes: int) -> Choice | None:
+def with_nodes(needs: CloudRequirements, site: Site, nodes: int) -> Choice | None:
     """Return the cheapest choice with exactly `nodes` rollout nodes, ignoring the caps; None if there is none."""
-    if not 0 <= nodes <= ask.max_rollout_nodes:
+    if not 0 <= nodes <= needs.max_rollout_nodes:
         return None
-    found = cheapest_choice(ask, (site,), Caps(), just_nodes=nodes)
+    found = cheapest_choice(needs, (site,), Caps(), just_nodes=nodes)
     return None if found is None else found.choice
 
 
@@ -54,7 +54,7 @@ the cost."""
 
 
 def elsewhere(
-    ask: CloudAsk, sites: Sequence[Site], choice: Choice, expected: Outlook, found: Found | None
+    needs: CloudRequirements, sites: Sequence[Site], choice: Choice, expected: Outlook, found: Found | None
 ) -> tuple[Alternative, ...]:
     """Return the best plan of every site not chosen, cheapest bound first."""
     bounds: Sequence[int | None] = (None,) * len(sites) if found is None else found.at_least_micro_usd
@@ -64,7 +64,7 @@ def elsewhere(
     for place, (bound, number) in enumerate(nearest):
         site = others[number][0]
         if place < NEAREST:
-            alternatives.append(_at_its_best(ask, site, expected))
+            alternatives.append(_at_its_best(needs, site, expected))
         else:
             why_not = f"at least {dollars(max(0, bound - expected.micro_usd))} more"
             alternatives.append(Alternative(what=_name(site), why_not=why_not, micro_usd=bound, is_at_least=True))
@@ -75,11 +75,11 @@ def elsewhere(
 NOTHING_THERE = "nothing there keeps the limits"
 
 
-def _at_its_best(ask: CloudAsk, site: Site, expected: Outlook) -> Alternative:
-    found = cheapest_choice(ask, (site,), Caps.of(ask))
+def _at_its_best(needs: CloudRequirements, site: Site, expected: Outlook) -> Alternative:
+    found = cheapest_choice(needs, (site,), Caps.of(needs))
     if found is None:
         return Alternative(what=_name(site), why_not=NOTHING_THERE)
-    there = outlook(ask, found.choice)
+    there = outlook(needs, found.choice)
     return Alternative(
         what=f"{_name(site)}: {rollout_nodes(found.choice.nodes)}",
         why_not=difference(there.micro_usd, there.ms, expected),
@@ -92,20 +92,20 @@ def _name(site: Site) -> str:
     return f"{site.name}, {site.trainer.instance_type}"
 
 
-def other_policies(ask: CloudAsk, situation: Situation, expected: Outlook) -> tuple[Alternative, ...]:
+def other_policies(needs: CloudRequirements, situation: Situation, expected: Outlook) -> tuple[Alternative, ...]:
     alternatives = []
     for policy in POLICIES:
-        if policy == ask.policy:
+        if policy == needs.policy:
             continue
         choice = build_policy(policy).choose(situation)
         if choice is None:
             alternatives.append(Alternative(what=f"policy {policy}", why_not="nothing it chooses keeps the limits"))
             continue
-        there = outlook(ask, choice)
+        there = outlook(needs, choice)
         alternatives.append(
             Alternative(
                 what=f"policy {policy}: {rollout_nodes(choice.nodes)} in {choice.site.name}",
-                why_not=", ".join([difference(there.micro_usd, there.ms, expected), *_not_asked(ask, choice)]),
+                why_not=", ".join([difference(there.micro_usd, there.ms, expected), *_not_asked(needs, choice)]),
                 micro_usd=there.micro_usd,
                 ms=there.ms,
             )
@@ -113,13 +113,13 @@ def other_policies(ask: CloudAsk, situation: Situation, expected: Outlook) -> tu
     return tuple(alternatives)
 
 
-def _not_asked(ask: CloudAsk, choice: Choice) -> list[str]:
+def _not_asked(needs: CloudRequirements, choice: Choice) -> list[str]:
     """Return the properties of another policy's choice that a plan of our own policy must not have."""
     reasons = {
         "but more than half of its nodes in one zone": not is_spread(choice),
-        "but on spot": ask.spot is Spot.NEVER and sum(choice.spot) > 0,
-        "but on demand": ask.spot is Spot.ONLY and choice.on_demand > 0,
-        "but below the floor": not is_above_floor(ask, choice),
+        "but on spot": needs.spot is Spot.NEVER and sum(choice.spot) > 0,
+        "but on demand": needs.spot is Spot.ONLY and choice.on_demand > 0,
+        "but below the floor": not is_above_floor(needs, choice),
     }
     return [reason for reason, holds in reasons.items() if holds]
 

@@ -5,10 +5,10 @@ from typing import Any
 
 from engine.events import Market
 from launcher.market.estimate import Estimate
-from launcher.placement.ask import LeftOut
 from launcher.placement.iteration_time import WhenSpotPays
 from launcher.placement.options import SiteOptions
 from launcher.placement.plan import Plan, Slot
+from launcher.placement.requirements import LeftOut
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

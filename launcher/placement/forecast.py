@@ -15,7 +15,6 @@ from engine.events import Market
 from launcher.market.estimate import Estimate
 from launcher.market.hazard import SHARE_AT_WORK
 from launcher.money import HOUR_MS
-from launcher.placement.ask import CloudAsk, PricedPool, Site
 from launcher.placement.iteration_time import (
     Recipe,
     candidates_per_prompt,
@@ -23,6 +22,7 @@ from launcher.placement.iteration_time import (
     iteration_seconds,
     iterations_share,
 )
+from launcher.placement.requirements import CloudRequirements, PricedPool, Site
 from launcher.placement.value import copies_micro_usd, gpu_variance, outage_hours, useful_share, value_of
 
 
@@ -122,20 +122,20 @@ def cost(
     return ceil(paid + number * copies_micro_usd(recipe.copy_bytes, copies)), ceil(hours * HOUR_MS)
 
 
-def outlook(ask: CloudAsk, choice: Choice) -> Outlook:
+def outlook(needs: CloudRequirements, choice: Choice) -> Outlook:
     """Return the forecast of a choice."""
-    recipe = ask.recipe.on(choice.site.trainer.gpus)
+    recipe = needs.recipe.on(choice.site.trainer.gpus)
     gpus, variance, rate, copies = sums(choice)
     micro_usd, ms = cost(recipe, choice.site.trainer.micro_usd_per_hour, gpus, variance, rate, copies)
     return _outlook(recipe, gpus, variance, micro_usd, ms)
 
 
-def on_demand_outlook(ask: CloudAsk, choice: Choice) -> Outlook:
+def on_demand_outlook(needs: CloudRequirements, choice: Choice) -> Outlook:
     """Return the forecast of the same nodes on demand.
 
     The forecast favours on-demand nodes: no preemptions, and every node runs at once.
     """
-    recipe = ask.recipe.on(choice.site.trainer.gpus)
+    recipe = needs.recipe.on(choice.site.trainer.gpus)
     gpus = sum(count * pool.offer.gpus for pool, count in choice.pools)
     rate = sum(count * pool.on_demand_micro_usd_per_hour for pool, count in choice.pools)
     micro_usd, ms = cost(recipe, choice.site.trainer.micro_usd_per_hour, gpus, 0.0, rate, sums(choice)[3])
@@ -161,13 +161,13 @@ def _outlook(recipe: Recipe, gpus: float, variance: float, micro_usd: int, ms: i
 End = Literal["good", "bad"]
 
 
-def at_the_end(ask: CloudAsk, choice: Choice, end: End) -> tuple[int, int]:
+def at_the_end(needs: CloudRequirements, choice: Choice, end: End) -> tuple[int, int]:
     """Return micro-dollars and milliseconds with every uncertain figure at its good end, or at its bad end, at once.
 
     Uncertain are the iterations, the saving by exploration, hazards, launches and cold starts. The range is wider than
     a 90 % interval of all of them together.
     """
-    site, recipe = choice.site, ask.recipe.on(choice.site.trainer.gpus)
+    site, recipe = choice.site, needs.recipe.on(choice.site.trainer.gpus)
     steady = site.on_demand
     moved = replace(
         choice,
@@ -221,11 +221,11 @@ class Caps:
     deadline_ms: int | None = None
 
     @classmethod
-    def of(cls, ask: CloudAsk) -> "Caps":
+    def of(cls, needs: CloudRequirements) -> "Caps":
         return cls(
-            max_hourly_micro_usd=ask.max_hourly_micro_usd,
-            max_total_micro_usd=ask.max_total_micro_usd,
-            deadline_ms=ask.deadline_ms,
+            max_hourly_micro_usd=needs.max_hourly_micro_usd,
+            max_total_micro_usd=needs.max_total_micro_usd,
+            deadline_ms=needs.deadline_ms,
         )
 
     def keep(self, listed_micro_usd_per_hour: float, micro_usd: int, ms: int) -> bool:

@@ -5,12 +5,12 @@ from dataclasses import replace
 from engine.config import CandidateBudget
 from launcher.job.schema import Job
 from launcher.job.sections import NodeResources
-from launcher.placement.ask import CloudAsk, NodeAsk, Spot
 from launcher.placement.iteration_time import TRAINED_ON_GPUS, Recipe
 from launcher.placement.recipes import qwen_image_512, untimed
+from launcher.placement.requirements import CloudRequirements, NodeRequirements, Spot
 
 
-def cloud_ask(job: Job, policy: str = "ours") -> CloudAsk:
+def cloud_requirements(job: Job, policy: str = "ours") -> CloudRequirements:
     """Return the plan's request.
 
     A job without timings requests all of the named nodes, because the useful number is unknown.
@@ -19,7 +19,7 @@ def cloud_ask(job: Job, policy: str = "ours") -> CloudAsk:
     min_nodes = resources.rollout.min_nodes
     if min_nodes is None:
         min_nodes = 0 if is_timed(job) else resources.rollout.num_nodes
-    return CloudAsk(
+    return CloudRequirements(
         recipe=recipe_of(job),
         trainer=replace(_node(resources.trainer), gpus=min(resources.trainer.gpus, TRAINED_ON_GPUS)),
         trainer_gpus_named=resources.trainer.gpus,
@@ -68,8 +68,8 @@ def recipe_of(job: Job) -> Recipe:
     return recipe
 
 
-def _node(resources: NodeResources) -> NodeAsk:
-    return NodeAsk(
+def _node(resources: NodeResources) -> NodeRequirements:
+    return NodeRequirements(
         accelerator=resources.accelerator,
         gpus=resources.gpus,
         infra=resources.infra or "*",

@@ -4,26 +4,26 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from launcher.money import dollars, duration, hourly
-from launcher.placement.ask import CloudAsk, LeftOut, Site
 from launcher.placement.forecast import Caps, outlook
+from launcher.placement.requirements import CloudRequirements, LeftOut, Site
 from launcher.placement.search import cheapest_choice
 
 
-def broken_limits(ask: CloudAsk, listed: int, micro_usd: int, ms: int) -> str | None:
+def broken_limits(needs: CloudRequirements, listed: int, micro_usd: int, ms: int) -> str | None:
     """Describe for people the limits that the figures break; None if none is broken."""
     limits = []
-    if ask.max_hourly_micro_usd is not None and listed > ask.max_hourly_micro_usd:
-        limits.append(f"{hourly(listed)} is above max_hourly {hourly(ask.max_hourly_micro_usd)}")
-    if ask.max_total_micro_usd is not None and micro_usd > ask.max_total_micro_usd:
-        limits.append(f"{dollars(micro_usd)} is above max_total {dollars(ask.max_total_micro_usd)}")
-    if ask.deadline_ms is not None and ms > ask.deadline_ms:
-        limits.append(f"{duration(ms)} is past the deadline of {duration(ask.deadline_ms)}")
+    if needs.max_hourly_micro_usd is not None and listed > needs.max_hourly_micro_usd:
+        limits.append(f"{hourly(listed)} is above max_hourly {hourly(needs.max_hourly_micro_usd)}")
+    if needs.max_total_micro_usd is not None and micro_usd > needs.max_total_micro_usd:
+        limits.append(f"{dollars(micro_usd)} is above max_total {dollars(needs.max_total_micro_usd)}")
+    if needs.deadline_ms is not None and ms > needs.deadline_ms:
+        limits.append(f"{duration(ms)} is past the deadline of {duration(needs.deadline_ms)}")
     return " and ".join(limits) or None
 
 
-def too_tight(ask: CloudAsk, sites: Sequence[Site]) -> str:
+def too_tight(needs: CloudRequirements, sites: Sequence[Site]) -> str:
     """Describe the cheapest plan with each limit lifted alone, and with all limits lifted."""
-    caps = Caps.of(ask)
+    caps = Caps.of(needs)
     lifted = {
         "--max-hourly": replace(caps, max_hourly_micro_usd=None),
         "--max-total": replace(caps, max_total_micro_usd=None),
@@ -31,23 +31,23 @@ def too_tight(ask: CloudAsk, sites: Sequence[Site]) -> str:
     }
     ways = []
     for flag, fewer in lifted.items():
-        found = cheapest_choice(ask, sites, fewer) if fewer != caps else None
+        found = cheapest_choice(needs, sites, fewer) if fewer != caps else None
         if found is not None:
-            there = outlook(ask, found.choice)
+            there = outlook(needs, found.choice)
             enough = {
                 "--max-hourly": hourly(found.choice.listed_micro_usd_per_hour),
                 "--max-total": dollars(there.micro_usd),
                 "--deadline": duration(there.ms),
             }
             ways.append(f"raise {flag} to {enough[flag]}")
-    free = cheapest_choice(ask, sites, Caps())
+    free = cheapest_choice(needs, sites, Caps())
     if free is None:
         return (
-            f"no site has {ask.floor_nodes} rollout nodes, which floor_nodes asks for; lower it, or allow more nodes "
+            f"no site has {needs.floor_nodes} rollout nodes, which floor_nodes asks for; lower it, or allow more nodes "
             "(resources.rollout.num_nodes) or on-demand ones (--spot auto)"
         )
-    there = outlook(ask, free.choice)
-    why = broken_limits(ask, free.choice.listed_micro_usd_per_hour, there.micro_usd, there.ms)
+    there = outlook(needs, free.choice)
+    why = broken_limits(needs, free.choice.listed_micro_usd_per_hour, there.micro_usd, there.ms)
     best = (
         f"the cheapest plan is expected to take {dollars(there.micro_usd)} and {duration(there.ms)} at "
         f"{hourly(free.choice.listed_micro_usd_per_hour)}: {why or 'the policy found nothing within the limits'}"
@@ -56,12 +56,12 @@ def too_tight(ask: CloudAsk, sites: Sequence[Site]) -> str:
     return f"no plan reaches the target within the limits; {best}; {remedy}"
 
 
-def nowhere(ask: CloudAsk, no_sites: Sequence[LeftOut]) -> str:
-    clouds = " or ".join(ask.clouds) or "no cloud"
+def nowhere(needs: CloudRequirements, no_sites: Sequence[LeftOut]) -> str:
+    clouds = " or ".join(needs.clouds) or "no cloud"
     if not no_sites:
         return f"nothing is offered on {clouds}; refresh the catalog (spotrl catalog refresh), or name another cloud"
     places = ", ".join(place.what for place in no_sites)
     return (
-        f"no region of {clouds} offers a trainer with {ask.trainer} or more on demand (looked in {places}); take "
+        f"no region of {clouds} offers a trainer with {needs.trainer} or more on demand (looked in {places}); take "
         "another accelerator (resources.trainer.accelerators), or loosen resources.trainer.infra"
     )

@@ -14,7 +14,6 @@ from engine.events import Market
 from engine.exploration.value import IterationCost
 from launcher.exit_codes import BudgetError
 from launcher.placement.alternatives import elsewhere, fewer_or_more, other_policies, with_nodes
-from launcher.placement.ask import CloudAsk, MarketView, PricedPool, Site, sites_of
 from launcher.placement.cloud_plan import CloudPlan, ExplorationShare, Factors, PoolShare, Span
 from launcher.placement.forecast import Choice, Outlook, at_the_end, on_demand_outlook, outlook, share_at_work
 from launcher.placement.iteration_time import WhenSpotPays, iterations_share
@@ -23,27 +22,28 @@ from launcher.placement.options import Option, SiteOptions
 from launcher.placement.plan import PlacementError, Slot, placement_of, slot_of, zone_text
 from launcher.placement.plan_notes import basis_of, dearer_zones, notes_of
 from launcher.placement.policy import Ours, Situation, build_policy
+from launcher.placement.requirements import CloudRequirements, MarketView, PricedPool, Site, sites_of
 from launcher.placement.value import square_root_rule
 
 
-def plan_cloud(ask: CloudAsk, market: MarketView) -> CloudPlan:
+def plan_cloud(needs: CloudRequirements, market: MarketView) -> CloudPlan:
     """Make the plan. Raises PlacementError if no offer fits the job, and BudgetError if no plan fits the limits."""
-    sites, no_sites = sites_of(ask, market)
+    sites, no_sites = sites_of(needs, market)
     if not sites:
-        raise PlacementError(nowhere(ask, no_sites))
-    situation = Situation(ask=ask, sites=sites)
-    policy, found = build_policy(ask.policy), Ours().search(situation)
+        raise PlacementError(nowhere(needs, no_sites))
+    situation = Situation(needs=needs, sites=sites)
+    policy, found = build_policy(needs.policy), Ours().search(situation)
     ours = None if found is None else found.choice
     choice = ours if isinstance(policy, Ours) else policy.choose(situation)
     if choice is None:
-        raise BudgetError(too_tight(ask, sites))
-    expected = outlook(ask, choice)
-    good, bad = at_the_end(ask, choice, "good"), at_the_end(ask, choice, "bad")
-    pays = _when_spot_pays(ask, choice, expected)
+        raise BudgetError(too_tight(needs, sites))
+    expected = outlook(needs, choice)
+    good, bad = at_the_end(needs, choice, "good"), at_the_end(needs, choice, "bad")
+    pays = _when_spot_pays(needs, choice, expected)
     return CloudPlan(
         cloud=choice.site.trainer.cloud,
         region=choice.site.trainer.region,
-        policy=ask.policy,
+        policy=needs.policy,
         slots=_slots(choice),
         pools=tuple(_pool_share(pool, count) for pool, count in choice.pools),
         listed_micro_usd_per_hour=choice.listed_micro_usd_per_hour,
@@ -51,24 +51,24 @@ def plan_cloud(ask: CloudAsk, market: MarketView) -> CloudPlan:
         maximum_micro_usd_per_hour=choice.maximum_micro_usd_per_hour,
         cost=_span(expected.micro_usd, good[0], bad[0]),
         time=_span(expected.ms, good[1], bad[1]),
-        iterations=_iterations(ask, expected),
+        iterations=_iterations(needs, expected),
         seconds_per_iteration=expected.seconds_per_iteration,
-        seconds_per_iteration_alone=outlook(ask, _alone(choice)).seconds_per_iteration,
-        basis=basis_of(ask, choice),
-        exploration=_exploration(ask, choice, expected),
+        seconds_per_iteration_alone=outlook(needs, _alone(choice)).seconds_per_iteration,
+        basis=basis_of(needs, choice),
+        exploration=_exploration(needs, choice, expected),
         spot_pays=pays,
-        factors=_factors(ask, choice, expected),
+        factors=_factors(needs, choice, expected),
         alternatives=(
-            *fewer_or_more(ask, choice, expected),
-            *elsewhere(ask, sites, choice, expected, found),
-            *other_policies(ask, situation, expected),
+            *fewer_or_more(needs, choice, expected),
+            *elsewhere(needs, sites, choice, expected, found),
+            *other_policies(needs, situation, expected),
         ),
         left_out=(*dearer_zones(choice), *choice.site.left_out, *no_sites),
-        notes=notes_of(ask, choice),
-        max_total_micro_usd=ask.max_total_micro_usd,
-        max_hourly_micro_usd=ask.max_hourly_micro_usd,
-        deadline_ms=ask.deadline_ms,
-        sites=_site_options(ask, sites, choice),
+        notes=notes_of(needs, choice),
+        max_total_micro_usd=needs.max_total_micro_usd,
+        max_hourly_micro_usd=needs.max_hourly_micro_usd,
+        deadline_ms=needs.deadline_ms,
+        sites=_site_options(needs, sites, choice),
     )
 
 
@@ -76,15 +76,15 @@ def _span(expected: int, *ends: int) -> Span:
     return Span(expected=expected, low=min(expected, *ends), high=max(expected, *ends))
 
 
-def _iterations(ask: CloudAsk, expected: Outlook) -> Span:
-    recipe, gain = ask.recipe, expected.variance_gain
+def _iterations(needs: CloudRequirements, expected: Outlook) -> Span:
+    recipe, gain = needs.recipe, expected.variance_gain
     low = recipe.iterations.low * gain**-recipe.gain_exponent.high
     high = recipe.iterations.high * gain**-recipe.gain_exponent.low
     return _span(round(expected.iterations), round(low), round(high))
 
 
-def _exploration(ask: CloudAsk, choice: Choice, expected: Outlook) -> ExplorationShare:
-    recipe, exponent = ask.recipe.on(choice.site.trainer.gpus), ask.recipe.gain_exponent
+def _exploration(needs: CloudRequirements, choice: Choice, expected: Outlook) -> ExplorationShare:
+    recipe, exponent = needs.recipe.on(choice.site.trainer.gpus), needs.recipe.gain_exponent
     mean, low, high = (
         iterations_share(recipe, expected.candidates_per_prompt, e)
         for e in (exponent.mean, exponent.high, exponent.low)
@@ -115,16 +115,16 @@ def _nodes_without_exploring(cost: IterationCost, site: Site) -> float:
     )
 
 
-def _when_spot_pays(ask: CloudAsk, choice: Choice, expected: Outlook) -> WhenSpotPays | None:
+def _when_spot_pays(needs: CloudRequirements, choice: Choice, expected: Outlook) -> WhenSpotPays | None:
     """Return the cost per iteration relative to the trainer alone, including hazards, cold starts and traffic.
 
     Without hazards, cold starts and traffic the ratio equals c of papers 6.2. For a plan without rollout nodes, the
     ratio is for the best plan with a single rollout node.
     """
     if not choice.nodes:
-        one = with_nodes(ask, choice.site, 1)
-        return None if one is None else _when_spot_pays(ask, one, outlook(ask, one))
-    alone = outlook(ask, _alone(choice))
+        one = with_nodes(needs, choice.site, 1)
+        return None if one is None else _when_spot_pays(needs, one, outlook(needs, one))
+    alone = outlook(needs, _alone(choice))
     markets = {pool.offer.market for pool, _ in choice.pools}
     return WhenSpotPays(
         gpus=expected.useful_gpus,
@@ -138,13 +138,13 @@ def _alone(choice: Choice) -> Choice:
     return replace(choice, spot=(0,) * len(choice.spot), on_demand=0)
 
 
-def _factors(ask: CloudAsk, choice: Choice, expected: Outlook) -> tuple[Factors, ...]:
+def _factors(needs: CloudRequirements, choice: Choice, expected: Outlook) -> tuple[Factors, ...]:
     """Compare the plan with the same nodes on demand, and with the trainer alone."""
     if not choice.nodes:
         return ()
     others = {
-        "the same nodes, all on demand": on_demand_outlook(ask, choice),
-        "the trainer alone": outlook(ask, _alone(choice)),
+        "the same nodes, all on demand": on_demand_outlook(needs, choice),
+        "the trainer alone": outlook(needs, _alone(choice)),
     }
     return tuple(
         Factors(
@@ -189,12 +189,12 @@ def _slots(choice: Choice) -> tuple[Slot, ...]:
     return tuple(slots)
 
 
-def _site_options(ask: CloudAsk, sites: Sequence[Site], choice: Choice) -> tuple[SiteOptions, ...]:
+def _site_options(needs: CloudRequirements, sites: Sequence[Site], choice: Choice) -> tuple[SiteOptions, ...]:
     """Return every region with a trainer within `max_hourly`.
 
     Other clouds come last, because a failover copies the checkpoint to the other cloud.
     """
-    limit = ask.max_hourly_micro_usd
+    limit = needs.max_hourly_micro_usd
     by_region: dict[tuple[str, str], list[Site]] = {}
     for site in sites:
         if limit is None or site.trainer.micro_usd_per_hour <= limit:

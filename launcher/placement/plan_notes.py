@@ -2,13 +2,13 @@
 
 from launcher.market.estimate import Basis
 from launcher.money import HOUR_MS, hourly
-from launcher.placement.ask import CloudAsk, LeftOut, Spot
 from launcher.placement.forecast import Choice
+from launcher.placement.requirements import CloudRequirements, LeftOut, Spot
 
 
-def basis_of(ask: CloudAsk, choice: Choice) -> str:
+def basis_of(needs: CloudRequirements, choice: Choice) -> str:
     """Describe the weakest evidence behind the figures, and the measured part of the evidence."""
-    recipe = ask.recipe
+    recipe = needs.recipe
     pools = [pool for pool, _ in choice.pools if pool.survival is not None]
     seen = sum(sum(pool.survival.evidence.ms) for pool in pools if pool.survival is not None)
     reclaims = sum(sum(pool.survival.evidence.reclaims) for pool in pools if pool.survival is not None)
@@ -22,9 +22,9 @@ def basis_of(ask: CloudAsk, choice: Choice) -> str:
     return f"{text}. The interval has every one of them at its good, or its bad, end at once"
 
 
-def notes_of(ask: CloudAsk, choice: Choice) -> tuple[str, ...]:
+def notes_of(needs: CloudRequirements, choice: Choice) -> tuple[str, ...]:
     """Return notes for the reader: limits of the plan, and parts that were never run."""
-    recipe, trainer = ask.recipe, choice.site.trainer
+    recipe, trainer = needs.recipe, choice.site.trainer
     notes = list(recipe.never_run)
     used = recipe.on(trainer.gpus).cost.reserved_gpus
     if used != recipe.cost.reserved_gpus:
@@ -32,17 +32,17 @@ def notes_of(ask: CloudAsk, choice: Choice) -> tuple[str, ...]:
             f"the trainer uses {used} GPU, and its seconds are known of {recipe.measured_on}: the work is taken to be "
             "as many GPU-seconds"
         )
-    if ask.trainer_gpus_named > used:
+    if needs.trainer_gpus_named > used:
         notes.append(
-            f"the job names {ask.trainer_gpus_named} x {ask.trainer.accelerator} for the trainer; the engine trains on "
-            f"{used}, so the plan counts {used} and looks for a node with {used}"
+            f"the job names {needs.trainer_gpus_named} x {needs.trainer.accelerator} for the trainer; the engine "
+            f"trains on {used}, so the plan counts {used} and looks for a node with {used}"
         )
     if trainer.gpus > used:
         idle = trainer.gpus - used
         notes.append(f"the smallest trainer node that is sold there has {trainer.gpus} GPUs: {idle} are paid for idle")
     if sum(choice.spot) > 1 and len(choice.site.zones) == 1:
         notes.append("the region has one zone with such spot nodes: what takes one back may take all of them")
-    if ask.spot is Spot.AUTO and sum(choice.spot) > 0:
+    if needs.spot is Spot.AUTO and sum(choice.spot) > 0:
         notes.append("not counted: nodes bought on demand while an outage of spot lasts, which work, and cost more")
     notes.append("not counted: the trainer's own start, evaluations, disks, taxes")
     return tuple(notes)

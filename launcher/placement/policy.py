@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from launcher.market.hazard import Pool
-from launcher.placement.ask import CloudAsk, Site, Spot, pool_of_offer
 from launcher.placement.forecast import Caps, Choice, cost, sums
+from launcher.placement.requirements import CloudRequirements, Site, Spot, pool_of_offer
 from launcher.placement.search import Found, cheapest_choice
 from launcher.placement.value import on_demand_fallback
 
@@ -28,7 +28,7 @@ SPOTHEDGE_EXTRA = 1
 class Situation:
     """Facts that a policy may use. Before a run, only the ask and the sites are known."""
 
-    ask: CloudAsk
+    needs: CloudRequirements
     sites: tuple[Site, ...]
     """Sorted by cloud, region and trainer."""
     lost: tuple[Pool, ...] = ()
@@ -126,12 +126,12 @@ class Ours:
     """
 
     def choose(self, situation: Situation) -> Choice | None:
-        ask, found = situation.ask, self.search(situation)
-        if found is None or not situation.missing or found.choice.site.on_demand is None or ask.spot is Spot.ONLY:
+        needs, found = situation.needs, self.search(situation)
+        if found is None or not situation.missing or found.choice.site.on_demand is None or needs.spot is Spot.ONLY:
             return None if found is None else found.choice
         choice = found.choice
         ready = max(0, choice.nodes - situation.missing)
-        bridge = on_demand_fallback(ready, ask.floor_nodes, situation.missing)
+        bridge = on_demand_fallback(ready, needs.floor_nodes, situation.missing)
         return replace(choice, on_demand=choice.on_demand + bridge)
 
     def search(self, situation: Situation) -> Found | None:
@@ -142,7 +142,7 @@ class Ours:
                 replace(site, zones=tuple(pool for pool in site.zones if pool_of_offer(pool.offer) not in lost))
                 for site in sites
             )
-        return cheapest_choice(situation.ask, sites, Caps.of(situation.ask))
+        return cheapest_choice(situation.needs, sites, Caps.of(situation.needs))
 
 
 def _in_one_zone(sites: tuple[Site, ...], nodes: int, lost: set[Pool]) -> Iterator[Choice]:
@@ -163,8 +163,8 @@ def _most_that_fits(situation: Situation, choices: Callable[[int], Iterator[Choi
 
     Policies without hazards go by the listed price.
     """
-    ask, caps = situation.ask, Caps.of(situation.ask)
-    recipes = {gpus: ask.recipe.on(gpus) for gpus in {site.trainer.gpus for site in situation.sites}}
+    needs, caps = situation.needs, Caps.of(situation.needs)
+    recipes = {gpus: needs.recipe.on(gpus) for gpus in {site.trainer.gpus for site in situation.sites}}
 
     def fits(choice: Choice) -> bool:
         trainer = choice.site.trainer
@@ -172,7 +172,7 @@ def _most_that_fits(situation: Situation, choices: Callable[[int], Iterator[Choi
             choice.listed_micro_usd_per_hour, *cost(recipes[trainer.gpus], trainer.micro_usd_per_hour, *sums(choice))
         )
 
-    for nodes in range(ask.max_rollout_nodes, -1, -1):
+    for nodes in range(needs.max_rollout_nodes, -1, -1):
         found = next(filter(fits, sorted(choices(nodes), key=_listed)), None)
         if found is not None:
             return found

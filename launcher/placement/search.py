@@ -15,8 +15,8 @@ from itertools import accumulate
 from math import ceil
 
 from launcher.money import HOUR_MS
-from launcher.placement.ask import CloudAsk, Site, Spot
 from launcher.placement.forecast import Caps, Choice, cost, sums
+from launcher.placement.requirements import CloudRequirements, Site, Spot
 from launcher.placement.value import gpu_variance, most_in_one_zone
 
 SLACK = 1 + 1e-9
@@ -31,12 +31,14 @@ class Found:
     """Lower bound of the cost at every site, in the order of `sites`. None: no choice at the site keeps the caps."""
 
 
-def cheapest_choice(ask: CloudAsk, sites: Sequence[Site], caps: Caps, just_nodes: int | None = None) -> Found | None:
+def cheapest_choice(
+    needs: CloudRequirements, sites: Sequence[Site], caps: Caps, just_nodes: int | None = None
+) -> Found | None:
     """Return the choice of least expected cost within the caps and above the floor; None if no choice fits.
 
     `just_nodes`: the exact number of rollout nodes.
     """
-    search = _Search(ask, sites, caps)
+    search = _Search(needs, sites, caps)
     parts = sorted(search.parts(just_nodes))
     for part in parts:
         if search.best is not None and part[0] > search.best[0]:
@@ -59,10 +61,10 @@ def is_spread(choice: Choice) -> bool:
     return max(choice.spot, default=0) <= most_in_one_zone(sum(choice.spot), len(choice.site.zones))
 
 
-def is_above_floor(ask: CloudAsk, choice: Choice) -> bool:
+def is_above_floor(needs: CloudRequirements, choice: Choice) -> bool:
     """Return whether the sum of n_z u_z, plus one for each on-demand node, is at least `floor_nodes`."""
     there = sum(count * pool.value.useful_share for pool, count in zip(choice.site.zones, choice.spot, strict=True))
-    return there + choice.on_demand >= ask.floor_nodes
+    return there + choice.on_demand >= needs.floor_nodes
 
 
 Part = tuple[int, int, int, int]
@@ -70,9 +72,9 @@ Part = tuple[int, int, int, int]
 
 
 class _Search:
-    def __init__(self, ask: CloudAsk, sites: Sequence[Site], caps: Caps) -> None:
-        self.ask, self.caps = ask, caps
-        self.sites = [_Columns(ask, site) for site in sites]
+    def __init__(self, needs: CloudRequirements, sites: Sequence[Site], caps: Caps) -> None:
+        self.needs, self.caps = needs, caps
+        self.sites = [_Columns(needs, site) for site in sites]
         self.best: tuple[int, int, int, int, tuple[int, ...]] | None = None
         self.choice: Choice
         self._least_ms: dict[tuple[int, float], list[int]] = {}
@@ -82,7 +84,7 @@ class _Search:
 
         The bound of a part takes every node to be as useful as the best node.
         """
-        most, spot_kinds = self.ask.max_rollout_nodes, self.ask.spot
+        most, spot_kinds = self.needs.max_rollout_nodes, self.needs.spot
         for number, here in enumerate(self.sites):
             steady = here.site.on_demand if spot_kinds is not Spot.ONLY else None
             more_paid, more_listed, steady_share = (
@@ -100,7 +102,7 @@ class _Search:
                     ms = with_steady[spot + on_demand] if on_demand else on_spot[spot]
                     bound = int((paid + on_demand * more_paid) * ms / HOUR_MS)
                     nodes = spot + on_demand
-                    wanted = nodes >= self.ask.min_rollout_nodes if just_nodes is None else nodes == just_nodes
+                    wanted = nodes >= self.needs.min_rollout_nodes if just_nodes is None else nodes == just_nodes
                     if wanted and self.caps.keep(listed + on_demand * more_listed, bound, ms):
                         yield bound, number, spot, on_demand
 
@@ -140,7 +142,7 @@ class _Search:
     def _consider(self, number: int, counts: Sequence[int], on_demand: int) -> None:
         here = self.sites[number]
         choice = Choice(site=here.site, spot=(*counts, *(0,) * (here.zones - len(counts))), on_demand=on_demand)
-        if not is_above_floor(self.ask, choice):
+        if not is_above_floor(self.needs, choice):
             return
         micro_usd, ms = cost(here.recipe, here.site.trainer.micro_usd_per_hour, *sums(choice))
         if not self.caps.keep(choice.listed_micro_usd_per_hour, micro_usd, ms):
@@ -157,12 +159,12 @@ class _Search:
         """
         cap = here.cap(spot)
         useful = -here.useless.least(zone, left, cap)
-        if (begun.there + useful) * SLACK < self.ask.floor_nodes:
+        if (begun.there + useful) * SLACK < self.needs.floor_nodes:
             return None
         micro_usd, ms = cost(
             here.recipe,
             here.site.trainer.micro_usd_per_hour,
-            (begun.gpus + useful * self.ask.rollout.gpus) * SLACK,
+            (begun.gpus + useful * self.needs.rollout.gpus) * SLACK,
             here.least_variance[spot] / SLACK,
             (begun.rate + here.rates.least(zone, left, cap)) / SLACK,
             begun.copies + (ceil(left / cap) if left else 0),
@@ -178,8 +180,8 @@ class _Search:
         key = (here.site.trainer.gpus, share)
         if key not in self._least_ms:
             self._least_ms[key] = [
-                cost(here.recipe, 0, nodes * self.ask.rollout.gpus * share * SLACK, 0.0, 0.0, 0)[1] - 1
-                for nodes in range(self.ask.max_rollout_nodes + 1)
+                cost(here.recipe, 0, nodes * self.needs.rollout.gpus * share * SLACK, 0.0, 0.0, 0)[1] - 1
+                for nodes in range(self.needs.max_rollout_nodes + 1)
             ]
         return self._least_ms[key]
 
@@ -200,10 +202,10 @@ class _Begun:
 class _Columns:
     """Figures of the spot zones of a site, a column for each figure, in the site's order."""
 
-    def __init__(self, ask: CloudAsk, site: Site) -> None:
+    def __init__(self, needs: CloudRequirements, site: Site) -> None:
         pools = site.zones
         self.site, self.zones = site, len(pools)
-        self.recipe = ask.recipe.on(site.trainer.gpus)
+        self.recipe = needs.recipe.on(site.trainer.gpus)
         self.rates = _Column([pool.value.micro_usd_per_hour for pool in pools])
         self.prices = _Column([float(pool.offer.micro_usd_per_hour) for pool in pools])
         self.useless = _Column([-pool.value.useful_share for pool in pools])
@@ -211,7 +213,7 @@ class _Columns:
         limits = [pool.on_demand_micro_usd_per_hour for pool in pools]
         same = list(zip(self.rates.each, self.prices.each, self.useless.each, limits, strict=True))
         self.is_like_before = [zone > 0 and same[zone] == same[zone - 1] for zone in range(self.zones)]
-        self._most_nodes = ask.max_rollout_nodes
+        self._most_nodes = needs.max_rollout_nodes
 
     def cap(self, spot: int) -> int:
         return most_in_one_zone(spot, self.zones)

@@ -26,7 +26,7 @@ class Provisioner(Protocol):
     def rearm(self, name: str, money_deadline_ms: int) -> None:
         """Send a node a later or earlier spend deadline than its NodeSpec had. A lost node is not an error."""
 
-    def door(self, name: str, port: int) -> tuple[str, int] | None:
+    def tunnel(self, name: str, port: int) -> tuple[str, int] | None:
         """Return the host and port at which this process reaches `port` of the node.
 
         None: not reachable now. Never waits.

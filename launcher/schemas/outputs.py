@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from typing_extensions import TypedDict
 
-from launcher.cleanup.reaping import Unasked
+from launcher.cleanup.reaping import UncheckedRegion
 from launcher.market.offers import Table
 from launcher.report.exploration import Exploration
 from launcher.report.values import Guard, Moment
@@ -321,7 +321,7 @@ class Cleanup(TypedDict):
     ended: list[str]
     left: list[str]
     """Resources that may still cost money, and steps that failed."""
-    unasked: list[Unasked]
+    unasked: list[UncheckedRegion]
     troubles: list[str]
     exit_code: int
 

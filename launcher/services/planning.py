@@ -12,11 +12,11 @@ from launcher.ledger.exposure import pool_histories
 from launcher.ledger.prices import capacity_advice, latest_prices
 from launcher.market.advice import STALE_MS, what_clouds_say
 from launcher.market.offers import current_catalog
-from launcher.placement.ask import market_view
 from launcher.placement.cloud_plan import CloudPlan
-from launcher.placement.from_job import cloud_ask
+from launcher.placement.from_job import cloud_requirements
 from launcher.placement.plan import PlacementError
 from launcher.placement.plan_cloud import plan_cloud
+from launcher.placement.requirements import market_view
 from launcher.services.on_offer import on_offer
 from launcher.services.own_prices import as_you_pay
 
@@ -36,7 +36,7 @@ def cloud_plan(sessions: sessionmaker[Session], job: Job, catalogs: Path, now_ms
     offers = as_you_pay(reached, job.price_overrides, job.discounts, now_ms)
     market = market_view(offers, histories.values(), now_ms=now_ms, priors=advice.priors, believed_odds=advice.odds)
     try:
-        return plan_cloud(cloud_ask(job), market)
+        return plan_cloud(cloud_requirements(job), market)
     except PlacementError as error:
         named = [f"{cloud} {region}" for cloud in job.clouds for region in job.network.regions(cloud)]
         if not named:

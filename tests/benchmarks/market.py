@@ -31,10 +31,10 @@ from launcher.ledger.store import open_ledger
 from launcher.market.instance_types import INSTANCE_TYPES
 from launcher.market.offers import Offer
 from launcher.market.prices import FeedRefused
-from launcher.placement.ask import CloudAsk, MarketView, NodeAsk
 from launcher.placement.plan_cloud import plan_cloud
 from launcher.placement.recipes import qwen_image_512
-from launcher.services.refresh import ask, build_sources, refresh
+from launcher.placement.requirements import CloudRequirements, MarketView, NodeRequirements
+from launcher.services.refresh import build_sources, needs, refresh
 from tests.benchmarks.page import load_now, publish, spread
 from tests.fakes.market import FakeMarket, Product, Tick, sku
 from tests.launcher.test_prices import FEED_REFUSALS, ROW_REFUSALS, believed, on_demand, raw
@@ -157,7 +157,7 @@ def asked_alone(environ: dict[str, str], times: int) -> dict[str, tuple[int, lis
         seconds = []
         for _ in range(times):
             begun = time.perf_counter()
-            (answer,) = ask([source], NOW_MS)
+            (answer,) = needs([source], NOW_MS)
             seconds.append(time.perf_counter() - begun)
         found[source.name] = (len(answer.points), seconds)
     return found
@@ -201,10 +201,10 @@ def offers() -> list[Offer]:
 
 def plan_ms(offered: Sequence[Offer], times: int) -> list[float]:
     """Milliseconds of one plan, for each of `times` plans. Asks as sky_yamls/qwen_image_ocr.yaml does."""
-    ask = CloudAsk(
+    needs = CloudRequirements(
         recipe=qwen_image_512(),
-        trainer=NodeAsk(accelerator="H100", gpus=4),
-        rollout=NodeAsk(accelerator="H100", gpus=8),
+        trainer=NodeRequirements(accelerator="H100", gpus=4),
+        rollout=NodeRequirements(accelerator="H100", gpus=8),
         max_rollout_nodes=PLAN_NODES,
         max_hourly_micro_usd=400_000_000,
         max_total_micro_usd=20_000_000_000,
@@ -212,7 +212,7 @@ def plan_ms(offered: Sequence[Offer], times: int) -> list[float]:
     took = []
     for _ in range(times):
         begun = time.perf_counter()
-        plan = plan_cloud(ask, MarketView(offers=tuple(offered)))
+        plan = plan_cloud(needs, MarketView(offers=tuple(offered)))
         took.append(1e3 * (time.perf_counter() - begun))
         assert plan.slots
     return took

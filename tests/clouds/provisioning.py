@@ -208,8 +208,8 @@ def life(world: World, folder: Path, cloud: str) -> dict:
     answer["machines"] = len([one for one in world.machines() if one.get("labels", {}).get("spotrl-node") == node])
     answer["spotted"] = world.on(node, ["bash", "-c", SEARCH], root=True, check=False)
     answer["door"] = drive.until(
-        lambda _: drive.provisioner.door(node, 7000) is not None, 60
-    ) and drive.provisioner.door(node, 7000)
+        lambda _: drive.provisioner.tunnel(node, 7000) is not None, 60
+    ) and drive.provisioner.tunnel(node, 7000)
     world.fault("down", cloud, seconds=15)
     answer["while_down"] = drive.until(lambda facts: facts[node].status is not NodeStatus.UP, 12)[node].status
     world.clear()
@@ -318,8 +318,8 @@ def private(world: World, folder: Path, cloud: str) -> dict:
     answer: dict = {"up": told(drive.up(node))}
     (bought,) = build_cloud_api(cloud).instances(drive.region, run=drive.run)
     answer |= {"address": bought.address, "public_address": bought.public_address}
-    drive.until(lambda _: drive.provisioner.door(node, 7000) is not None, 60)
-    answer["door"] = drive.provisioner.door(node, 7000)
+    drive.until(lambda _: drive.provisioner.tunnel(node, 7000) is not None, 60)
+    answer["door"] = drive.provisioner.tunnel(node, 7000)
     answer["proxy"] = json.loads((folder / "nodes" / node / "login.json").read_text())["proxy"] == proxy
     drive.provisioner.release([node])
     answer["released"] = told(drive.ended(node))

@@ -137,10 +137,10 @@ def machines(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Machine
 
 def is_healthy(machines) -> bool:
     """Ask the coordinator through the trainer's line: what it forwards is refused until the line is mended."""
-    door = machines.links["trainer"].door(machines.port)
-    if door is None:
+    tunnel = machines.links["trainer"].tunnel(machines.port)
+    if tunnel is None:
         return False
-    host, port = door
+    host, port = tunnel
     try:
         answer = httpx.get(f"http://{host}:{port}/health", headers=ALLOWED["controller"], trust_env=False, timeout=10)
     except httpx.TransportError:

@@ -24,7 +24,6 @@ from launcher.market.offers import Offer
 from launcher.market.quality import Quality
 from launcher.market.side_prices import side_micro_usd_per_hour
 from launcher.money import HOUR_MS
-from launcher.placement.ask import CloudAsk, MarketView, NodeAsk, Spot, market_view, pool_of_offer, sites_of
 from launcher.placement.cloud_plan import CloudPlan, cloud_plan_json
 from launcher.placement.forecast import Caps, Choice, cost, outlook, sums
 from launcher.placement.iteration_time import Recipe
@@ -32,6 +31,15 @@ from launcher.placement.plan import PlacementError, Plan, plan_json, sites_from,
 from launcher.placement.plan_cloud import plan_cloud
 from launcher.placement.policy import POLICIES, Situation, build_policy
 from launcher.placement.recipes import qwen_image_512 as shipped_recipe
+from launcher.placement.requirements import (
+    CloudRequirements,
+    MarketView,
+    NodeRequirements,
+    Spot,
+    market_view,
+    pool_of_offer,
+    sites_of,
+)
 from launcher.placement.search import cheapest_choice, is_above_floor, is_spread
 from launcher.placement.value import square_root_rule
 from tests.launcher.made_ledger import MINUTE_MS, START_MS, a_run, a_session
@@ -68,12 +76,12 @@ def qwen_image_512(**more: Any) -> Recipe:
     return replace(shipped_recipe(**more), trained_on_gpus=4)
 
 
-def an_ask(**more: Any) -> CloudAsk:
+def an_ask(**more: Any) -> CloudRequirements:
     return replace(
-        CloudAsk(
+        CloudRequirements(
             recipe=qwen_image_512(),
-            trainer=NodeAsk(accelerator="H100", gpus=4),
-            rollout=NodeAsk(accelerator="H100", gpus=1),
+            trainer=NodeRequirements(accelerator="H100", gpus=4),
+            rollout=NodeRequirements(accelerator="H100", gpus=1),
             max_rollout_nodes=8,
         ),
         **more,
@@ -152,8 +160,8 @@ def test_the_reference_recipe_pays_more_per_iteration_for_spot_and_says_what_tha
 def test_without_hazards_the_plan_prices_an_iteration_as_the_notes_do():
     """Papers 6.2: 8 spot GPUs at 69 % off beside 4 make an iteration cost x1.30."""
     market = steady(TRAINER, offer("a", 7 * 0.31), offer("b", 7 * 0.31))
-    ask = an_ask(recipe=replace(qwen_image_512(), copy_bytes=0), policy="spothedge")
-    plan = plan_cloud(ask, market)
+    needs = an_ask(recipe=replace(qwen_image_512(), copy_bytes=0), policy="spothedge")
+    plan = plan_cloud(needs, market)
     assert sum(where(plan).values()) == 8
     assert plan.spot_pays is not None
     assert plan.spot_pays.cost_ratio == pytest.approx(1.30, rel=0.01)
@@ -222,9 +230,9 @@ def test_a_zone_without_capacity_is_left_alone_for_a_while():
     history = PoolHistory(pool=pool, stock_outs_ms=(START_MS,))
     at_once = market_view(EAST, [history], now_ms=START_MS + MINUTE_MS)
     later = market_view(EAST, [history], now_ms=START_MS + 11 * MINUTE_MS)
-    ask = an_ask(max_rollout_nodes=1, recipe=ROLLING)
-    assert where(plan_cloud(ask, at_once)) == {"b": 1}
-    assert where(plan_cloud(ask, later))  # the refusal still counts against its odds
+    needs = an_ask(max_rollout_nodes=1, recipe=ROLLING)
+    assert where(plan_cloud(needs, at_once)) == {"b": 1}
+    assert where(plan_cloud(needs, later))  # the refusal still counts against its odds
     assert pool not in later.cooling
 
 
@@ -246,29 +254,29 @@ def test_a_larger_trainer_is_taken_and_said_where_no_smaller_one_is_sold():
 
 
 def test_a_trainer_with_one_gpu_is_preferred_and_the_plan_says_that_only_one_is_used():
-    ask = an_ask(recipe=shipped_recipe(), trainer=NodeAsk(accelerator="H100", gpus=1), trainer_gpus_named=8)
+    needs = an_ask(recipe=shipped_recipe(), trainer=NodeRequirements(accelerator="H100", gpus=1), trainer_gpus_named=8)
     one, eight = offer("", 7, gpus=1), offer("", 55, gpus=8)
-    plan = plan_cloud(ask, view(one, eight, *EAST[2:]))
+    plan = plan_cloud(needs, view(one, eight, *EAST[2:]))
     assert plan.slots[0].placement.gpus == 1
     assert any("the job names 8 x H100 for the trainer; the engine trains on 1" in note for note in plan.notes)
-    dear = plan_cloud(ask, view(eight, *EAST[2:]))
+    dear = plan_cloud(needs, view(eight, *EAST[2:]))
     assert any("has 8 GPUs: 7 are paid for idle" in note for note in dear.notes)
-    alone = plan_cloud(replace(ask, max_rollout_nodes=0), view(eight))
+    alone = plan_cloud(replace(needs, max_rollout_nodes=0), view(eight))
     assert alone.seconds_per_iteration == pytest.approx(4 * 360)  # known of four GPUs
 
 
 @pytest.mark.parametrize("infra", ["gcp/east/b", "gcp/*/b"])
 def test_infra_narrows_the_zones(infra):
-    plan = plan_cloud(an_ask(rollout=NodeAsk(accelerator="h100", gpus=1, infra=infra)), view(*EAST))
+    plan = plan_cloud(an_ask(rollout=NodeRequirements(accelerator="h100", gpus=1, infra=infra)), view(*EAST))
     assert set(where(plan)) == {"b"}
 
 
 def test_spot_never_only_and_auto():
-    ask = an_ask(floor_nodes=2)
-    never = plan_cloud(replace(ask, spot=Spot.NEVER), view(*EAST))
+    needs = an_ask(floor_nodes=2)
+    never = plan_cloud(replace(needs, spot=Spot.NEVER), view(*EAST))
     assert {slot.placement.market for slot in never.slots} == {Market.ON_DEMAND}
     assert [slot.name for slot in never.slots[1:]] == ["on-demand-0", "on-demand-1"]
-    only = plan_cloud(replace(ask, spot=Spot.ONLY), view(*EAST))
+    only = plan_cloud(replace(needs, spot=Spot.ONLY), view(*EAST))
     assert {slot.placement.market for slot in only.slots[1:]} == {Market.SPOT}
 
 
@@ -280,9 +288,9 @@ def test_below_the_floor_on_demand_nodes_fill_up():
 
 
 def test_a_deadline_buys_what_money_alone_would_not():
-    ask = an_ask(recipe=qwen_image_512(explores=False))
-    slow = plan_cloud(ask, view(*EAST))
-    fast = plan_cloud(replace(ask, deadline_ms=slow.time.expected * 9 // 10), view(*EAST))
+    needs = an_ask(recipe=qwen_image_512(explores=False))
+    slow = plan_cloud(needs, view(*EAST))
+    fast = plan_cloud(replace(needs, deadline_ms=slow.time.expected * 9 // 10), view(*EAST))
     assert where(fast)
     assert fast.cost.expected > slow.cost.expected
     assert fast.time.expected <= slow.time.expected * 9 // 10
@@ -293,20 +301,20 @@ def test_the_bound_counts_the_dearest_site_disks_stand_ins_and_what_stopping_tak
     dear = tuple(replace(each, region="west", micro_usd_per_hour=each.micro_usd_per_hour * 2) for each in EAST)
     side = side_micro_usd_per_hour("gcp", Market.ON_DEMAND)
     at_once = 3 * (2 * 28 * USD + 2 * 7 * USD + 2 * side)  # stand-in, successor and a node that is leaving
-    ask = an_ask(max_rollout_nodes=1, min_rollout_nodes=1)
-    total = plan_cloud(replace(ask, max_total_micro_usd=3_000 * USD), view(*EAST, *dear))
+    needs = an_ask(max_rollout_nodes=1, min_rollout_nodes=1)
+    total = plan_cloud(replace(needs, max_total_micro_usd=3_000 * USD), view(*EAST, *dear))
     assert bound_of_plan(total.as_plan(), total.deadline_ms) == 3_000 * USD + -(-at_once // 12)
-    until = plan_cloud(replace(ask, deadline_ms=100 * HOUR_MS), view(*EAST, *dear))
+    until = plan_cloud(replace(needs, deadline_ms=100 * HOUR_MS), view(*EAST, *dear))
     assert bound_of_plan(until.as_plan(), until.deadline_ms) == at_once * 100 + -(-at_once // 12)
-    assert bound_of_plan(plan_cloud(ask, view(*EAST)).as_plan()) is None
+    assert bound_of_plan(plan_cloud(needs, view(*EAST)).as_plan()) is None
 
 
 def test_an_hourly_limit_bounds_what_spot_nodes_cost_if_their_prices_rise_to_on_demand():
     """A spot node for $2 that costs $7 on demand: within $40/h of them, $140/h at most."""
     side = side_micro_usd_per_hour("gcp", Market.ON_DEMAND)
     limits = {"max_hourly_micro_usd": 60 * USD, "max_total_micro_usd": 9_000 * USD}
-    ask = an_ask(max_rollout_nodes=8, min_rollout_nodes=8, **limits)
-    plan = plan_cloud(ask, view(*EAST)).as_plan()
+    needs = an_ask(max_rollout_nodes=8, min_rollout_nodes=8, **limits)
+    plan = plan_cloud(needs, view(*EAST)).as_plan()
     at_once = min(3 * (28 * USD + 8 * 7 * USD + 9 * side), 60 * USD * (7 * USD + side) / (2 * USD))
     assert bound_of_plan(plan) == pytest.approx(9_000 * USD + at_once / 12, abs=2)
 
@@ -376,11 +384,11 @@ def test_a_script_gets_integers_of_money_and_time():
     ],
 )
 def test_limits_that_nothing_keeps_are_refused_with_what_would_do(limits, words):
-    ask = an_ask(**limits)
+    needs = an_ask(**limits)
     if "max_hourly_micro_usd" in limits:
-        ask = replace(ask, recipe=qwen_image_512(explores=False))
+        needs = replace(needs, recipe=qwen_image_512(explores=False))
     with pytest.raises(BudgetError) as caught:
-        plan_cloud(ask, view(*EAST))
+        plan_cloud(needs, view(*EAST))
     assert words in str(caught.value)
 
 
@@ -393,7 +401,7 @@ def test_the_remedy_of_a_refusal_is_enough():
 
 def test_a_gpu_that_nobody_sells_is_refused_with_where_was_looked():
     with pytest.raises(PlacementError, match=r"4 x B200 or more on demand \(looked in gcp east\)"):
-        plan_cloud(an_ask(trainer=NodeAsk(accelerator="B200", gpus=4)), view(*EAST))
+        plan_cloud(an_ask(trainer=NodeRequirements(accelerator="B200", gpus=4)), view(*EAST))
     with pytest.raises(PlacementError, match="spotrl catalog refresh"):
         plan_cloud(an_ask(clouds=("aws",)), view(*EAST))
 
@@ -406,50 +414,50 @@ def test_a_policy_that_does_not_exist_is_refused_with_those_that_do():
 # --- policies -----------------------------------------------------------------------------------------
 
 
-def chosen(name: str, ask: CloudAsk, *offers: Offer, **more: Any) -> Counter[str]:
-    sites, _ = sites_of(ask, view(*offers))
-    choice = build_policy(name).choose(Situation(ask=ask, sites=sites, **more))
+def chosen(name: str, needs: CloudRequirements, *offers: Offer, **more: Any) -> Counter[str]:
+    sites, _ = sites_of(needs, view(*offers))
+    choice = build_policy(name).choose(Situation(needs=needs, sites=sites, **more))
     assert choice is not None
     return Counter({f"{pool.offer.region} {pool.offer.zone}".strip(): count for pool, count in choice.pools})
 
 
 def test_each_policy_goes_where_it_would():
-    ask = an_ask(max_rollout_nodes=4)
-    assert chosen("all-on-demand", ask, *EAST) == {"east": 4}
-    assert chosen("cheapest-failover", ask, *EAST) == {"east a": 4}
-    assert chosen("skypilot-like", ask, *EAST) == {"east a": 4}
-    assert chosen("spothedge", ask, *EAST) == {"east a": 2, "east b": 1, "east c": 1}
+    needs = an_ask(max_rollout_nodes=4)
+    assert chosen("all-on-demand", needs, *EAST) == {"east": 4}
+    assert chosen("cheapest-failover", needs, *EAST) == {"east a": 4}
+    assert chosen("skypilot-like", needs, *EAST) == {"east a": 4}
+    assert chosen("spothedge", needs, *EAST) == {"east a": 2, "east b": 1, "east c": 1}
 
 
 def test_after_a_loss_each_policy_goes_elsewhere():
-    ask = an_ask(max_rollout_nodes=4)
+    needs = an_ask(max_rollout_nodes=4)
     west = tuple(replace(each, region="west", micro_usd_per_hour=each.micro_usd_per_hour + 1) for each in EAST)
     lost = (pool_of_offer(EAST[2]),)
     both = (*EAST, *west)
-    assert chosen("cheapest-failover", ask, *both, lost=lost) == {"west a": 4}
-    assert chosen("skypilot-like", ask, *both, lost=lost) == {"west a": 4}
-    assert chosen("spothedge", ask, *EAST, lost=lost) == {"east b": 2, "east c": 2}
-    assert "east a" not in chosen("ours", ask, *EAST, lost=lost)
+    assert chosen("cheapest-failover", needs, *both, lost=lost) == {"west a": 4}
+    assert chosen("skypilot-like", needs, *both, lost=lost) == {"west a": 4}
+    assert chosen("spothedge", needs, *EAST, lost=lost) == {"east b": 2, "east c": 2}
+    assert "east a" not in chosen("ours", needs, *EAST, lost=lost)
 
 
 def test_spothedge_bridges_on_demand_until_spot_is_there():
-    ask = an_ask(max_rollout_nodes=4)
-    assert chosen("spothedge", ask, *EAST, missing=4)["east"] == 3  # min(N, missing), N = 4 - 1
-    assert chosen("spothedge", ask, *EAST, missing=1)["east"] == 1
-    assert chosen("spothedge", ask, *EAST)["east"] == 0
+    needs = an_ask(max_rollout_nodes=4)
+    assert chosen("spothedge", needs, *EAST, missing=4)["east"] == 3  # min(N, missing), N = 4 - 1
+    assert chosen("spothedge", needs, *EAST, missing=1)["east"] == 1
+    assert chosen("spothedge", needs, *EAST)["east"] == 0
 
 
 def test_ours_bridges_on_demand_only_below_the_floor():
-    ask = an_ask(max_rollout_nodes=6, floor_nodes=2)
-    nodes = sum(chosen("ours", ask, *EAST).values())
-    assert chosen("ours", ask, *EAST, missing=nodes - 1)["east"] == 1
-    assert chosen("ours", replace(ask, floor_nodes=0), *EAST, missing=nodes)["east"] == 0
+    needs = an_ask(max_rollout_nodes=6, floor_nodes=2)
+    nodes = sum(chosen("ours", needs, *EAST).values())
+    assert chosen("ours", needs, *EAST, missing=nodes - 1)["east"] == 1
+    assert chosen("ours", replace(needs, floor_nodes=0), *EAST, missing=nodes)["east"] == 0
 
 
 def test_every_policy_keeps_the_caps():
-    ask = an_ask(max_hourly_micro_usd=34 * USD)
+    needs = an_ask(max_hourly_micro_usd=34 * USD)
     for name in POLICIES:
-        plan = plan_cloud(replace(ask, policy=name), view(*EAST))
+        plan = plan_cloud(replace(needs, policy=name), view(*EAST))
         assert plan.listed_micro_usd_per_hour <= 34 * USD, name
         assert plan.policy == name
 
@@ -465,7 +473,7 @@ def test_five_preemptions_change_the_estimate_and_the_plan_goes_to_another_zone(
         replace(offer("us-east-1a", 2.00, region="us-east-1"), instance_type="g6.xlarge"),
         replace(offer("us-east-1b", 2.02, region="us-east-1"), instance_type="g6.xlarge"),
     )
-    ask = an_ask(max_rollout_nodes=1, recipe=ROLLING)
+    needs = an_ask(max_rollout_nodes=1, recipe=ROLLING)
     pool, now_ms = pool_of_offer(offers[2]), START_MS + 12 * HOUR_MS
 
     with a_session() as session:
@@ -479,7 +487,7 @@ def test_five_preemptions_change_the_estimate_and_the_plan_goes_to_another_zone(
 
         def plan() -> CloudPlan:
             session.flush()
-            return plan_cloud(ask, market_view(offers, pool_histories(session, now_ms).values(), now_ms=now_ms))
+            return plan_cloud(needs, market_view(offers, pool_histories(session, now_ms).values(), now_ms=now_ms))
 
         before = plan()
         for name, node in made.nodes.items():
@@ -543,26 +551,26 @@ asks = st.builds(
 )
 
 
-def plan_or_none(ask: CloudAsk, market: MarketView) -> CloudPlan | None:
+def plan_or_none(needs: CloudRequirements, market: MarketView) -> CloudPlan | None:
     try:
-        return plan_cloud(ask, market)
+        return plan_cloud(needs, market)
     except BudgetError:
         return None
 
 
-def everything(ask: CloudAsk, market: MarketView, caps: Caps) -> int | None:
+def everything(needs: CloudRequirements, market: MarketView, caps: Caps) -> int | None:
     """The least cost over every number of nodes in every zone of every site, one by one."""
     best = None
-    for site in sites_of(ask, market)[0]:
-        recipe = ask.recipe.on(site.trainer.gpus)
-        most_spot = 0 if ask.spot is Spot.NEVER else ask.max_rollout_nodes
-        most_on_demand = 0 if ask.spot is Spot.ONLY or site.on_demand is None else ask.max_rollout_nodes
+    for site in sites_of(needs, market)[0]:
+        recipe = needs.recipe.on(site.trainer.gpus)
+        most_spot = 0 if needs.spot is Spot.NEVER else needs.max_rollout_nodes
+        most_on_demand = 0 if needs.spot is Spot.ONLY or site.on_demand is None else needs.max_rollout_nodes
         for spot in product(range(most_spot + 1), repeat=len(site.zones)):
-            if sum(spot) > ask.max_rollout_nodes:
+            if sum(spot) > needs.max_rollout_nodes:
                 continue
-            for on_demand in range(min(most_on_demand, ask.max_rollout_nodes - sum(spot)) + 1):
+            for on_demand in range(min(most_on_demand, needs.max_rollout_nodes - sum(spot)) + 1):
                 choice = Choice(site=site, spot=spot, on_demand=on_demand)
-                if choice.nodes < ask.min_rollout_nodes or not (is_spread(choice) and is_above_floor(ask, choice)):
+                if choice.nodes < needs.min_rollout_nodes or not (is_spread(choice) and is_above_floor(needs, choice)):
                     continue
                 micro_usd, ms = cost(recipe, site.trainer.micro_usd_per_hour, *sums(choice))
                 if caps.keep(choice.listed_micro_usd_per_hour, micro_usd, ms):
@@ -572,9 +580,9 @@ def everything(ask: CloudAsk, market: MarketView, caps: Caps) -> int | None:
 
 @settings(max_examples=60, deadline=None)
 @given(asks, markets(regions=1))
-def test_the_plan_is_the_best_of_all_that_keep_the_caps(ask, market):
-    plan = plan_or_none(ask, market)
-    assert (None if plan is None else plan.cost.expected) == everything(ask, market, Caps.of(ask))
+def test_the_plan_is_the_best_of_all_that_keep_the_caps(needs, market):
+    plan = plan_or_none(needs, market)
+    assert (None if plan is None else plan.cost.expected) == everything(needs, market, Caps.of(needs))
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -594,49 +602,49 @@ def test_in_four_zones_with_eight_nodes_it_is_the_best_too(seed):
         max_total_micro_usd=draw.choice([None, 800 * USD]),
         deadline_ms=draw.choice([None, 20 * HOUR_MS]),
     )
-    ask = an_ask(
+    needs = an_ask(
         recipe=draw.choice([ROLLING, qwen_image_512()]),
         max_hourly_micro_usd=caps.max_hourly_micro_usd,
         max_total_micro_usd=caps.max_total_micro_usd,
         deadline_ms=caps.deadline_ms,
     )
-    plan = plan_or_none(ask, market)
-    assert (None if plan is None else plan.cost.expected) == everything(ask, market, caps)
+    plan = plan_or_none(needs, market)
+    assert (None if plan is None else plan.cost.expected) == everything(needs, market, caps)
 
 
 @settings(max_examples=150, deadline=None)
 @given(asks, markets())
-def test_no_plan_exceeds_a_cap(ask, market):
-    plan = plan_or_none(ask, market)
+def test_no_plan_exceeds_a_cap(needs, market):
+    plan = plan_or_none(needs, market)
     assume(plan is not None)
-    if ask.max_hourly_micro_usd is not None:
-        assert plan.listed_micro_usd_per_hour <= ask.max_hourly_micro_usd
-    if ask.max_total_micro_usd is not None:
-        assert plan.cost.expected <= ask.max_total_micro_usd
-    if ask.deadline_ms is not None:
-        assert plan.time.expected <= ask.deadline_ms
+    if needs.max_hourly_micro_usd is not None:
+        assert plan.listed_micro_usd_per_hour <= needs.max_hourly_micro_usd
+    if needs.max_total_micro_usd is not None:
+        assert plan.cost.expected <= needs.max_total_micro_usd
+    if needs.deadline_ms is not None:
+        assert plan.time.expected <= needs.deadline_ms
     nodes = where(plan)
-    assert sum(nodes.values()) <= ask.max_rollout_nodes
+    assert sum(nodes.values()) <= needs.max_rollout_nodes
     assert plan.listed_micro_usd_per_hour <= plan.maximum_micro_usd_per_hour
     assert len({(slot.placement.cloud, slot.placement.region) for slot in plan.slots}) == 1
     markets_bought = {slot.placement.market for slot in plan.slots[1:]}
-    assert ask.spot is not Spot.NEVER or Market.SPOT not in markets_bought
-    assert ask.spot is not Spot.ONLY or Market.ON_DEMAND not in markets_bought
+    assert needs.spot is not Spot.NEVER or Market.SPOT not in markets_bought
+    assert needs.spot is not Spot.ONLY or Market.ON_DEMAND not in markets_bought
 
 
 @settings(max_examples=100, deadline=None)
 @given(asks, markets(), st.integers(0, 2_000), st.integers(0, 40), st.integers(0, 60))
-def test_more_money_or_time_never_makes_a_plan_worse(ask, market, dollars, an_hour, hours):
+def test_more_money_or_time_never_makes_a_plan_worse(needs, market, dollars, an_hour, hours):
     def raised(limit: int | None, by: int) -> int | None:
         return None if limit is None else limit + by
 
     richer = replace(
-        ask,
-        max_total_micro_usd=raised(ask.max_total_micro_usd, dollars * USD),
-        max_hourly_micro_usd=raised(ask.max_hourly_micro_usd, an_hour * USD),
-        deadline_ms=raised(ask.deadline_ms, hours * HOUR_MS),
+        needs,
+        max_total_micro_usd=raised(needs.max_total_micro_usd, dollars * USD),
+        max_hourly_micro_usd=raised(needs.max_hourly_micro_usd, an_hour * USD),
+        deadline_ms=raised(needs.deadline_ms, hours * HOUR_MS),
     )
-    poor, rich = plan_or_none(ask, market), plan_or_none(richer, market)
+    poor, rich = plan_or_none(needs, market), plan_or_none(richer, market)
     assume(poor is not None)
     assert rich is not None
     assert rich.cost.expected <= poor.cost.expected
@@ -644,9 +652,9 @@ def test_more_money_or_time_never_makes_a_plan_worse(ask, market, dollars, an_ho
 
 @settings(max_examples=150, deadline=None)
 @given(asks, markets(), st.data())
-def test_a_zone_that_gets_dearer_is_never_bought_more(ask, market, data):
+def test_a_zone_that_gets_dearer_is_never_bought_more(needs, market, data):
     """In node-hours, which is what a price is of. Not where the hourly limit binds: it buys fewer nodes for longer."""
-    ask = replace(ask, max_hourly_micro_usd=None)
+    needs = replace(needs, max_hourly_micro_usd=None)
     spot = [number for number, each in enumerate(market.offers) if each.market is Market.SPOT]
     number = data.draw(st.sampled_from(spot))
     old = market.offers[number]
@@ -658,13 +666,13 @@ def test_a_zone_that_gets_dearer_is_never_bought_more(ask, market, data):
             return 0.0
         return where(plan)[old.zone] * plan.time.expected / HOUR_MS
 
-    before, after = plan_or_none(ask, market), plan_or_none(ask, dearer)
+    before, after = plan_or_none(needs, market), plan_or_none(needs, dearer)
     assert node_hours(after) <= node_hours(before) + 0.001
 
 
 @settings(max_examples=60, deadline=None)
 @given(asks, markets(), st.randoms())
-def test_a_plan_is_a_pure_function_of_what_is_asked_and_offered(ask, market, shuffled):
+def test_a_plan_is_a_pure_function_of_what_is_asked_and_offered(needs, market, shuffled):
     more = (  # two that are not believed, two zones and two instance types at one price, a second trainer
         offer("y", 0.7, quality=Quality.TENTH_OF_ON_DEMAND),
         offer("z", 7.0, quality=Quality.SAME_AS_ON_DEMAND),
@@ -681,7 +689,7 @@ def test_a_plan_is_a_pure_function_of_what_is_asked_and_offered(ask, market, shu
         survival=dict(reversed(market.survival.items())),
         odds=dict(reversed(market.odds.items())),
     )
-    assert plan_or_none(ask, market) == plan_or_none(ask, mixed)
+    assert plan_or_none(needs, market) == plan_or_none(needs, mixed)
 
 
 def test_of_two_prices_for_the_same_thing_the_dearer_one_counts():
@@ -702,30 +710,30 @@ def two_clouds(seed: int = 1) -> MarketView:
 
 
 def test_two_clouds_200_offers_and_16_nodes_are_planned_in_a_moment():
-    market, ask = two_clouds(), an_ask(max_rollout_nodes=15)
+    market, needs = two_clouds(), an_ask(max_rollout_nodes=15)
     assert len(market.offers) == 200
 
     def seconds() -> float:
         begin = time.process_time()
-        plan_cloud(ask, market)
+        plan_cloud(needs, market)
         return time.process_time() - begin
 
     assert min(seconds() for _ in range(5)) < 0.1  # the benchmark holds 0.05; this is a shared machine
 
 
 def test_a_search_says_what_other_sites_would_cost_at_least():
-    ask, market = an_ask(), two_clouds(seed=2)
-    sites, _ = sites_of(ask, market)
-    found = cheapest_choice(ask, sites, Caps())
+    needs, market = an_ask(), two_clouds(seed=2)
+    sites, _ = sites_of(needs, market)
+    found = cheapest_choice(needs, sites, Caps())
     assert found is not None
     exact = []
     for site, at_least in zip(sites, found.at_least_micro_usd, strict=True):
-        alone = cheapest_choice(ask, (site,), Caps())
+        alone = cheapest_choice(needs, (site,), Caps())
         assert alone is not None
         assert at_least is not None
         assert found.micro_usd <= at_least <= alone.micro_usd
         exact.append(alone.micro_usd)
-    assert min(exact) == found.micro_usd == outlook(ask, found.choice).micro_usd
+    assert min(exact) == found.micro_usd == outlook(needs, found.choice).micro_usd
 
 
 def test_an_empty_history_leaves_the_prior():

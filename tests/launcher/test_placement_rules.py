@@ -13,7 +13,7 @@ from launcher.job.schema import Job
 from launcher.market.estimate import Basis, Estimate
 from launcher.market.hazard import POOLED, SHARE_AT_WORK, STEADY, Exposure, HazardCurve, Life, learn
 from launcher.money import HOUR_MS
-from launcher.placement.from_job import cloud_ask, recipe_of
+from launcher.placement.from_job import cloud_requirements, recipe_of
 from launcher.placement.iteration_time import (
     WhenSpotPays,
     candidates_per_prompt,
@@ -336,13 +336,13 @@ QWEN = {
 
 
 def test_a_job_file_says_what_is_asked_of_a_cloud():
-    ask = cloud_ask(Job(**QWEN))
+    ask = cloud_requirements(Job(**QWEN))
     assert (ask.trainer.gpus, ask.trainer.infra, ask.rollout.gpus, ask.max_rollout_nodes) == (1, "aws/us-east-2", 1, 12)
     assert ask.trainer_gpus_named == 4  # the engine trains on one
     assert (ask.max_total_micro_usd, ask.max_hourly_micro_usd) == (4_000 * USD, 150 * USD)
     assert ask.deadline_ms == 72 * HOUR_MS
     assert ask.clouds == ("aws", "gcp")
-    assert cloud_ask(Job(**QWEN | {"spot": "never"})).spot.value == "never"
+    assert cloud_requirements(Job(**QWEN | {"spot": "never"})).spot.value == "never"
 
 
 def test_a_recipe_is_scaled_to_the_jobs_batch():
@@ -359,13 +359,15 @@ def test_a_job_that_nobody_timed_is_planned_as_it_says_and_called_a_guess():
     job = Job(**QWEN | {"model": {"name": "digits-ocr"}})
     assert any("nobody has timed digits-ocr" in sentence for sentence in recipe_of(job).never_run)
     assert recipe_of(job).iterations.high == job.iterations
-    assert cloud_ask(job).min_rollout_nodes == 12
-    assert cloud_ask(Job(**QWEN)).min_rollout_nodes == 0
+    assert cloud_requirements(job).min_rollout_nodes == 12
+    assert cloud_requirements(Job(**QWEN)).min_rollout_nodes == 0
 
 
 def test_a_job_may_insist_on_rollout_nodes():
     rollout = QWEN["resources"]["rollout"] | {"min_nodes": 3}
-    assert cloud_ask(Job(**QWEN | {"resources": QWEN["resources"] | {"rollout": rollout}})).min_rollout_nodes == 3
+    assert (
+        cloud_requirements(Job(**QWEN | {"resources": QWEN["resources"] | {"rollout": rollout}})).min_rollout_nodes == 3
+    )
 
 
 def test_every_assumption_of_a_recipe_names_itself():

@@ -13,7 +13,7 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from launcher.cli.leftovers import NobodyKnown, NothingKnown
+from launcher.cli.leftovers import CredentialsRefused, NoCloudAnswered
 from launcher.cli.main import cli, run
 from launcher.cli.panic import panic
 from launcher.cli.reap import reap
@@ -161,10 +161,10 @@ def test_a_cloud_without_credentials_counts_only_where_something_is_expected(hom
 def test_nobody_known_anywhere_is_about_credentials_and_silence_is_not(home, run_command):
     a_ledger(home)
     result = run_command(reap, "--dry-run", clouds=[FakeCloud(who=None)])
-    assert isinstance(result.exception, NobodyKnown)
+    assert isinstance(result.exception, CredentialsRefused)
     assert result.exception.exit_code is ExitCode.CREDENTIALS
     result = run_command(reap, "--dry-run", clouds=[FakeCloud(silent={"caller"})])
-    assert isinstance(result.exception, NothingKnown)
+    assert isinstance(result.exception, NoCloudAnswered)
     assert result.exception.exit_code is ExitCode.TEARDOWN_INCOMPLETE
 
 
@@ -305,7 +305,7 @@ def test_panic_expects_something_where_a_run_was(home, run_command):
 def test_panic_stops_the_runs_even_when_no_cloud_lets_us_in(home, run_command):
     path = a_ledger(home, digits=("aws", "running"))
     result = run_command(panic, "-y", clouds=[FakeCloud(who=None)])
-    assert isinstance(result.exception, NobodyKnown)
+    assert isinstance(result.exception, CredentialsRefused)
     with open_ledger(path)() as session:
         status = current_status(session, find_run(session, "digits"))
     assert status is not None

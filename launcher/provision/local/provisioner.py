@@ -93,7 +93,7 @@ class LocalProvisioner:
         if node.folder.exists() and node.read("ended.json") is None:
             node.write("money.json", {"deadline_ms": money_deadline_ms})
 
-    def door(self, name: str, port: int) -> tuple[str, int] | None:
+    def tunnel(self, name: str, port: int) -> tuple[str, int] | None:
         """Return localhost: every node is this machine."""
         return "127.0.0.1", port
 

@@ -9,7 +9,7 @@ from functools import partial
 
 from launcher.decide.node_facts import NodeStatus
 from launcher.placement.placement import Placement
-from launcher.provision.sky.chores import Chores, NotYet
+from launcher.provision.sky.background_tasks import BackgroundTasks, NotYet
 from launcher.provision.sky.cloud_node import CloudNode
 from launcher.provision.sky.launches import Launches
 from launcher.provision.sky.node_link import Login
@@ -34,7 +34,7 @@ class BringUp:
     """The steps of a node between its launch and its login. `ask_set_up` reads the set-up's state from the VM."""
 
     around: Surroundings
-    chores: Chores
+    tasks: BackgroundTasks
     launches: Launches
     ask_set_up: Callable[[Login], SetUp]
 
@@ -59,9 +59,9 @@ class BringUp:
             evidence = f"it was not set up within {LAUNCH_SECONDS:.0f} s {node.setting_up.trouble}".rstrip()
             node.begin_end(EndingRecord(status=NodeStatus.GONE, evidence=evidence, ask_rules=True))
         elif outcome.failed is None:
-            self.chores.do(node.name, partial(self._log_in, node))
+            self.tasks.do(node.name, partial(self._log_in, node))
             if node.setting_up.login is not None:
-                self.chores.every(SET_UP_SECONDS, f"set-up {node.name}", partial(self._ask_sky_set_up, node))
+                self.tasks.every(SET_UP_SECONDS, f"set-up {node.name}", partial(self._ask_sky_set_up, node))
         elif outcome.failed is Failed.NO_CAPACITY:
             tried = _tried(node.files.want)
             node.begin_end(EndingRecord(status=NodeStatus.NO_CAPACITY, evidence=outcome.text, tried=tried))
@@ -69,7 +69,7 @@ class BringUp:
             node.begin_end(EndingRecord(status=NodeStatus.DENIED, evidence=outcome.text))
         elif outcome.failed is Failed.UNKNOWN and launch.tries < LAUNCH_TRIES:
             if waited_ms > min(LAUNCH_GAP_MS * 2 ** (launch.tries - 1), LONGEST_LAUNCH_GAP_MS):
-                self.chores.do(node.name, partial(self.launches.launch, node, tries=launch.tries + 1))
+                self.tasks.do(node.name, partial(self.launches.launch, node, tries=launch.tries + 1))
         else:
             evidence = f"its launch failed: {outcome.text}"
             node.begin_end(EndingRecord(status=NodeStatus.GONE, evidence=evidence, ask_rules=True))

@@ -7,7 +7,7 @@ from functools import partial
 
 from launcher.clouds.base import Instance, InstanceState
 from launcher.decide.node_facts import NodeStatus
-from launcher.provision.sky.chores import Chores
+from launcher.provision.sky.background_tasks import BackgroundTasks
 from launcher.provision.sky.cloud_node import CloudNode
 from launcher.provision.sky.inventory import LOOK_SECONDS, CloudInventory, newest_of
 from launcher.provision.sky.records import EndingRecord, LoginRecord, StoppingRecord
@@ -34,7 +34,7 @@ class CloudReports:
     """Compares each new inventory with the node's files, and begins the node's end if the cloud reports an end."""
 
     around: Surroundings
-    chores: Chores
+    tasks: BackgroundTasks
     inventory: CloudInventory
     regions: Regions
 
@@ -63,7 +63,7 @@ class CloudReports:
             last = instance or known
             if last is not None:
                 patient = node.sightings.missing * LOOK_SECONDS < STOPPED_SECONDS
-                self.chores.do(node.name, partial(self._learn_end, node, last, patient))
+                self.tasks.do(node.name, partial(self._learn_end, node, last, patient))
             elif node.sightings.missing > NEVER_SEEN_LOOKS:
                 evidence = "SkyPilot says that it is up, and its cloud lists no machine of it"
                 node.begin_end(EndingRecord(status=NodeStatus.GONE, evidence=evidence))
@@ -95,7 +95,7 @@ class CloudReports:
             if node.agent.link is not None:
                 node.agent.link.notice(deadline_ms)
         if now - node.sightings.stopping_since > STOPPED_SECONDS:
-            self.chores.do(node.name, partial(self._learn_end, node, instance, False))
+            self.tasks.do(node.name, partial(self._learn_end, node, instance, False))
 
     def _end_doubles(self, node: CloudNode, instances: Sequence[Instance]) -> None:
         """Terminate second VMs of the same name, left by SkyPilot's retries. The VM of SkyPilot's login stays."""
@@ -105,7 +105,7 @@ class CloudReports:
             extra = [one for one in alive if login.host not in (one.public_address, one.address)]
             if 0 < len(extra) < len(alive):
                 log.warning("%s has %s machines: the extra ones are ended", node.name, len(alive))
-                self.chores.do(f"double {node.name}", partial(self.around.clouds[extra[0].cloud].end, extra))
+                self.tasks.do(f"double {node.name}", partial(self.around.clouds[extra[0].cloud].end, extra))
 
     def _learn_end(self, node: CloudNode, instance: Instance, patient: bool) -> None:
         """Record the VM's end as the cloud reports. `patient`: SkyPilot may still report a better reason."""

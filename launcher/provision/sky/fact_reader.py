@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from launcher.decide.node_facts import NodeFact, NodeStatus
-from launcher.provision.sky.chores import Chores
+from launcher.provision.sky.background_tasks import BackgroundTasks
 from launcher.provision.sky.cloud_node import CloudNode
 from launcher.provision.sky.inventory import CloudInventory
 from launcher.provision.sky.phase import Phase, phase_of
@@ -17,7 +17,7 @@ class FactReader:
     """Reports nodes to the controller. Makes no call and changes no file."""
 
     around: Surroundings
-    chores: Chores
+    tasks: BackgroundTasks
     inventory: CloudInventory
     regions: Regions
 
@@ -34,7 +34,7 @@ class FactReader:
         status, evidence = NodeStatus.UP if is_up else NodeStatus.PENDING, ""
         if not node.agent.is_answering:
             observed = self.inventory.last_in(node.region)
-            unknown = (observed.trouble if observed is not None else "") or self.chores.troubles.get(node.name, "")
+            unknown = (observed.trouble if observed is not None else "") or self.tasks.troubles.get(node.name, "")
             if unknown:
                 status, evidence = NodeStatus.UNKNOWN, unknown
         if not evidence and not node.is_ready and (region := node.region) is not None:

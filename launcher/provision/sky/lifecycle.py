@@ -7,8 +7,8 @@ from typing import assert_never
 
 from launcher.clouds.base import Instance
 from launcher.decide.node_facts import NodeStatus
+from launcher.provision.sky.background_tasks import BackgroundTasks
 from launcher.provision.sky.bring_up import BringUp
-from launcher.provision.sky.chores import Chores
 from launcher.provision.sky.cloud_node import CloudNode
 from launcher.provision.sky.cloud_reports import CloudReports
 from launcher.provision.sky.launches import Launches
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 class Lifecycle:
     """Advances nodes. Never waits: blocking calls run in the pool, one at a time for each node."""
 
-    chores: Chores
+    tasks: BackgroundTasks
     launches: Launches
     bring_up: BringUp
     reports: CloudReports
@@ -33,22 +33,22 @@ class Lifecycle:
 
     def advance(self, node: CloudNode, this_pass: Pass) -> None:
         """Advance the node by one step, unless a task of the node is running."""
-        if self.chores.is_busy(node.name):
+        if self.tasks.is_busy(node.name):
             return  # a pool task is writing the node's files
         match phase_of(node):
             case Phase.UNFINISHED | Phase.CLEARED:
                 return
             case Phase.REQUESTED | Phase.LAUNCHED | Phase.SET_UP:
                 instance = self.reports.evaluate(node)
-                if not node.is_ending and not self.chores.is_busy(node.name):
+                if not node.is_ending and not self.tasks.is_busy(node.name):
                     self._mend(node)
                     self._go_on(node, instance, this_pass)
             case Phase.ENDING:
                 node.agent.close()
-                self.chores.do(node.name, partial(self.terminator.end, node))
+                self.tasks.do(node.name, partial(self.terminator.end, node))
             case Phase.ENDED:
                 node.agent.close()
-                self.chores.do(node.name, partial(self.terminator.clear, node))
+                self.tasks.do(node.name, partial(self.terminator.clear, node))
             case unknown:
                 assert_never(unknown)
 
@@ -56,7 +56,7 @@ class Lifecycle:
         """Do the work of the phase, which the repair of a file may have changed."""
         match phase_of(node):
             case Phase.REQUESTED:
-                self.chores.do(node.name, partial(self.launches.launch, node))
+                self.tasks.do(node.name, partial(self.launches.launch, node))
             case Phase.LAUNCHED:
                 self.bring_up.wait(node)
             case Phase.SET_UP:

@@ -20,7 +20,7 @@ from typing import Any
 from engine.clock import boot_ms
 from engine.node_spec import NodeSpec
 from launcher.provision.sky.mirror import NodeMirror
-from launcher.provision.sky.ssh_line import DOOR_SECONDS, BrokenLine, SshLine, does_answer
+from launcher.provision.sky.ssh_line import TUNNEL_SECONDS, BrokenLine, SshLine, does_answer
 
 AGAIN_SECONDS = 5.0
 """Seconds until an order is repeated that the node could not carry out (a full disk)."""
@@ -81,7 +81,7 @@ class NodeLink:
         self._closed = threading.Event()
         self._heard: float | None = None
         self._looked = time.monotonic()
-        self._open_door: tuple[str, int] | None = None
+        self._open_tunnel: tuple[str, int] | None = None
         self.trouble = ""
         """The reason for a missing connection, or the node's last error; empty if all is well."""
         self._thread = threading.Thread(target=self._work, name=f"link {mirror.name}", daemon=True)
@@ -112,10 +112,10 @@ class NodeLink:
                 self._notice_ms = deadline_ms
                 self._wants += 1
 
-    def door(self, port: int) -> tuple[str, int] | None:
+    def tunnel(self, port: int) -> tuple[str, int] | None:
         """Return the local end of a tunnel to `port` of the node's private address. None: no server answers now."""
         spec = self._spec
-        return self._open_door if spec is not None and spec.coordinator_port == port else None
+        return self._open_tunnel if spec is not None and spec.coordinator_port == port else None
 
     @property
     def heard_s(self) -> float | None:
@@ -146,7 +146,7 @@ class NodeLink:
             except (BrokenLine, OSError, ValueError) as error:
                 self.trouble = str(error)
             finally:
-                self._open_door = None
+                self._open_tunnel = None
                 if line is not None:
                     line.end()
                     gap = FIRST_GAP_SECONDS if line.heard is not None else gap
@@ -158,7 +158,7 @@ class NodeLink:
 
     def _carry(self, line: SshLine) -> None:
         """Serve a connection until its end."""
-        told, again, door_looked = -1, None, 0.0
+        told, again, tunnel_looked = -1, None, 0.0
         while not self._closed.is_set():
             for message in line.messages():
                 self._heard = line.heard
@@ -174,10 +174,15 @@ class NodeLink:
             if told != self._wants:
                 told = self._wants
                 line.send(*self._orders())
-            if line.heard is not None and line.tunnel and not self._open_door and now >= door_looked + DOOR_SECONDS:
-                door_looked = now
+            if (
+                line.heard is not None
+                and line.tunnel
+                and not self._open_tunnel
+                and now >= tunnel_looked + TUNNEL_SECONDS
+            ):
+                tunnel_looked = now
                 if does_answer(line.local_port):
-                    self._open_door = ("127.0.0.1", line.local_port)
+                    self._open_tunnel = ("127.0.0.1", line.local_port)
 
     def _orders(self) -> list[dict[str, Any]]:
         """Return all current orders, each time: the node ignores known orders."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from threading import Lock
 
 from launcher.clouds.base import InstanceState, RegionSetup
-from launcher.provision.sky.chores import NotYet
+from launcher.provision.sky.background_tasks import NotYet
 from launcher.provision.sky.inventory import CloudInventory
 from launcher.provision.sky.surroundings import Surroundings
 

@@ -34,8 +34,8 @@ from launcher.clouds.base import CloudApi
 from launcher.decide.node_facts import NodeFact
 from launcher.placement.placement import Placement
 from launcher.provision.local.provisioner import nodes_folder
+from launcher.provision.sky.background_tasks import BackgroundTasks
 from launcher.provision.sky.bring_up import BringUp
-from launcher.provision.sky.chores import Chores
 from launcher.provision.sky.cloud_node import Link
 from launcher.provision.sky.cloud_reports import CloudReports
 from launcher.provision.sky.fact_reader import FactReader
@@ -86,21 +86,21 @@ class SkyProvisioner:
             purchases=purchases, sky=sky, clouds=clouds, clock=clock, monotonic=monotonic, check_lease=check_lease
         )
         self._nodes = nodes = NodeBook(purchases.folder)
-        self._chores = chores = Chores(pool, monotonic)
+        self._tasks = tasks = BackgroundTasks(pool, monotonic)
         self._inventory = inventory = CloudInventory(around)
         self._regions = regions = Regions(around, inventory)
         self._launches = Launches(around, nodes, inventory, regions)
-        self._watch = AgentWatch(around, chores, nodes, inventory, regions, link)
+        self._watch = AgentWatch(around, tasks, nodes, inventory, regions, link)
         self._lifecycle = Lifecycle(
-            chores=chores,
+            tasks=tasks,
             launches=self._launches,
-            bring_up=BringUp(around, chores, self._launches, ask_set_up),
-            reports=CloudReports(around, chores, inventory, regions),
+            bring_up=BringUp(around, tasks, self._launches, ask_set_up),
+            reports=CloudReports(around, tasks, inventory, regions),
             watch=self._watch,
             terminator=Terminator(around, inventory, regions, self._launches),
         )
-        self._unknown = UnknownInstances(around, chores, nodes, inventory)
-        self._facts = FactReader(around, chores, inventory, regions)
+        self._unknown = UnknownInstances(around, tasks, nodes, inventory)
+        self._facts = FactReader(around, tasks, inventory, regions)
         self._last_observed: float | None = None
         nodes_folder(purchases.folder).mkdir(parents=True, exist_ok=True, mode=0o700)
 
@@ -153,10 +153,10 @@ class SkyProvisioner:
         if node.agent.link is not None:
             node.agent.link.rearm(money_deadline_ms - self._around.clock.now_ms())
 
-    def door(self, name: str, port: int) -> tuple[str, int] | None:
+    def tunnel(self, name: str, port: int) -> tuple[str, int] | None:
         """Return the local end of the tunnel to the node."""
         node = self._nodes.get(name)
-        return node.agent.link.door(port) if node is not None and node.agent.link is not None else None
+        return node.agent.link.tunnel(port) if node is not None and node.agent.link is not None else None
 
     def tidy(self) -> bool:
         """Remove the groups, networks and identities of the run, once no node is left."""
@@ -165,18 +165,18 @@ class SkyProvisioner:
             return False
         regions = self._regions.used(self._nodes.regions())
         for cloud, region in regions - self._regions.tidied:
-            self._chores.do(f"tidy {cloud}/{region}", partial(self._regions.tidy, cloud, region))
+            self._tasks.do(f"tidy {cloud}/{region}", partial(self._regions.tidy, cloud, region))
         return regions <= self._regions.tidied
 
     def close(self) -> None:
         """Drop tasks waiting for a thread of the pool, and close the connections to nodes."""
-        self._chores.close()
+        self._tasks.close()
         for node in self._nodes.all():
             node.agent.close()
 
     def troubles(self) -> Sequence[str]:
         """Return the current errors in words: clouds that do not answer, resources that cannot be removed."""
-        return [f"{what}: {text}" for what, text in sorted(self._chores.troubles.items())]
+        return [f"{what}: {text}" for what, text in sorted(self._tasks.troubles.items())]
 
     # --- one pass ----------------------------------------------------------------------------------
 
@@ -186,11 +186,11 @@ class SkyProvisioner:
         active = {site for node in nodes if (site := node.region) is not None}
         for cloud, region in {*active, *self._around.purchases.regions}:
             seconds = LOOK_SECONDS if (cloud, region) in active else SWEEP_SECONDS
-            self._chores.every(seconds, f"look {cloud}/{region}", partial(self._inventory.look_at, cloud, region))
+            self._tasks.every(seconds, f"look {cloud}/{region}", partial(self._inventory.look_at, cloud, region))
         for cloud, region in {site for node in nodes if node.files.has("login") and (site := node.region)}:
             # A process that continues the run may have another address.
             if (cloud, region) not in self._regions.prepared:
-                self._chores.do(f"place {cloud}/{region}", partial(self._regions.prepare, cloud, region))
+                self._tasks.do(f"place {cloud}/{region}", partial(self._regions.prepare, cloud, region))
         requests = self._launches.under_way()
         if requests:
-            self._chores.every(LOOK_SECONDS, "requests", partial(self._launches.poll, requests))
+            self._tasks.every(LOOK_SECONDS, "requests", partial(self._launches.poll, requests))

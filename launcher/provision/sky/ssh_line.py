@@ -15,7 +15,7 @@ SILENCE_SECONDS = 5.0
 """Seconds without a heartbeat after which the connection is ended and made anew."""
 CONNECT_SECONDS = 30.0
 """Seconds until the first heartbeat, which may take longer: ssh exchanges keys, and Python starts on a booting VM."""
-DOOR_SECONDS = 0.5
+TUNNEL_SECONDS = 0.5
 """Seconds between two probes of the tunnel's far end, and the longest time of a probe."""
 
 UNSENT_BYTES = 1 << 20
@@ -123,8 +123,8 @@ def does_answer(port: int) -> bool:
     ssh itself accepts every connection, and drops the connection if no server listens.
     """
     with contextlib.suppress(OSError):
-        with socket.create_connection(("127.0.0.1", port), timeout=DOOR_SECONDS) as connection:
-            connection.settimeout(DOOR_SECONDS)
+        with socket.create_connection(("127.0.0.1", port), timeout=TUNNEL_SECONDS) as connection:
+            connection.settimeout(TUNNEL_SECONDS)
             connection.sendall(b"HEAD / HTTP/1.0\r\n\r\n")
             return bool(connection.recv(1))
     return False

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from launcher.clouds.base import Instance, InstanceState
 from launcher.decide.node_facts import NodeStatus
 from launcher.exit_codes import Failure
-from launcher.provision.sky.chores import NotYet
+from launcher.provision.sky.background_tasks import NotYet
 from launcher.provision.sky.cloud_node import CloudNode
 from launcher.provision.sky.inventory import CloudInventory
 from launcher.provision.sky.launches import Launches

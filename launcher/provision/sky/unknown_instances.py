@@ -6,7 +6,7 @@ from functools import partial
 
 from launcher.clouds.base import Instance, InstanceState
 from launcher.decide.node_facts import NodeFact, NodeStatus
-from launcher.provision.sky.chores import Chores
+from launcher.provision.sky.background_tasks import BackgroundTasks
 from launcher.provision.sky.inventory import CloudInventory
 from launcher.provision.sky.node_book import NodeBook
 from launcher.provision.sky.surroundings import Surroundings
@@ -19,7 +19,7 @@ class UnknownInstances:
     """Reports VMs without a request, and terminates VMs that live on."""
 
     around: Surroundings
-    chores: Chores
+    tasks: BackgroundTasks
     nodes: NodeBook
     inventory: CloudInventory
 
@@ -35,7 +35,7 @@ class UnknownInstances:
                     evidence = f"{instance.cloud} {instance.id} in {instance.zone} bears the run's label"
                     facts.append(NodeFact(name=instance.name, status=NodeStatus.PENDING, evidence=evidence))
                 elif node.over is not None and observed.at is not None and observed.at > node.over_since:
-                    self.chores.do(f"end {instance.id}", partial(self._end_again, instance))
+                    self.tasks.do(f"end {instance.id}", partial(self._end_again, instance))
         return facts
 
     def _end_again(self, instance: Instance) -> None:

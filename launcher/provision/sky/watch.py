@@ -11,7 +11,7 @@ from pathlib import Path
 
 from launcher.clouds.base import Instance
 from launcher.decide.node_facts import NodeStatus
-from launcher.provision.sky.chores import Chores
+from launcher.provision.sky.background_tasks import BackgroundTasks
 from launcher.provision.sky.cloud_node import CloudNode, Link
 from launcher.provision.sky.inventory import CloudInventory
 from launcher.provision.sky.launches import autostop_minutes
@@ -64,7 +64,7 @@ class AgentWatch:
     """Keeps the connections to nodes, and watches the agents behind them."""
 
     around: Surroundings
-    chores: Chores
+    tasks: BackgroundTasks
     nodes: NodeBook
     inventory: CloudInventory
     regions: Regions
@@ -96,7 +96,7 @@ class AgentWatch:
             return
         self._doubt(node, instance, this_pass)
         if node.agent.deadline_ms is not None and node.agent.is_answering:
-            self.chores.every(REARM_SECONDS, f"rearm {node.name}", partial(self._rearm_sky, node))
+            self.tasks.every(REARM_SECONDS, f"rearm {node.name}", partial(self._rearm_sky, node))
 
     def _start_agent(self, node: CloudNode, login: LoginRecord, trainer: str | None) -> None:
         """Start the agent with the address of the current trainer."""
@@ -158,7 +158,7 @@ class AgentWatch:
         if node.agent.last_sent is None or site is None or node.files.has("ready") or waited < RULES_SECONDS:
             return False
         cloud, region = site
-        self.chores.every(RULES_SECONDS, f"rules {cloud}/{region}", partial(self.regions.look_up_rules, cloud, region))
+        self.tasks.every(RULES_SECONDS, f"rules {cloud}/{region}", partial(self.regions.look_up_rules, cloud, region))
         if waited < READY_SECONDS:
             return False
         evidence = f"its workers did not call in within {READY_SECONDS:.0f} s"

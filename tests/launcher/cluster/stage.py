@@ -114,7 +114,7 @@ class PaperCloud:
     def rearm(self, name: str, money_deadline_ms: int) -> None:
         pass
 
-    def door(self, name: str, port: int) -> tuple[str, int] | None:
+    def tunnel(self, name: str, port: int) -> tuple[str, int] | None:
         return None
 
     def tidy(self) -> bool:

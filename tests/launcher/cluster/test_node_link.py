@@ -389,7 +389,7 @@ def test_no_call_waits_for_a_machine_that_does_not_answer(node, tmp_path):
         link.run(node.spec())
         link.rearm(1)
         link.notice(1)
-        assert link.door(node.port) is None
+        assert link.tunnel(node.port) is None
         link.close()
         assert time.monotonic() - began < 0.5
 
@@ -430,8 +430,8 @@ def test_names_that_a_node_must_not_write_are_not_written(tmp_path):
 # --- the door -------------------------------------------------------------------------------------
 
 
-def ask(door: tuple[str, int], path: str) -> int:
-    with socket.create_connection(door, timeout=5) as connection:
+def ask(tunnel: tuple[str, int], path: str) -> int:
+    with socket.create_connection(tunnel, timeout=5) as connection:
         connection.sendall(f"GET {path} HTTP/1.0\r\n\r\n".encode())
         return int(connection.recv(64).split()[1])
 
@@ -450,17 +450,17 @@ def test_the_door_leads_to_the_coordinator_once_it_answers(node):
     link.run(spec)
     wait_until(lambda: node.here("agent.json"))
     time.sleep(1.0)
-    assert link.door(spec.coordinator_port) is None  # ssh takes connections, and nobody is behind it
+    assert link.tunnel(spec.coordinator_port) is None  # ssh takes connections, and nobody is behind it
     server = HTTPServer(("127.0.0.9", spec.coordinator_port), Coordinator)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
-        wait_until(lambda: link.door(spec.coordinator_port))
-        assert ask(link.door(spec.coordinator_port), "/") == 204
-        assert link.door(spec.coordinator_port + 1) is None
-        first = link.door(spec.coordinator_port)
+        wait_until(lambda: link.tunnel(spec.coordinator_port))
+        assert ask(link.tunnel(spec.coordinator_port), "/") == 204
+        assert link.tunnel(spec.coordinator_port + 1) is None
+        first = link.tunnel(spec.coordinator_port)
         os.kill(ssh_of(node), signal.SIGKILL)
-        wait_until(lambda: link.door(spec.coordinator_port) not in (first, None))
-        assert ask(link.door(spec.coordinator_port), "/") == 204
+        wait_until(lambda: link.tunnel(spec.coordinator_port) not in (first, None))
+        assert ask(link.tunnel(spec.coordinator_port), "/") == 204
     finally:
         server.shutdown()
         server.server_close()
@@ -470,7 +470,7 @@ def test_a_spot_node_has_no_door(node):
     link = node.link()
     link.run(node.spec(role="rollout"))
     wait_until(lambda: node.here("ready.json"))
-    assert link.door(node.port) is None
+    assert link.tunnel(node.port) is None
 
 
 # --- the other end --------------------------------------------------------------------------------

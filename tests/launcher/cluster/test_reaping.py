@@ -85,7 +85,7 @@ def test_a_region_that_cannot_be_asked_is_named_and_the_others_are_looked_at():
     cloud = FakeCloud(silent={"us-east-1"}).add(instance("i-1"), instance("i-2", region="us-west-2"))
     found = found_on(cloud)
     assert [one.id for one in found.instances] == ["i-2"]
-    assert [(one.place, one.silent) for one in found.unasked] == [("aws/us-east-1", True)]
+    assert [(one.place, one.silent) for one in found.unchecked] == [("aws/us-east-1", True)]
 
 
 def test_a_cloud_without_credentials_is_told_apart_from_one_that_is_silent():
@@ -141,8 +141,8 @@ def test_without_a_live_run_what_all_runs_share_goes_too():
 
 def test_a_silent_region_is_not_lost_by_choosing():
     goes, stays = split(found_on(FakeCloud(silent={"us-west-2"})), set())
-    assert [one.place for one in only_of(goes, ()).unasked] == ["aws/us-west-2"]
-    assert stays.unasked == ()
+    assert [one.place for one in only_of(goes, ()).unchecked] == ["aws/us-west-2"]
+    assert stays.unchecked == ()
 
 
 def offer(zone: str, micro_usd: int, **more) -> Offer:
@@ -225,7 +225,9 @@ def test_a_region_that_breaks_the_client_does_not_keep_the_others_alive(monkeypa
     monkeypatch.setattr(cloud, "resources", breaks)
     cleared = clear(cloud, timeout_s=40)
     assert cloud.alive == ["i-2"]
-    assert [(one.place, one.why) for one in cleared.left.unasked] == [("aws/us-west-2", "ValueError: <html> is no XML")]
+    assert [(one.place, one.why) for one in cleared.left.unchecked] == [
+        ("aws/us-west-2", "ValueError: <html> is no XML")
+    ]
 
 
 def test_a_region_that_stays_silent_counts_as_left_and_keeps_the_identity_that_its_machines_need():
@@ -234,7 +236,7 @@ def test_a_region_that_stays_silent_counts_as_left_and_keeps_the_identity_that_i
     )
     cleared = clear(cloud, timeout_s=40)
     assert not cleared.is_complete
-    assert [one.place for one in cleared.left.unasked] == ["aws/us-west-2"]
+    assert [one.place for one in cleared.left.unchecked] == ["aws/us-west-2"]
     assert "i-1" not in cloud.alive
     assert "remove spotrl-digits" not in cloud.orders
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from engine.events import EngineFinished, Market
-from launcher.decide.actions import Ask, Buy, Enter, Release, TellStop
+from launcher.decide.actions import Buy, Enter, Release, RepeatRequest, StopEngine
 from launcher.decide.budget_guard import Limits, worst_case
 from launcher.decide.current_prices import Price, PriceNow
 from launcher.decide.facts import FAILING, Facts, NodeRecord, Stage, Wanted
@@ -66,7 +66,7 @@ def test_nothing_is_missing_nothing_is_done():
 
 
 def test_an_intent_without_a_request_is_asked_for_again():
-    assert decide(facts(up("trainer"), node("spot-0")), wanted()) == [Ask(node="demo-spot-0-g0")]
+    assert decide(facts(up("trainer"), node("spot-0")), wanted()) == [RepeatRequest(node="demo-spot-0-g0")]
 
 
 def test_a_notice_brings_the_successor_at_once():
@@ -243,7 +243,7 @@ def test_the_deadline_ends_the_run():
 @pytest.mark.parametrize("stage", [Stage.STOPPING, Stage.DRAINING])
 def test_a_stop_is_told_then_carried_out_then_final(stage):
     stopping = facts(up("trainer"), up("spot-0"), stage=stage, reason="budget")
-    assert decide(stopping, wanted()) == [TellStop(reason="budget")]
+    assert decide(stopping, wanted()) == [StopEngine(reason="budget")]
     assert decide(replace(stopping, now_ms=NOW + 4000), wanted()) == [
         Release(nodes=("demo-trainer-g0", "demo-spot-0-g0"))
     ]

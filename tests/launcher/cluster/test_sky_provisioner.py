@@ -268,7 +268,7 @@ class FakeLink:
     def notice(self, deadline_ms):
         self.notices.append(deadline_ms)
 
-    def door(self, port):
+    def tunnel(self, port):
         return ("127.0.0.1", port + 1)
 
     def close(self):
@@ -471,8 +471,8 @@ def test_an_agent_is_told_where_the_newest_trainer_is(stage):
 def test_the_trainer_listens_on_its_own_private_address(stage):
     stage.bring_up(TRAINER)
     assert stage.links[TRAINER].specs[0].coordinator_host == "10.0.0.1"
-    assert stage.provisioner.door(TRAINER, 7000) == ("127.0.0.1", 7001)
-    assert stage.provisioner.door(NODE, 7000) is None
+    assert stage.provisioner.tunnel(TRAINER, 7000) == ("127.0.0.1", 7001)
+    assert stage.provisioner.tunnel(NODE, 7000) is None
 
 
 # --- refusals -------------------------------------------------------------------------------------------

@@ -48,7 +48,7 @@ class Spot(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class NodeAsk:
+class NodeRequirements:
     """Requirements of the nodes of one role."""
 
     accelerator: str
@@ -73,13 +73,13 @@ class NodeAsk:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CloudAsk:
+class CloudRequirements:
     """Needs of a job on the clouds, and its limits."""
 
     recipe: Recipe
-    trainer: NodeAsk
+    trainer: NodeRequirements
     """A single on-demand node with at least this many GPUs; the fewer, the better."""
-    rollout: NodeAsk
+    rollout: NodeRequirements
     """Nodes with exactly this many GPUs."""
     max_rollout_nodes: int
     clouds: tuple[str, ...] = ("aws", "gcp")
@@ -184,11 +184,11 @@ class Site:
         return f"{self.trainer.cloud} {self.trainer.region}"
 
 
-def sites_of(ask: CloudAsk, market: MarketView) -> tuple[tuple[Site, ...], tuple[LeftOut, ...]]:
+def sites_of(needs: CloudRequirements, market: MarketView) -> tuple[tuple[Site, ...], tuple[LeftOut, ...]]:
     """Return every site that the ask allows, by name; and the regions without a site, with the reason."""
     by_region: dict[tuple[str, str], list[Offer]] = {}
     for offer in _each_once(market.offers):
-        if offer.cloud in ask.clouds:
+        if offer.cloud in needs.clouds:
             by_region.setdefault((offer.cloud, offer.region), []).append(offer)
     sites, left_out = [], []
     for (cloud, region), offers in sorted(by_region.items()):
@@ -196,8 +196,8 @@ def sites_of(ask: CloudAsk, market: MarketView) -> tuple[tuple[Site, ...], tuple
             offer
             for offer in offers
             if offer.market is Market.ON_DEMAND
-            and ask.trainer.fits(offer)
-            and offer.gpus >= ask.trainer.gpus
+            and needs.trainer.fits(offer)
+            and offer.gpus >= needs.trainer.gpus
             and offer.quality in USABLE
         ]
         # Take the requested number of GPUs, or the smallest larger number offered: no trainer with more GPUs was ever
@@ -205,11 +205,11 @@ def sites_of(ask: CloudAsk, market: MarketView) -> tuple[tuple[Site, ...], tuple
         fewest = min((offer.gpus for offer in offered), default=0)
         trainers = [offer for offer in offered if offer.gpus == fewest and pool_of_offer(offer) not in market.cooling]
         if not trainers:
-            wanted = f"no trainer with {ask.trainer} on demand"
+            wanted = f"no trainer with {needs.trainer} on demand"
             why = f"{wanted} was to be had a moment ago" if offered else f"{wanted} is offered there"
             left_out.append(LeftOut(what=f"{cloud} {region}", why=why))
             continue
-        zones, on_demand, refused = _rollout_nodes(ask, market, offers)
+        zones, on_demand, refused = _rollout_nodes(needs, market, offers)
         sites += [Site(trainer=trainer, zones=zones, on_demand=on_demand, left_out=refused) for trainer in trainers]
     return tuple(sites), tuple(left_out)
 
@@ -218,7 +218,7 @@ def pool_of_offer(offer: Offer) -> Pool:
     return Pool(cloud=offer.cloud, region=offer.region, zone=offer.zone, instance_type=offer.instance_type)
 
 
-def priced(ask: CloudAsk, market: MarketView, offer: Offer, on_demand_micro_usd_per_hour: int) -> PricedPool:
+def priced(needs: CloudRequirements, market: MarketView, offer: Offer, on_demand_micro_usd_per_hour: int) -> PricedPool:
     """Return an offer with the estimates for its pool."""
     pool, is_spot = pool_of_offer(offer), offer.market is Market.SPOT
     survival = (market.survival.get(pool) or learn(market.prior, Exposure())) if is_spot else None
@@ -229,8 +229,8 @@ def priced(ask: CloudAsk, market: MarketView, offer: Offer, on_demand_micro_usd_
         hazards=survival.mean if survival else STEADY,
         launch_odds=odds.mean,
         cold_start_hours=cold.mean / HOUR_MS,
-        horizon_hours=ask.horizon_ms / HOUR_MS,
-        lost_work_hours=ask.lost_work_ms / HOUR_MS,
+        horizon_hours=needs.horizon_ms / HOUR_MS,
+        lost_work_hours=needs.lost_work_ms / HOUR_MS,
         first_hour_free=is_first_hour_free(offer.cloud, offer.market),
         outage_hours=outage_hours(SHARE_AT_WORK.mean) if is_spot else 0.0,
     )
@@ -248,13 +248,13 @@ def priced(ask: CloudAsk, market: MarketView, offer: Offer, on_demand_micro_usd_
 
 
 def _rollout_nodes(
-    ask: CloudAsk, market: MarketView, offers: Sequence[Offer]
+    needs: CloudRequirements, market: MarketView, offers: Sequence[Offer]
 ) -> tuple[tuple[PricedPool, ...], PricedPool | None, tuple[LeftOut, ...]]:
     """Return the spot pool of each zone, the on-demand pool, and the offers left out."""
-    fitting = [offer for offer in offers if ask.rollout.fits(offer) and offer.gpus == ask.rollout.gpus]
+    fitting = [offer for offer in offers if needs.rollout.fits(offer) and offer.gpus == needs.rollout.gpus]
     steady = [offer for offer in fitting if offer.market is Market.ON_DEMAND and offer.quality in USABLE]
     on_demand = {offer.instance_type: offer.micro_usd_per_hour for offer in steady}
-    otherwise = _worst_case(ask.rollout, offers)
+    otherwise = _worst_case(needs.rollout, offers)
     zones: dict[str, PricedPool] = {}
     spot, left_out = [], []
     for offer in fitting:
@@ -263,18 +263,18 @@ def _rollout_nodes(
             if why := _refusal(market, offer, worst_case):
                 left_out.append(LeftOut(what=_place(offer), why=why))
             elif worst_case is not None:
-                spot.append(priced(ask, market, offer, worst_case))
+                spot.append(priced(needs, market, offer, worst_case))
     for pool in sorted(spot, key=_index):
         kept = zones.setdefault(pool.offer.zone, pool)
         if kept is not pool:
             why = f"{kept.offer.instance_type} is cheaper there per useful hour"
             left_out.append(LeftOut(what=_place(pool.offer), why=why))
-    always = [priced(ask, market, offer, offer.micro_usd_per_hour) for offer in steady]
+    always = [priced(needs, market, offer, offer.micro_usd_per_hour) for offer in steady]
     cheapest_first = sorted(zones.values(), key=lambda pool: (pool.value.micro_usd_per_hour, pool.offer.zone))
     return tuple(cheapest_first), min(always, key=_index, default=None), tuple(left_out)
 
 
-def _worst_case(rollout: NodeAsk, offers: Iterable[Offer]) -> int | None:
+def _worst_case(rollout: NodeRequirements, offers: Iterable[Offer]) -> int | None:
     """Return the worst-case price of a node type without an on-demand offer of its own.
 
     The worst case is the node's share of the dearest on-demand instance with the same GPU. An unknown price counts as

@@ -27,7 +27,7 @@ class NotYet(Failure):
 
 
 @dataclass(slots=True)
-class Chores:
+class BackgroundTasks:
     """Background tasks of a thread that never waits. `pool` has threads of its own."""
 
     pool: Executor
