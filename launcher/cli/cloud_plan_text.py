@@ -60,7 +60,7 @@ def _nodes(plan: CloudPlan) -> Iterator[str]:
     for pool in plan.pools:
         if pool.reclaimed_in_first_hour is not None:
             yield (
-                f"  {pool.zone}: taken back in the first hour {_share(pool.reclaimed_in_first_hour)}; comes when asked "
+                f"  {pool.zone}: preempted in the first hour {_share(pool.reclaimed_in_first_hour)}; comes when asked "
                 f"for {_share(pool.launch_odds)}; at work {_share(pool.useful_share)} of the time"
             )
 

@@ -125,4 +125,4 @@ def plan_dict(plan: Plan) -> dict[str, Any]:
 
 def clock_text(factor: float) -> str:
     here = duration(round(3_600_000 / factor))
-    return f"The clock runs x{factor:g}: an hour of prices and reclaims passes in {here}."
+    return f"The clock runs x{factor:g}: an hour of prices and preemptions passes in {here}."

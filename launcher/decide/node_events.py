@@ -37,7 +37,7 @@ def _news_of(node: NodeRecord, fact: NodeFact | None, now_ms: int) -> Iterator[N
         yield Note(node=node.name, kind="ready", at_ms=_believed_ms(node, fact.ready_ms, now_ms))
     if fact.notice_deadline_ms is not None and "notice" not in node.happened:
         seconds = max(0, fact.notice_deadline_ms - now_ms) // 1000
-        yield Note(node=node.name, kind="notice", at_ms=now_ms, evidence=f"taken back in {seconds} s (run's clock)")
+        yield Note(node=node.name, kind="notice", at_ms=now_ms, evidence=f"preempted in {seconds} s (run's clock)")
     end = {NodeStatus.GONE: "gone", NodeStatus.DENIED: "denied", NodeStatus.NO_CAPACITY: "no_capacity"}.get(fact.status)
     if end is not None:
         kind = "released" if end == "gone" and "releasing" in node.happened and not fact.reclaimed else end

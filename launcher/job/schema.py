@@ -16,7 +16,7 @@ from pydantic import model_validator as model_check
 
 from engine.config import DRIFT, EngineConfig
 from launcher.job.company import Identity, Named, Network, named_in
-from launcher.job.sections import AllRuns, Budget, Discount, PriceOverride, ReclaimConfig, Recovery, Resources
+from launcher.job.sections import AllRuns, Budget, Discount, PreemptionConfig, PriceOverride, Recovery, Resources
 from launcher.job.values import Cidr, Infra, RunName, VariableNames
 from launcher.market.offers import CLOUDS
 
@@ -87,7 +87,7 @@ class Job(EngineConfig):
     """Failover settings of a run on real clouds."""
     secrets: VariableNames = ()
     """Names of environment variables that nodes get. The values are never stored."""
-    reclaims: ReclaimConfig = ReclaimConfig()
+    reclaims: PreemptionConfig = PreemptionConfig()
     """Simulated preemptions of spot nodes on the local infra."""
 
     @field_validator("store", mode="before")

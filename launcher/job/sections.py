@@ -128,7 +128,7 @@ class Budget(Strict):
     """Maximum duration of the run, on the run's own clock."""
 
 
-class ReclaimConfig(Strict):
+class PreemptionConfig(Strict):
     """Preemptions of spot nodes on the local infra (launcher/provision/local/preemptions.py)."""
 
     trace: Literal["bamboo-p3", "none"] = "bamboo-p3"

@@ -26,7 +26,7 @@ BUCKET_HOURS = (*((end - start) / HOUR_MS for start, end in pairwise(BUCKET_STAR
 POOLED_HAZARDS = (1.27, 1.09, 0.76, 0.42, 0.21, 0.15, 0.11, 0.06)
 """Preemptions per node-hour by age, pooled over nine AWS V100 zones, 2022-23 (research notes cost 3)."""
 
-PRIOR_RECLAIMS = 1.0
+PRIOR_PREEMPTIONS = 1.0
 """Weight of the prior of a bucket, in preemptions. Nodes of the nine zones lived .7 to 10.5 h on average. The spread
 is about as wide as the spread of an exponential distribution, which is a Gamma of shape 1."""
 
@@ -121,11 +121,11 @@ class HazardCurve:
 
     def survives(self, hours: float) -> float:
         """Return S(a) = exp(-integral of h from 0 to a): the share of nodes alive at this age."""
-        return exp(-self.expected_reclaims(hours))
+        return exp(-self.expected_preemptions(hours))
 
-    def expected_reclaims(self, hours: float) -> float:
+    def expected_preemptions(self, hours: float) -> float:
         """Return the integral of h from 0 to `hours`."""
-        return _expected_reclaims(self.per_hour, hours)
+        return _expected_preemptions(self.per_hour, hours)
 
     def taken_within(self, hours: float) -> float:
         """Return P(L < hours)."""
@@ -140,7 +140,7 @@ class HazardCurve:
 
 
 @lru_cache(maxsize=4096)
-def _expected_reclaims(per_hour: tuple[float, ...], hours: float) -> float:
+def _expected_preemptions(per_hour: tuple[float, ...], hours: float) -> float:
     return sum(hazard * part for hazard, part in zip(per_hour, _parts(hours), strict=True) if part)
 
 
@@ -183,7 +183,7 @@ class HazardPrior:
 
 
 POOLED = HazardPrior(
-    curve=HazardCurve(per_hour=POOLED_HAZARDS), reclaims=PRIOR_RECLAIMS, basis=Basis.PRIOR, source=NOTES
+    curve=HazardCurve(per_hour=POOLED_HAZARDS), reclaims=PRIOR_PREEMPTIONS, basis=Basis.PRIOR, source=NOTES
 )
 
 
@@ -202,7 +202,7 @@ def prior_of_uptime(prior: HazardPrior, uptime_hours: float, source: str) -> Haz
     The estimate is the time that *most* VMs are expected to run, read here as the median. The factor m with S(uptime) =
     1/2 is m = ln 2 / (integral of h to the uptime). 1 h under a prior of .97 preemptions until then: m = .71.
     """
-    return _said(prior, log(2) / prior.curve.expected_reclaims(uptime_hours), source)
+    return _said(prior, log(2) / prior.curve.expected_preemptions(uptime_hours), source)
 
 
 def prior_of_preemption_rate(prior: HazardPrior, rate: float, mean_run_hours: float, source: str) -> HazardPrior:
@@ -212,7 +212,7 @@ def prior_of_preemption_rate(prior: HazardPrior, rate: float, mean_run_hours: fl
     -ln(1 - rate) / (integral of h to r). Half of the VMs within 1 h: m = .71 as above. A rate of 0 counts as .001.
     """
     taken = min(0.999, max(0.001, rate))
-    return _said(prior, -log(1 - taken) / prior.curve.expected_reclaims(mean_run_hours), source)
+    return _said(prior, -log(1 - taken) / prior.curve.expected_preemptions(mean_run_hours), source)
 
 
 def _said(prior: HazardPrior, factor: float, source: str) -> HazardPrior:
@@ -263,7 +263,7 @@ class Survival:
         The expected number of preemptions is a sum of Gammas. The interval comes from a single Gamma of the same mean
         and variance.
         """
-        mean = self.mean.expected_reclaims(hours)
+        mean = self.mean.expected_preemptions(hours)
         parts = zip(self.shapes, self.hours, _parts(hours), strict=True)
         variance = sum(shape * (part / watched) ** 2 for shape, watched, part in parts)
         shape = mean**2 / variance

@@ -17,8 +17,8 @@ def basis_of(needs: CloudRequirements, choice: Choice) -> str:
         f"saves {recipe.gain_exponent.basis.value}"
     )
     if pools:
-        watched = f"{reclaims} reclaims in {seen / HOUR_MS:.1f} node-hours of our own" if seen else "none of our own"
-        text += f"; reclaims: {watched}, beside {Basis.PRIOR.value} figures"
+        watched = f"{reclaims} preemptions in {seen / HOUR_MS:.1f} node-hours of our own" if seen else "none of our own"
+        text += f"; preemptions: {watched}, beside {Basis.PRIOR.value} figures"
     return f"{text}. The interval has every one of them at its good, or its bad, end at once"
 
 

@@ -68,7 +68,7 @@ def qwen_image_512(
         never_run=(
             "spotrl has never trained Qwen-Image: its seconds are another framework's, on H800",
             "how many iterations the target takes is assumed, and so is what exploration saves of them",
-            "no spot H100 was ever watched: how soon they are taken back is known from V100s of 2022",
+            "no spot H100 was ever watched: how soon they are preempted is known from V100s of 2022",
         ),
     )
 

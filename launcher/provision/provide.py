@@ -25,7 +25,7 @@ from launcher.exit_codes import Failure
 from launcher.job.schema import Job
 from launcher.ledger.models import Run
 from launcher.placement.plan import sites_from
-from launcher.provision.local.preemptions import reclaim_rule
+from launcher.provision.local.preemptions import preemption_schedule
 from launcher.provision.local.provisioner import LocalProvisioner
 from launcher.provision.provisioner import Provisioner
 from launcher.provision.sky.bundle import Bundle, make_bundle
@@ -77,7 +77,7 @@ def provisioner_of(run: Run, job: Job, clock: Clock, check_lease: Callable[[], N
     """Make the provisioner of a run. `check_lease` raises LeaseLost when another controller took over."""
     folder = Path(run.folder)
     if not job.clouds:
-        return LocalProvisioner(folder, clock, reclaim_rule(job.reclaims))
+        return LocalProvisioner(folder, clock, preemption_schedule(job.reclaims))
     apis = cloud_apis(job.clouds)
     common = prepare_folder(folder, job, apis, None if run.workdir is None else Path(run.workdir))
     secrets = {name: os.environ[name] for name in job.secrets if name in os.environ}

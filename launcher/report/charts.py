@@ -88,8 +88,8 @@ def reward_chart(report: Report) -> Drawing:
     ]
     first, confirmed = report.target.first, report.target.confirmed
     if first is not None and first != confirmed:
-        layers += _marked(first, first.score, x, "diamond", f"first touched: {_price(first)}", top, row=2)
-        key.append(Key(shape="diamond", colour=VERMILLION, text="first touched"))
+        layers += _marked(first, first.score, x, "diamond", f"first reached: {_price(first)}", top, row=2)
+        key.append(Key(shape="diamond", colour=VERMILLION, text="first reached"))
     if confirmed is not None:
         layers += _marked(confirmed, confirmed.smoothed, x, "circle", f"confirmed: {_price(confirmed)}", top, row=1)
         key.append(Key(shape="dot", colour=VERMILLION, text="confirmed"))
@@ -183,7 +183,7 @@ def timeline_chart(report: Report) -> Drawing:
                 yOffset=-18,
             )
         )
-        text = "reclaimed after a notice" if notice else "reclaimed without notice"
+        text = "preempted after a notice" if notice else "preempted without notice"
         key.append(Key(shape="triangle" if notice else "cross", colour=VERMILLION, text=text))
     return _draw(alt.layer(*layers), height=max(60, 46 * len(slots)), prefix="timeline", key=key)
 

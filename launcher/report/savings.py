@@ -40,7 +40,7 @@ def savings_of(costs: RunCosts, preemptions: Sequence[PreemptionLine]) -> Saving
         against="all nodes on demand, no preemption cold starts",
         micro_usd=there,
         saved_micro_usd=there - costs.total,
-        why="not a run: the node-time of this one at on-demand prices; work redone after reclaims is still in it",
+        why="not a run: the node-time of this one at on-demand prices; work redone after preemptions is still in it",
     )
 
 

@@ -38,7 +38,7 @@ def _print(report: Report, console: Console) -> None:
         console.print(drifted)
     if target.first is not None and target.first != target.confirmed:
         console.print(
-            f"First touched by a single evaluation at iteration {target.first.iteration}, "
+            f"First reached by a single evaluation at iteration {target.first.iteration}, "
             f"{dollars(target.first.micro_usd)}; it counts when the mean of 3 held for {target.hold} evaluations."
         )
     if target.factors is not None:
@@ -120,7 +120,7 @@ def _gains(report: Report, console: Console) -> None:
 
 def _preemptions(report: Report, console: Console) -> None:
     if not report.preemptions:
-        console.print("No node was taken back.")
+        console.print("No node was preempted.")
         return
     lines = report.preemptions
     title = f"{len(lines)} preemptions cost {dollars(sum(line.micro_usd for line in lines))}"
@@ -128,7 +128,7 @@ def _preemptions(report: Report, console: Console) -> None:
     lost = _table("What each cost", "node", "steps lost", "replaced after", "cold start", "lost work")
     for line in lines:
         node = short_node(line.node, report.run.name)
-        how = f"{line.signal or 'reclaim'}, {'notice' if line.notice else 'no notice'}"
+        how = f"{line.signal or 'preemption'}, {'notice' if line.notice else 'no notice'}"
         where.add_row(node, line.zone, how, f"{line.hours:.2f}")
         lost.add_row(
             node,

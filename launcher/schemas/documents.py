@@ -95,7 +95,7 @@ def job_schema() -> Schema:
     fields["store"] = _or(fields["store"], {"type": "string"})
     accelerators = schema["$defs"]["NodeResources"]["properties"]
     trainer_wait = schema["$defs"]["Recovery"]["properties"]["trainer_wait"]
-    notice = schema["$defs"]["ReclaimConfig"]["properties"]["notice"]
+    notice = schema["$defs"]["PreemptionConfig"]["properties"]["notice"]
     for duration in (trainer_wait, notice):
         duration["default"] = exact_duration(duration["default"])
     counts = {"type": "object", "additionalProperties": {"type": "integer"}, "minProperties": 1, "maxProperties": 1}

@@ -41,10 +41,10 @@ import engine, launcher
 from engine.config import ModelConfig
 from engine.models.load import load_adapter, trainable
 from launcher.market.offers import read_catalog
-from launcher.provision.local.preemptions import reclaim_rule
+from launcher.provision.local.preemptions import preemption_schedule
 from launcher.job.schema import Job
 print(launcher.__path__[0], len(trainable(load_adapter(ModelConfig()))) > 0, len(read_catalog()) > 0)
-print(reclaim_rule(Job(name="x").reclaims).describe())
+print(preemption_schedule(Job(name="x").reclaims).describe())
 """
     out = run(installed, tmp_path, "-c", code)
     assert out.startswith(str(installed))

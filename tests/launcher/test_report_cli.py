@@ -30,7 +30,7 @@ def test_the_terminal_report_answers_first_and_is_plain_when_piped(sessions):
     told = CliRunner().invoke(report, ["digits-ocr"], obj=sessions)
     assert told.exit_code == 0, told.output
     assert told.output.splitlines()[1] == "exact_match 0.8 was reached at iteration 42 for $5.18 in 3.83 h."
-    assert "First touched by a single evaluation at iteration 30" in told.output
+    assert "First reached by a single evaluation at iteration 30" in told.output
     assert "3 preemptions cost $0.13" in told.output
     assert "nothing was bought" in told.output
     assert "\x1b[" not in told.output

@@ -92,7 +92,7 @@ def test_pictures_come_from_inside_the_store_only(session, tmp_path):
 def test_a_run_without_any_fact_has_a_page(session, tmp_path):
     text = a_page(session, a_run(session).run, tmp_path)
     assert "Nothing has been evaluated yet" in text
-    assert "No node was taken back" in text
+    assert "No node was preempted" in text
 
 
 def test_one_evaluation_that_cost_nothing_can_be_drawn(session, tmp_path):

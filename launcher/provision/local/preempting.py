@@ -7,23 +7,23 @@ from launcher.money import duration
 from launcher.provision.local import processes
 from launcher.provision.local.node_end import end_node
 from launcher.provision.local.node_records import NodeRecords
-from launcher.provision.local.preemptions import Reclaim
+from launcher.provision.local.preemptions import ScheduledPreemption
 
 SILENCE_MS = 30_000
 """Delay until the local cloud reports a silently stopped node as gone (ms, run's clock)."""
 
 
-def preempt_when_due(node: NodeRecords, reclaim: Reclaim, fact: NodeFact) -> NodeFact:
+def preempt_when_due(node: NodeRecords, planned: ScheduledPreemption, fact: NodeFact) -> NodeFact:
     """Preempt the node when due: first the notice, then the end. `fact`: the running node."""
     assert fact.ready_ms is not None
-    now_ms, manner = node.clock.now_ms(), reclaim.manner
-    end_ms = fact.ready_ms + reclaim.lifetime_ms
+    now_ms, manner = node.clock.now_ms(), planned.manner
+    end_ms = fact.ready_ms + planned.lifetime_ms
     if manner.with_notice:
-        if fact.notice_deadline_ms is None and now_ms >= end_ms - reclaim.notice_ms:
+        if fact.notice_deadline_ms is None and now_ms >= end_ms - planned.notice_ms:
             # The local cloud does nothing without a controller, and still gives the whole notice.
-            node.write("notice.json", {"deadline_ms": max(end_ms, now_ms + reclaim.notice_ms)})
+            node.write("notice.json", {"deadline_ms": max(end_ms, now_ms + planned.notice_ms)})
             return node.fact_of_running(node.requested() or {})
-        end_ms = fact.notice_deadline_ms or end_ms + reclaim.notice_ms
+        end_ms = fact.notice_deadline_ms or end_ms + planned.notice_ms
     if now_ms < end_ms:
         return fact
     taken = node.read("reclaim.json")
@@ -34,9 +34,9 @@ def preempt_when_due(node: NodeRecords, reclaim: Reclaim, fact: NodeFact) -> Nod
         running = processes.processes_of(node.folder, node.read("agent.json"))
         processes.send([pid for pid in running if not processes.is_stopped(pid)], signal.SIGSTOP)
         return fact  # a silent stop: the loss is not reported yet
-    notice = f"{duration(reclaim.notice_ms)} notice" if manner.with_notice else "no notice"
+    notice = f"{duration(planned.notice_ms)} notice" if manner.with_notice else "no notice"
     evidence = (
-        f"reclaimed by the local cloud {duration(max(1, int(taken['at_ms']) - fact.ready_ms))} after it was "
+        f"preempted by the local cloud {duration(max(1, int(taken['at_ms']) - fact.ready_ms))} after it was "
         f"ready: {manner.signal}, {notice}"
     )
     ended = end_node(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 
-from launcher.job.sections import ReclaimConfig
+from launcher.job.sections import PreemptionConfig
 from launcher.money import duration
 
 APART_MS = 300_000
@@ -38,7 +38,7 @@ MANNERS = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Reclaim:
+class ScheduledPreemption:
     """The scheduled preemption of one spot node.
 
     `lifetime_ms` counts from the moment the node is ready (run's clock).
@@ -50,35 +50,37 @@ class Reclaim:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ReclaimRule:
+class PreemptionSchedule:
     """The preemption schedule of a run's spot nodes, by ordinal: 0 for the first purchase."""
 
     trace: str
     lifetimes_ms: tuple[int, ...]
     notice_ms: int
 
-    def reclaim(self, ordinal: int) -> Reclaim:
+    def preemption(self, ordinal: int) -> ScheduledPreemption:
         """Return the preemption of a node. Past the end of the trace the lifetimes begin again."""
         lifetime_ms = self.lifetimes_ms[ordinal % len(self.lifetimes_ms)]
-        return Reclaim(lifetime_ms=lifetime_ms, notice_ms=self.notice_ms, manner=MANNERS[ordinal % len(MANNERS)])
+        return ScheduledPreemption(
+            lifetime_ms=lifetime_ms, notice_ms=self.notice_ms, manner=MANNERS[ordinal % len(MANNERS)]
+        )
 
     def describe(self) -> str:
         """Return the rule as text for the user who starts the run."""
         first = ", ".join(duration(ms) for ms in self.lifetimes_ms[:6])
         return (
-            f"The n-th spot node is taken back as long after it was ready as the n-th node removed in the recorded "
+            f"The n-th spot node is preempted as long after it was ready as the n-th node removed in the recorded "
             f"trace {self.trace} had lived; removals whose lifetime is within {duration(APART_MS)} of an earlier "
             f"one's are kept for later. First lifetimes: {first}. In turn: notice + SIGKILL, silent SIGSTOP, silent "
             f"SIGKILL, notice + SIGSTOP; a notice comes {duration(self.notice_ms)} ahead. All on the run's clock."
         )
 
 
-def reclaim_rule(config: ReclaimConfig) -> ReclaimRule | None:
+def preemption_schedule(config: PreemptionConfig) -> PreemptionSchedule | None:
     """Return the rule for a job. None: the job wants no preemptions."""
     if config.trace == "none":
         return None
     lifetimes_ms = distinct_first(_recorded(TRACES[config.trace]))
-    return ReclaimRule(trace=config.trace, lifetimes_ms=lifetimes_ms, notice_ms=config.notice)
+    return PreemptionSchedule(trace=config.trace, lifetimes_ms=lifetimes_ms, notice_ms=config.notice)
 
 
 def lifetimes(lines: Iterable[str]) -> tuple[int, ...]:

@@ -25,7 +25,7 @@ from launcher.provision.local.agent_starter import AGENT, AgentStarter
 from launcher.provision.local.node_end import end_node, find_end
 from launcher.provision.local.node_records import NodeRecords
 from launcher.provision.local.preempting import preempt_when_due
-from launcher.provision.local.preemptions import ReclaimRule
+from launcher.provision.local.preemptions import PreemptionSchedule
 
 
 def nodes_folder(run_folder: Path) -> Path:
@@ -43,11 +43,11 @@ class LocalProvisioner:
         self,
         folder: Path,
         clock: Clock,
-        reclaims: ReclaimRule | None,
+        schedule: PreemptionSchedule | None,
         agent: str = AGENT,
     ) -> None:
         """Create the provisioner. `agent`: module or file of the agent program."""
-        self._folder, self._clock, self._reclaims = folder, clock, reclaims
+        self._folder, self._clock, self._schedule = folder, clock, schedule
         self._starter = AgentStarter(folder / "starter.log", agent)
 
     # --- calls of the controller ---------------------------------------------------------------------
@@ -139,9 +139,9 @@ class LocalProvisioner:
             return None  # an interrupted request; a repeated request completes the files
         fact = node.fact_of_running(request)
         ordinal = request.get("ordinal")
-        if self._reclaims is None or ordinal is None or fact.ready_ms is None:
+        if self._schedule is None or ordinal is None or fact.ready_ms is None:
             return fact
-        return preempt_when_due(node, self._reclaims.reclaim(ordinal), fact)
+        return preempt_when_due(node, self._schedule.preemption(ordinal), fact)
 
     def _find_end(self, node: NodeRecords) -> NodeFact | None:
-        return find_end(node, are_nodes_preempted=self._reclaims is not None)
+        return find_end(node, are_nodes_preempted=self._schedule is not None)

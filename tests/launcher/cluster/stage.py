@@ -25,7 +25,7 @@ from launcher.ledger.store import find_run, nodes_of, open_ledger, progress_of
 from launcher.placement.options import Option, SiteOptions
 from launcher.placement.placement import Placement
 from launcher.placement.plan import Plan, Slot
-from launcher.provision.local.preemptions import MANNERS, Reclaim, ReclaimRule
+from launcher.provision.local.preemptions import MANNERS, PreemptionSchedule, ScheduledPreemption
 from launcher.provision.local.provisioner import LocalProvisioner, node_folder, nodes_folder
 from launcher.runs.runs import create_run, running_processes
 from launcher.runs.views import run_clock
@@ -285,14 +285,14 @@ def spec(run_folder: Path, clock: HandClock, name: str = "demo-spot-0-g0", role:
     )
 
 
-def rule(*lifetimes_ms: int, notice_ms: int = 120_000, first: int = 0) -> ReclaimRule:
+def rule(*lifetimes_ms: int, notice_ms: int = 120_000, first: int = 0) -> PreemptionSchedule:
     """A rule whose first node ends in the manner number `first`."""
 
-    class Shifted(ReclaimRule):
-        def reclaim(self, ordinal: int) -> Reclaim:
-            plain = super().reclaim(ordinal)
+    class Shifted(PreemptionSchedule):
+        def preemption(self, ordinal: int) -> ScheduledPreemption:
+            plain = super().preemption(ordinal)
             manner = MANNERS[(ordinal + first) % len(MANNERS)]
-            return Reclaim(lifetime_ms=plain.lifetime_ms, notice_ms=plain.notice_ms, manner=manner)
+            return ScheduledPreemption(lifetime_ms=plain.lifetime_ms, notice_ms=plain.notice_ms, manner=manner)
 
     return Shifted(trace="made up", lifetimes_ms=lifetimes_ms, notice_ms=notice_ms)
 

@@ -158,7 +158,7 @@ def test_a_reclaimed_node_is_a_preemption_and_has_a_successor(sessions, monkeypa
     monkeypatch.setattr("launcher.decide.facts.YOUNG_MS", 0)
     run = made_run(sessions, spot=1, iterations=1000)
     rules = rule(60_000, 10**9, notice_ms=30_000, first=manner)
-    fate = rules.reclaim(0).manner
+    fate = rules.preemption(0).manner
     controller = controller_of(sessions, run, provisioner_of(run, rules))
     passes(controller, lambda: "demo-spot-0-g1" in names_ready(sessions, run))
     passes(controller, lambda: "demo-spot-0-g0" not in names_ready(sessions, run))

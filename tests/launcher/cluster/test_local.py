@@ -17,7 +17,7 @@ from launcher.decide.node_facts import NodeStatus
 from launcher.provision.local import processes
 from launcher.provision.local.node_records import NodeRecords
 from launcher.provision.local.preempting import SILENCE_MS
-from launcher.provision.local.preemptions import ReclaimRule
+from launcher.provision.local.preemptions import PreemptionSchedule
 from launcher.provision.local.processes import is_alive, is_stopped, processes_of
 from launcher.provision.local.provisioner import LocalProvisioner, node_folder
 from tests.launcher.cluster.stage import FAKE_AGENT, HandClock, fact_of, placement, rule, spec, wait_until
@@ -26,11 +26,11 @@ NODE = "demo-spot-0-g0"
 HOUR_MS = 3_600_000
 
 
-def provisioner_of(tmp_path: Path, clock: HandClock, reclaims: ReclaimRule | None = None) -> LocalProvisioner:
+def provisioner_of(tmp_path: Path, clock: HandClock, reclaims: PreemptionSchedule | None = None) -> LocalProvisioner:
     return LocalProvisioner(tmp_path, clock, reclaims, FAKE_AGENT)
 
 
-def started(tmp_path: Path, clock: HandClock, reclaims: ReclaimRule | None = None) -> LocalProvisioner:
+def started(tmp_path: Path, clock: HandClock, reclaims: PreemptionSchedule | None = None) -> LocalProvisioner:
     """A provisioner with one node that is up, agent and child."""
     provisioner = provisioner_of(tmp_path, clock, reclaims)
     provisioner.request(placement(), spec(tmp_path, clock))
@@ -232,7 +232,7 @@ def test_the_cloud_takes_a_node_back_as_the_rule_says(tmp_path, manner):
     """Notice + SIGKILL, silent SIGSTOP, silent SIGKILL, notice + SIGSTOP; each by a provisioner that knows nothing."""
     clock = HandClock()
     rules = rule(1_800_000, first=manner)
-    fate = rules.reclaim(0).manner
+    fate = rules.preemption(0).manner
     started(tmp_path, clock, rules)
     fresh = lambda: provisioner_of(tmp_path, clock, rules)  # noqa: E731
     born = clock.at_ms

@@ -2,8 +2,8 @@
 
 from itertools import pairwise
 
-from launcher.job.sections import ReclaimConfig
-from launcher.provision.local.preemptions import APART_MS, MANNERS, distinct_first, lifetimes, reclaim_rule
+from launcher.job.sections import PreemptionConfig
+from launcher.provision.local.preemptions import APART_MS, MANNERS, distinct_first, lifetimes, preemption_schedule
 
 MINUTE_MS = 60_000
 
@@ -23,26 +23,26 @@ def test_like_lifetimes_go_behind_the_others_and_none_is_lost():
 
 
 def test_the_bundled_trace_starts_with_these_lifetimes():
-    rule = reclaim_rule(ReclaimConfig())
+    rule = preemption_schedule(PreemptionConfig())
     assert rule is not None
     assert [ms // MINUTE_MS for ms in rule.lifetimes_ms[:6]] == [33, 51, 8, 40, 27, 59]
     assert all(abs(a - b) >= APART_MS for a, b in pairwise(rule.lifetimes_ms[:6]))
 
 
 def test_the_manners_take_turns_and_the_lifetimes_begin_again():
-    rule = reclaim_rule(ReclaimConfig())
+    rule = preemption_schedule(PreemptionConfig())
     assert rule is not None
-    assert [rule.reclaim(n).manner for n in range(8)] == [*MANNERS, *MANNERS]
+    assert [rule.preemption(n).manner for n in range(8)] == [*MANNERS, *MANNERS]
     length = len(rule.lifetimes_ms)
-    assert rule.reclaim(length).lifetime_ms == rule.reclaim(0).lifetime_ms
+    assert rule.preemption(length).lifetime_ms == rule.preemption(0).lifetime_ms
 
 
 def test_the_printed_rule_names_the_trace_and_the_first_lifetimes():
-    rule = reclaim_rule(ReclaimConfig())
+    rule = preemption_schedule(PreemptionConfig())
     assert rule is not None
     assert "bamboo-p3" in rule.describe()
     assert "33m, 51m, 8m, 40m, 27m, 59m" in rule.describe()
 
 
 def test_no_trace_is_no_rule():
-    assert reclaim_rule(ReclaimConfig(trace="none")) is None
+    assert preemption_schedule(PreemptionConfig(trace="none")) is None
