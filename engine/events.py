@@ -62,7 +62,10 @@ class NodeCapacity:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Capacity:
-    """Snapshot of all nodes at one moment. Sent on connect, on change and every 10 s."""
+    """Snapshot of all nodes at one moment.
+
+    The launcher sends a snapshot to the engine when it connects, after every change, and every 10 s.
+    """
 
     generation: int
     nodes: tuple[NodeCapacity, ...]

@@ -96,7 +96,10 @@ def duration(ms: int) -> str:
 
 
 def exact_duration(ms: int) -> str:
-    """Format for machines: `12h30m`; `parse_duration` gives the same integer back."""
+    """Format a duration (ms, 0 or more) without rounding, like `12h30m`.
+
+    `parse_duration` turns the text back into the same number.
+    """
     parts: list[str] = []
     rest = ms
     for unit, unit_ms in _UNITS_MS.items():

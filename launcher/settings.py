@@ -8,9 +8,10 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 
 class Settings(BaseSettings):
-    """`SPOTRL_HOME` and `SPOTRL_CONFIG`; every other `SPOTRL_*` variable overrides a field of the job.
+    """Paths of spotrl's files, read from `SPOTRL_HOME` and `SPOTRL_CONFIG`.
 
-    Exceptions are `SPOTRL_GCP_BILLING_ENDPOINT` and `SPOTRL_GCP_COMPUTE_ENDPOINT` (launcher/market/sources/gcp.py).
+    Other `SPOTRL_*` variables override fields of the job and are ignored here. Two variables do neither:
+    `SPOTRL_GCP_BILLING_ENDPOINT` and `SPOTRL_GCP_COMPUTE_ENDPOINT` (launcher/market/sources/gcp.py).
     """
 
     model_config = SettingsConfigDict(env_prefix="SPOTRL_", frozen=True, extra="ignore", use_attribute_docstrings=True)

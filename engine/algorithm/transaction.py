@@ -82,7 +82,10 @@ class Health:
 
 
 class Trainer:
-    """Owns the optimiser and begins transactions, one at a time."""
+    """Owns the optimiser and begins transactions (see the module docstring).
+
+    Commit or abort a transaction before the next `begin`, which clears all gradients. The class does not check this.
+    """
 
     def __init__(
         self,

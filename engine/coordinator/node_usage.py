@@ -43,7 +43,10 @@ class NodeSpans:
     from_ms: int | None = None
 
     def add(self, worker: str, spans: Sequence[Span], workers_of_node: int) -> None:
-        """Add the spans of a worker of the node."""
+        """Add a worker's spans: (phase, begin, end), in milliseconds.
+
+        Each span counts as its length divided by `workers_of_node`, so a node with all workers busy counts once.
+        """
         for phase, begun, ended in spans:
             self.phase_ms[phase] += (ended - begun) / workers_of_node
             self.spans.append((worker, phase, round(begun), round(ended)))

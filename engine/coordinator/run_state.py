@@ -3,9 +3,9 @@
     live call  -> decide -> journal.append(record) -> apply(record)
     restart    ->           journal.replay()       -> apply(record), for every record
 
-`apply` is the only writer of lineage, tasks, weights, order of arrival and exploration, and the queue follows it. The
-promise: a state made by applying the journal answers like the state that wrote the journal. `apply` is pure: no clock,
-no disk.
+Only `apply` changes the lineage, tasks, weights, exploration and the order in which results arrived. `apply` also
+updates the queue. The promise: after a replay of the journal, the state gives the same answers as before the restart.
+`apply` reads no clock and no disk; the caller passes the time in.
 """
 
 import math

@@ -190,9 +190,9 @@ class Guard:
         return None if self._process is None else self._process.pid
 
     def keep_alive(self) -> None:
-        """Start or restart the guard if necessary; returns at once.
+        """Start the guard process if this agent has none running. Kill a frozen guard; a later call starts a new guard.
 
-        A redundant guard exits by itself, because of a lock.
+        Does not wait. If another guard of this folder holds the lock, the new guard exits by itself.
         """
         if time.monotonic() - self._looked < LOOK_SECONDS:
             return

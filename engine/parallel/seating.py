@@ -132,7 +132,10 @@ def partitions(gpus: int, degrees: Degrees) -> tuple[Degrees, ...]:
 
 
 def degrees_up_to(gpus: int, degrees: Degrees) -> Degrees:
-    """Return as many of the largest of these degrees as fit, then of the next degree, and onward."""
+    """Split `gpus` GPUs into groups, largest degree first, and return the degrees of the groups.
+
+    Degree 1 is always allowed, so the returned degrees sum to `gpus`.
+    """
     found: list[int] = []
     for degree in sorted({1, *degrees}, reverse=True):
         found += [degree] * ((gpus - sum(found)) // degree)

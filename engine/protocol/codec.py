@@ -67,8 +67,12 @@ def encode_record(record: Record) -> Head:
 def decode_record(head: Mapping[str, Any]) -> Record:
     """Return the journal record in this head. Raises ValueError for an unknown or malformed record."""
     body = {name: value for name, value in head.items() if name not in ("op", "said")}
-    boot, seq = head.get("said", (0, 0))
-    order = {"boot": boot, "seq": seq} if "said" in head else {}
+    order = {}
+    if "said" in head:
+        try:
+            order["boot"], order["seq"] = head["said"]
+        except TypeError:
+            raise ValueError(f"the order number `said` is {head['said']!r}; it must be [boot, seq]") from None
     record: Record = _decode({"call": head.get("op"), **body, **order}, Record)
     return record
 

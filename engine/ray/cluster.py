@@ -1,10 +1,11 @@
 """Start Ray's own processes on a node: the head (GCS and raylet) beside the trainer, a raylet on every spot node.
 
-The processes are started through Ray's `Node`, which `ray start` uses too. Only `Node` lets a cluster stay on loopback
-and run without dashboard, monitor, log monitor and Ray client server. Every connection needs the run's token. On one
-machine every process listens on 127.0.0.1. With any other address, Ray 2.60 listens on every interface, and has no
-setting to change the interface (measured). On clouds, the firewall admits only the run's own nodes and is part of the
-protection. Ray's processes die with the process that started Ray.
+The processes are started through Ray's `Node`, which `ray start` uses too. Unlike `ray start`, `Node` can keep a
+cluster on loopback, and can leave out the dashboard, monitor, log monitor and Ray client server. If all nodes are on
+one machine, every process listens on 127.0.0.1 only. For nodes on several machines, Ray 2.60 listens on every
+interface, and no setting changes this (measured). Two checks then refuse foreign connections: every connection needs
+the run's token, and the cloud's firewall admits only the run's nodes. Ray's processes end with the process that started
+Ray.
 """
 
 import contextlib

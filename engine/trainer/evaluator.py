@@ -85,7 +85,10 @@ class Evaluator:
             )
 
     def _record(self, results: Sequence[Finished], blobs: Mapping[str, bytes]) -> dict[str, float]:
-        """Store and report this version's metrics, replacing metrics of fewer prompts. Returns the metrics."""
+        """Compute, store and report the metrics of the current iteration, and return the metrics.
+
+        The metrics replace earlier metrics of the same iteration, which had fewer prompts.
+        """
         state = self._state
         metrics = mean_metrics(results)
         sheet = f"evaluation/l{state.lineage:04d}-i{state.iteration:06d}.png"

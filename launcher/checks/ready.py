@@ -156,10 +156,10 @@ def check_clouds(
     try_bucket: Callable[[str], None] = check_writable,
     unused: Callable[[str, str], None] = _check_unused,
 ) -> dict[str, CallerIdentity]:
-    """Return the credentials' identity by cloud. Check that the run's buckets are usable and the run's name is free.
+    """Check the credentials, that the run's buckets are writable, and that no other run uses the run's name.
 
-    `regions`: every candidate (cloud, region) of the run. A run of this name that is alive is named before what it left
-    in a bucket. Raises Failure.
+    Returns the identity of the credentials by cloud. `regions`: every candidate (cloud, region) of the run.
+    Live instances of a run of this name are reported first, then its lease or checkpoints in a bucket. Raises Failure.
     """
     buckets = [run_store(checked.job.store, cloud, checked.job.name) for cloud in apis]
     with ThreadPoolExecutor(max_workers=AT_ONCE) as pool:

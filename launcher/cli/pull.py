@@ -79,7 +79,10 @@ def pull(sessions: sessionmaker[Session], run_name: str, to: Path | None, as_jso
 
 
 def write_card(folder: Path, card: str, report: Report) -> Path:
-    """Write the model card and its curve, and return the path of the card. A run without evaluations has no curve."""
+    """Write the model card and an SVG chart of the reward, and return the path of the card.
+
+    The card of a run without evaluations has no chart.
+    """
     if report.curve:
         from launcher.report.charts import reward_chart  # the charts' libraries take a second to import
 

@@ -276,7 +276,11 @@ def gcp_permissions(named: Named = NOTHING_NAMED) -> list[str]:
 
 
 def gcp_role(named: Named = NOTHING_NAMED) -> str:
-    """Return a role definition for `gcloud iam roles create`, with the remaining steps as comments."""
+    """Return the launcher's role as YAML text for `gcloud iam roles create`.
+
+    Comments in the text list the other commands of the setup. `named`: existing resources in the job; the role then
+    leaves out the permissions to create such resources.
+    """
     permissions = "\n".join(f"- {name}" for name in gcp_permissions(named))
     notes = GCP_NOTES + (GCP_NAMED_NOTES.format(identity=named.identity) if named.identity else "")
     return f"{notes}title: spotrl launcher\nstage: GA\nincludedPermissions:\n{permissions}\n"

@@ -79,7 +79,10 @@ def renew(session: Session, lease: Lease, now_ms: int | None = None) -> None:
 
 
 def give_up(sessions: sessionmaker[Session], lease: Lease) -> None:
-    """Give the lease back when the run is over and no work is left, so that the next controller can start at once."""
+    """Give the lease back, so that the next controller can start at once.
+
+    Call only when the run is over and no work is left. Does nothing if another controller has taken the lease.
+    """
     with writing(sessions) as session:
         row = session.get(ControllerLease, lease.run_id)
         if row is not None and (row.holder, row.epoch) == (lease.holder, lease.epoch):

@@ -1,4 +1,4 @@
-"""Current prices of the options that a plan was made with."""
+"""Replace the prices in a plan's options with the latest prices of the clouds."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

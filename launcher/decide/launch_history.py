@@ -223,9 +223,9 @@ class Tried:
 
 
 def jitter(name: str) -> float:
-    """Return a number in [0, 1), equal for equal names.
+    """Return a number in [0, 1) computed from the name: the same name always gives the same number.
 
-    Runs that lost nodes at the same time then retry at different times.
+    The number spreads retries: runs that lost their nodes together do not all retry at the same time.
     """
     return int.from_bytes(blake2b(name.encode(), digest_size=4).digest()) / 2**32
 

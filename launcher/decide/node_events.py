@@ -22,7 +22,10 @@ class Note:
 
 
 def news(nodes: Sequence[NodeRecord], cloud: Mapping[str, NodeFact], now_ms: int) -> list[Note]:
-    """Return the events of our nodes that the cloud reports and the ledger lacks, in the order of `nodes`."""
+    """Return the events of live nodes that the ledger does not have yet, in the order of `nodes`.
+
+    A requested node without a fact counts as gone after `UNKNOWN_MS`.
+    """
     return [note for node in nodes if node.is_live for note in _news_of(node, cloud.get(node.name), now_ms)]
 
 

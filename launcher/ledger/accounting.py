@@ -372,7 +372,10 @@ def prices_of_run(session: Session, run: Run) -> dict[int, list[NodePrice]]:
 
 
 def run_costs(session: Session, run: Run, now_ms: int) -> RunCosts:
-    """Compute the cost of `run` by `now_ms` (run's clock), from the ledger alone."""
+    """Compute the cost of `run` from its start until `now_ms` (run's clock), from the ledger alone.
+
+    Raises ArithmeticError if a split does not add up to the total.
+    """
     nodes = session.scalars(select(Node).where(Node.run_id == run.id).order_by(Node.id)).all()
     charges, prices = charges_of_run(session, run, now_ms), prices_of_run(session, run)
     seen, usages = _told_by_engine(session, run)

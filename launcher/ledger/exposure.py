@@ -22,7 +22,10 @@ ENDED = ("gone", "released")
 
 
 def pool_histories(session: Session, now_ms: int) -> dict[Pool, PoolHistory]:
-    """Return the history of every pool of a real cloud with requests, up to `now_ms` (UTC)."""
+    """Return the history of every pool in which a node was requested, without the local infra.
+
+    The life of a node that has not ended counts up to `now_ms` (UTC) at most.
+    """
     bought = select(Node.id).join(Run).where(Run.infra != LOCAL)
     nodes = session.scalars(select(Node).where(Node.id.in_(bought)).order_by(Node.id)).all()
     happened: defaultdict[int, dict[str, int]] = defaultdict(dict)

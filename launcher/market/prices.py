@@ -350,11 +350,12 @@ def _without_contradictions(rows: Iterable[Row]) -> tuple[list[Row], list[Refusa
 def _without_dear_spot(
     rows: Sequence[Row], limits: Mapping[Product, int], source: str
 ) -> tuple[list[Row], list[Refusal]]:
-    """Refuse spot prices above the on-demand price of the same instance type and region.
+    """Split the rows into kept rows and refusals: refuse a spot price above the on-demand price.
 
-    A dearer spot price is the price of another product. If most comparable rows (`DEAR_ROWS` at least) are too dear,
-    the whole feed is refused. A past price is also compared with today's on-demand price: after a fall of the on-demand
-    price, an older, dearer spot price is refused.
+    The compared prices have the same cloud, region and instance type. A spot price above the on-demand price is taken
+    for the price of another product. Rows without a known on-demand price are kept. A past spot price is compared with
+    today's on-demand price, and may be refused after a fall of the on-demand price. Raises FeedRefused if at least
+    `DEAR_ROWS` spot prices, and more than half of the compared prices, are refused.
     """
     kept, refused, compared = [], [], 0
     for raw, point in rows:

@@ -292,6 +292,12 @@ def test_every_journal_record_is_read_as_it_was_written(record):
     assert decode_record(travelled(encode_record(record))) == record
 
 
+@pytest.mark.parametrize("said", [5, None, [1], [1, 2, 3], ["a", "b"]])
+def test_a_record_with_a_malformed_order_number_is_refused(said):
+    with pytest.raises(ValueError, match=r"said|unpack|Expected"):
+        decode_record({"op": "hello", "lineage": 1, "said": said})
+
+
 @pytest.mark.parametrize(
     ("union", "sent"),
     [(Call, CALLS), (Answer, [*REPLIES, *ANSWERS]), (Record, RECORDS)],

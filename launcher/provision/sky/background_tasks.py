@@ -48,9 +48,9 @@ class BackgroundTasks:
             self._done[name] = self.monotonic()
 
     def do(self, name: str, work: Callable[[], object]) -> bool:
-        """Start the task in the pool, unless the task is running or failed just now.
+        """Start `work` in the pool as task `name`. Return whether it was started.
 
-        Return whether the task was started.
+        It is not started while a task of this name runs, or while its retry gap lasts, after a failure or NotYet.
         """
         if name in self._busy or self.monotonic() < self._again.get(name, (0, 0.0))[1]:
             return False

@@ -105,7 +105,11 @@ class CloudReports:
             extra = [one for one in alive if login.host not in (one.public_address, one.address)]
             if 0 < len(extra) < len(alive):
                 log.warning("%s has %s machines: the extra ones are ended", node.name, len(alive))
-                self.tasks.do(f"double {node.name}", partial(self.around.clouds[extra[0].cloud].end, extra))
+                self.tasks.do(f"double {node.name}", partial(self._end_extra, extra))
+
+    def _end_extra(self, extra: Sequence[Instance]) -> None:
+        self.around.check_lease()
+        self.around.clouds[extra[0].cloud].end(extra)
 
     def _learn_end(self, node: CloudNode, instance: Instance, patient: bool) -> None:
         """Record the VM's end as the cloud reports. `patient`: SkyPilot may still report a better reason."""

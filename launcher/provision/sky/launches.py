@@ -84,6 +84,7 @@ class Launches:
                 if one.name == node.name and one.state is not InstanceState.GONE
             ]
             if lost and (cloud, region) != node.region:
+                self.around.check_lease()
                 self.around.clouds[cloud].end(lost)
         return False
 

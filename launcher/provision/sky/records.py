@@ -136,9 +136,9 @@ class RoleView(NodeView):
 
 
 class RegionView(NodeView):
-    """The region in `want.json` or `machine.json`.
+    """The cloud and region of a node, from `want.json` or `machine.json`.
 
-    No other key is read, so that a node with a placement of an older form can be terminated.
+    Only these two keys are read. A file of an older version is therefore readable, and its node can be terminated.
     """
 
     cloud: str

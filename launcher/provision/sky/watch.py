@@ -99,7 +99,10 @@ class AgentWatch:
             self.tasks.every(REARM_SECONDS, f"rearm {node.name}", partial(self._rearm_sky, node))
 
     def _start_agent(self, node: CloudNode, login: LoginRecord, trainer: str | None) -> None:
-        """Start the agent with the address of the current trainer."""
+        """Start the node's agent with the trainer's address. A trainer node gets its own address.
+
+        Does nothing if no address is known, or if the agent was last started with the same address.
+        """
         spec, region = node.files.spec, node.region
         assert spec is not None
         host = login.address if spec.role == "trainer" else trainer

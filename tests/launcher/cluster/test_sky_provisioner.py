@@ -30,6 +30,7 @@ from launcher.provision.sky.set_up import InstanceUnreachable, SetUp
 from launcher.provision.sky.sky import SkyLogin, SkyUnreachable
 from launcher.provision.sky.sky_provisioner import SkyProvisioner
 from launcher.provision.sky.surroundings import Purchases
+from launcher.storage.store_lease import LeaseLost
 
 START_MS = 1_800_000_000_000
 REGION = "us-east-1"
@@ -289,6 +290,7 @@ class Stage:
         self.digest = "d1"
         self.images: dict[str, str] = {}
         self.named = NOTHING_NAMED
+        self.taken_over = False
         self.provisioner = self.process()
 
     def process(self) -> SkyProvisioner:
@@ -319,8 +321,13 @@ class Stage:
             pool=AtOnce(),
             ask_set_up=self.ask_set_up,
             monotonic=self.time.monotonic,
+            check_lease=self.check_lease,
         )
         return self.provisioner
+
+    def check_lease(self):
+        if self.taken_over:
+            raise LeaseLost("another controller has the lease")
 
     def ask_set_up(self, login):
         """What stands on the machine; nothing while nobody can get in."""
@@ -687,6 +694,21 @@ def test_a_machine_that_skypilot_forgot_is_completed_and_an_extra_one_ended(stag
     stage.cloud.there.insert(0, replace(stage.cloud.there[0], id="i-9", public_address="198.51.100.9"))
     stage.sky.finish(NODE)
     stage.passes(4)
+    alive = [one.id for one in stage.cloud.there if one.state is InstanceState.RUNNING]
+    assert len(alive) == 1
+
+
+def test_a_controller_without_its_lease_ends_no_extra_machine(stage):
+    """Another controller took over: it alone knows which of two instances of a name is in use."""
+    stage.bring_up(NODE)
+    stage.taken_over = True
+    stage.cloud.there.insert(0, replace(stage.cloud.there[0], id="i-9", public_address="198.51.100.9"))
+    stage.passes(4)
+    alive = [one.id for one in stage.cloud.there if one.state is InstanceState.RUNNING]
+    assert len(alive) == 2
+    assert any("double" in trouble for trouble in stage.provisioner.troubles())
+    stage.taken_over = False
+    stage.passes(60, step=1)
     alive = [one.id for one in stage.cloud.there if one.state is InstanceState.RUNNING]
     assert len(alive) == 1
 
