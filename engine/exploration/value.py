@@ -85,9 +85,10 @@ def relative_cost(cost: IterationCost, spot_gpus: int, spot_discount: float) -> 
 
 
 def spot_pays(iterations_ratio: float, cost_ratio: float) -> bool:
-    """Return True if the run as a whole gets cheaper: iterations_ratio < 1 / c.
+    """Return True if spot GPUs make the whole run cheaper: iterations_ratio < 1 / cost_ratio.
 
-    `iterations_ratio`: iterations to the target with exploration over the iterations without.
+    `iterations_ratio`: iterations to the target with exploration, divided by the iterations without.
+    `cost_ratio`: the result of `relative_cost`.
     """
     return iterations_ratio < 1 / cost_ratio
 

@@ -138,9 +138,9 @@ def finish_us(seats: Sequence[Seat], waiting: Sequence[Requests], table: Table, 
     """Return the microseconds until the last servable request ends. The module docstring describes the simulation.
 
     seats       all groups of the node
-    waiting     requests without a group
-    gpus        live GPUs of the node: shared anew when a group is idle
-    regroup_us  cost of sharing anew, beside ending the current step of each request
+    waiting     requests that no group has taken yet
+    gpus        number of live GPUs of the node
+    regroup_us  cost of new groups in microseconds; the time to end the current steps is added
     """
     return _Forecast(seats, waiting, table, gpus, regroup_us).finish()
 

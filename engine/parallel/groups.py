@@ -228,7 +228,10 @@ def _best_of_one(
 
 
 def _seatings_worth_a_look(node: PlannedNode, degrees: Degrees) -> list[tuple[int, ...]]:
-    """Return at most two seatings of equal cost: one interrupts the fewest remaining steps, one the most."""
+    """Return at most two of the best seatings: one interrupts the least running work, one the most.
+
+    Interrupted work is the number of remaining steps of the running requests whose group changes.
+    """
     found = seatings(node.live, node.now, degrees)
     if len(found) == 1:
         return list(found)

@@ -230,8 +230,10 @@ class Score:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finished:
-    """The result of a finished request. `trajectory` names the blob (train only). Exploration sends the score alone.
+    """The result of a finished request.
 
+    `trajectory`: name of the stored trajectory of a train request. For any other request: name of the stored image if
+    the image was wanted, else None.
     `node`: the node that made the image, as recorded by the coordinator.
     """
 

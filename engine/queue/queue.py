@@ -304,7 +304,7 @@ class Queue:
             self.unreachable(node, reason, now_ms=now_ms)
 
     def unreachable(self, node: str, reason: str, *, now_ms: int) -> None:
-        """Revoke the leases of a node that the engine itself saw die.
+        """Revoke the leases of a node that died, as the launcher reports or as the engine itself saw.
 
         The engine may be wrong: the node may call in again.
         """

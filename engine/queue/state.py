@@ -25,7 +25,10 @@ REPORTED_LOST = "reported by the launcher"
 
 
 class QueueState:
-    """The requests with their backlog, leases and members. The module docstring lists the promises."""
+    """The queue's state: requests, backlog, leases, and members (nodes and workers).
+
+    The module docstring states what always holds for a request.
+    """
 
     def __init__(self, rules: Rules) -> None:
         self.rules = rules

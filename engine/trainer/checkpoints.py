@@ -54,5 +54,8 @@ class Checkpoints:
 
 
 def is_due(config: CheckpointConfig, iteration: int, last: int) -> bool:
-    """Return True if a checkpoint is written after `iteration` of `last` batches."""
+    """Return True if a checkpoint is due after batch `iteration`: every `config.every` batches, and at the end.
+
+    `last`: number of the run's last batch.
+    """
     return iteration % config.every == 0 or iteration == last

@@ -1,4 +1,7 @@
-"""AWS for a run: tagged instances and volumes, reasons of ends, termination; a security group and a role.
+"""Manage the AWS resources of a run.
+
+The module lists the run's tagged instances and volumes, finds out why an instance ended, and terminates instances. It
+also makes and removes the run's security group and role.
 
 botocore handles endpoints and credentials (AWS_ENDPOINT_URL..., AWS_PROFILE). Every resource made for a run is called
 `spotrl-RUN` and carries the run's tags.

@@ -83,7 +83,11 @@ def last_trainer_cloud(session: Session, run: Run, node: Node) -> str | None:
 
 
 def write_note(session: Session, run: Run, node: Node, note: Note) -> None:
-    """Record an event. If the event is the node's end, add the bill and the preemption in the same transaction."""
+    """Record an event of a node.
+
+    If the event ends the node, the same transaction adds the bill of a node that came up, and the preemption of a node
+    that the cloud preempted.
+    """
     session.add(NodeEvent(node_id=node.id, at_ms=note.at_ms, kind=note.kind, evidence=_evidence(note)))
     if note.kind not in ENDS:
         return

@@ -300,9 +300,10 @@ _AWS_REGION = re.compile(r"[a-z]{2}(-[a-z]+)+-\d")
 
 
 def buyable(offers: Iterable[Offer]) -> tuple[Offer, ...]:
-    """Return the offers in places that a cloud knows. An AWS zone without a known name is named by the id.
+    """Return the offers without the AWS offers whose region or zone does not exist on AWS.
 
-    The shipped tables also price the local infra, with zones like `us-east-1-cheapest` and a region `us`.
+    The shipped tables hold such offers for the local infra: zones like `us-east-1-cheapest`, and a region `us`. An AWS
+    spot offer also needs a zone id. If an AWS zone has no valid name, the zone id replaces the name.
     """
     found = []
     for offer in offers:

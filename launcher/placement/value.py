@@ -209,9 +209,10 @@ def marginal_node(hours_now: float, hours_then: float, rate_now: float, rate_the
 
 
 def on_demand_fallback(ready: int, floor: int, most: int) -> int:
-    """Return max(0, floor - ready), at most `most`: the nodes to buy on demand while fewer than `floor` are ready.
+    """Return how many nodes to buy on demand so that `floor` nodes are ready, but no more than `most`.
 
-    2 of 5 ready, floor 4: 2. Floor 0, the default, buys none: zero spot is a normal state.
+    With 2 nodes ready and a floor of 4, the result is 2. With a floor of 0 (the default of `floor_nodes`) the result is
+    0, because a run may be without spot nodes for a time.
     """
     return min(most, max(0, floor - ready))
 

@@ -142,9 +142,9 @@ class AwsOnDemand:
 
 
 def on_demand_of(product: str, instance_type: str) -> Iterator[RawPrice]:
-    """Yield the prices of one product of the price list (JSON text).
+    """Yield the on-demand prices of one product. `product`: an entry of the price list, as JSON text.
 
-    An unreadable product becomes a row that is refused.
+    An unreadable product becomes a row that the price checks refuse.
     """
     try:
         whole = json.loads(product)

@@ -153,9 +153,10 @@ class AgentWatch:
         return True
 
     def _is_late(self, node: CloudNode) -> bool:
-        """Return whether the node's workers are late, and end the node after `READY_SECONDS`.
+        """End the node if its workers have not called in after `READY_SECONDS`. Return True if the node was ended.
 
-        A missing firewall rule is the usual reason, and can be looked up.
+        The usual reason is a missing firewall rule. After `RULES_SECONDS`, the region's rules are therefore looked up
+        until the node is ready.
         """
         waited, site = self.around.monotonic() - node.agent.sent_at, node.region
         if node.agent.last_sent is None or site is None or node.files.has("ready") or waited < RULES_SECONDS:
