@@ -15,7 +15,15 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 
-CONTRACT = {"engine.events", "engine.config", "engine.node_spec", "engine.clock", "engine.durable", "engine.mark"}
+CONTRACT = {
+    "engine.events",
+    "engine.config",
+    "engine.node_spec",
+    "engine.clock",
+    "engine.durable",
+    "engine.mark",
+    "engine.protocol.console",
+}
 """What all of the launcher may know of the engine."""
 
 PURE = {

@@ -1,59 +1,51 @@
-"""Watch the files of a node's folder, and send each change as one JSON line.
-
-`put` a small changed file, `gone` a removed one; `append` to a file `at` an offset (0: the file was replaced).
+"""Watch the files of a node's folder, and send each change as one message (engine/protocol/console.py).
 
 Promise: no byte is sent twice or left out, even if the console is killed at any moment. Standard library only.
 """
 
-import base64
 import contextlib
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+from engine.protocol.console import APPENDED, MIRRORED, TAIL_BYTES, AppendFile, PutFile, RemoveFile, Report
+
 PIECE_BYTES = 48 * 1024
 """Maximum bytes of a file in one line."""
-TAIL_BYTES = 64
-"""Number of last bytes compared to detect a file replaced by another with the same beginning."""
-
-PUT = ("agent.json", "ready.json", "notice.json", "hint.json", "exit.json")
-"""Small files sent whole. node.json is excluded: node.json holds the token, and comes from the launcher."""
-APPENDED = re.compile(r"(progress/[\w-][\w.-]*\.jsonl|logs/[\w-][\w.-]*\.log)")
 
 
 class FileWatch:
     """The files of one folder, and the part of them that the launcher has."""
 
-    def __init__(self, folder: Path, say: Callable[[Mapping[str, object]], None]) -> None:
-        """Create the watch. `say`: sends one message to the launcher."""
-        self._folder, self._say = folder, say
+    def __init__(self, folder: Path, send: Callable[[Report], None]) -> None:
+        """Create the watch. `send`: sends one message to the launcher."""
+        self._folder, self._send = folder, send
         self._shown: dict[str, tuple[int, int, int] | None] = {}
         """Size, modification time and inode of each file when last sent; None: reported as absent."""
         self._sent: dict[str, tuple[int, bytes]] = {}
         """Bytes sent of each appended file, and the last bytes sent."""
 
-    def continue_from(self, have: Mapping[str, tuple[int, str]]) -> None:
-        """Set the launcher's copies of appended files: {NAME: [size, its last bytes]}."""
-        self._sent = {name: (size, base64.b64decode(tail)) for name, (size, tail) in have.items()}
+    def continue_from(self, have: Mapping[str, tuple[int, bytes]]) -> None:
+        """Set the launcher's copies of appended files, by name: size and last bytes."""
+        self._sent = dict(have)
 
     def look(self) -> bool:
         """Send the changes since the last look. Returns True if more bytes wait."""
         # Hide the exit of an agent being replaced: the node does not end with that agent.
         replacing = not (self._folder / "started.json").exists()
-        for name in PUT:
+        for name in MIRRORED:
             self._look_at_small(name, hidden=replacing and name == "exit.json")
         return sum(self._look_at_long(name) for name in self._long_files()) > 0
 
     def _look_at_small(self, name: str, hidden: bool) -> None:
         path = self._folder / name
         seen: tuple[int, int, int] | None = None
-        news = {"gone": name}
+        report: Report = RemoveFile(name=name)
         with contextlib.suppress(FileNotFoundError):
             if not hidden:
-                seen, news = _identity(path), {"put": name, "text": path.read_text(errors="replace")}
+                seen, report = _identity(path), PutFile(name=name, text=path.read_text(errors="replace"))
         if name not in self._shown or self._shown[name] != seen:
-            self._say(news)
+            self._send(report)
             self._shown[name] = seen
 
     def _long_files(self) -> Iterator[str]:
@@ -77,11 +69,11 @@ class FileWatch:
         if not begin.startswith(tail):
             # The file shrank or was replaced, perhaps by a longer file.
             self._sent[name] = (0, b"")
-            self._say({"append": name, "at": 0, "data": ""})
+            self._send(AppendFile(name=name, at=0, data=b""))
             return True
         fresh = begin[len(tail) :]
         if fresh:
-            self._say({"append": name, "at": done, "data": base64.b64encode(fresh).decode()})
+            self._send(AppendFile(name=name, at=done, data=fresh))
             self._sent[name] = (done + len(fresh), begin[-TAIL_BYTES:])
         if len(fresh) == PIECE_BYTES:
             return True

@@ -4,10 +4,8 @@ The launcher starts the console over SSH.
 
 files of FOLDER -> JSON lines on stdout        JSON lines on stdin -> the agent, and files of FOLDER
 
-Out: `beat` each second; `put` a small changed file, `gone` a removed one; `append` to a file `at` an offset (0: the
-file was replaced); `trouble` with an error. In: first `have`, the state of the launcher's copies of appended files,
-{NAME: [size, its last bytes]}. Then `beat`, and orders, each safe to repeat: `run` (a NodeSpec, and `secrets` for the
-agent's environment, never written to disk), `money` ({left_ms, told}), `notice` ({deadline_ms, source}).
+The messages are in engine/protocol/console.py. The launcher first sends the state of its copies of appended files. Each
+order is safe to repeat. Both sides send a heartbeat each second.
 
 file_watch.py sends the files, and agent_keeper.py runs the agent. Standard library only: the console must open on a
 node where nothing else works.
@@ -20,13 +18,24 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, assert_never
 
 from engine.node.agent_keeper import AgentKeeper, read_json, write_json
 from engine.node.alone import LAST_CONTACT, touch
 from engine.node.file_watch import FileWatch
+from engine.protocol.console import (
+    AnnouncePreemption,
+    Have,
+    Heartbeat,
+    Report,
+    RunAgent,
+    SetTimeLeft,
+    Trouble,
+    decode_order,
+    encode_report,
+)
 
 LOOK_SECONDS = 0.1
 BEAT_SECONDS = 1.0
@@ -41,9 +50,8 @@ class Lines:
     def __init__(self, out: BinaryIO) -> None:
         self._out, self._sending = out, threading.Lock()
 
-    def send(self, what: Mapping[str, object]) -> None:
-        """Send one message."""
-        line = memoryview(json.dumps(what).encode() + b"\n")
+    def send(self, report: Report) -> None:
+        line = memoryview(json.dumps(encode_report(report)).encode() + b"\n")
         with self._sending:
             self._out.write(line)
             self._out.flush()
@@ -67,7 +75,7 @@ class RemoteConsole:
             more = self.files.look()
             if time.monotonic() - beat >= BEAT_SECONDS:
                 beat = time.monotonic()
-                self._lines.send({"beat": 1})
+                self._lines.send(Heartbeat())
             with contextlib.suppress(OSError):  # a full disk: try again at the next look
                 self.agent.record_end()
             if not more:
@@ -75,22 +83,28 @@ class RemoteConsole:
 
     def receive(self, line: bytes) -> None:
         """Apply one line from the launcher."""
-        order = json.loads(line)
+        order = decode_order(json.loads(line))
         try:
-            if "have" in order:
-                self.files.continue_from(order["have"])
-            elif "run" in order:
-                self.agent.run(order["run"], int(order["told"]), order.get("secrets", {}))
-            elif "money" in order:
-                known = read_json(self._folder / "money.json")
-                if known is None or int(known.get("told", 0)) < order["money"]["told"]:
-                    write_json(self._folder / "money.json", order["money"])
-            elif "notice" in order:
-                known = read_json(self._folder / "notice.json")
-                if known is None or int(known["deadline_ms"]) > order["notice"]["deadline_ms"]:
-                    write_json(self._folder / "notice.json", order["notice"])
+            match order:
+                case Have():
+                    self.files.continue_from(order.files)
+                case RunAgent():
+                    self.agent.run(order.spec, order.number, order.secrets)
+                case SetTimeLeft():
+                    known = read_json(self._folder / "money.json")
+                    if known is None or int(known.get("told", 0)) < order.number:
+                        write_json(self._folder / "money.json", {"left_ms": order.left_ms, "told": order.number})
+                case AnnouncePreemption():
+                    known = read_json(self._folder / "notice.json")
+                    if known is None or int(known["deadline_ms"]) > order.deadline_ms:
+                        notice = {"deadline_ms": order.deadline_ms, "source": order.source}
+                        write_json(self._folder / "notice.json", notice)
+                case Heartbeat() | None:
+                    pass
+                case _:
+                    assert_never(order)
         except OSError as error:  # a full disk: the launcher repeats the order on the next connection
-            self._lines.send({"trouble": f"{next(iter(order))}: {error}"})
+            self._lines.send(Trouble(text=f"{type(order).__name__}: {error}"))
         self._last_line = time.monotonic()
         touch(self._folder / LAST_CONTACT)
 

@@ -18,8 +18,8 @@ import pytest
 
 from engine.mark import MARK
 from engine.node.alone import LAST_CONTACT
-from engine.node.file_watch import PUT
 from engine.node.remote_console import RemoteConsole
+from engine.protocol.console import MIRRORED
 
 AGENT = (
     sys.executable,
@@ -138,7 +138,7 @@ def started(folder: Path) -> int:
 
 def test_small_files_come_whole_and_go(folder, mirror):
     view = Open(folder, mirror)
-    assert view.look().gone == set(PUT)
+    assert view.look().gone == set(MIRRORED)
     (folder / "ready.json").write_text('{"at_ms": 1}')
     assert view.look().files == {"ready.json": b'{"at_ms": 1}'}
     (folder / "ready.json").unlink()

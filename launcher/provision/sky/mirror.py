@@ -3,21 +3,13 @@
 Input from a node is not trusted beyond the node's own files: only names known to the remote console are written.
 """
 
-import base64
 import os
-import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from engine.durable import write_durably
+from engine.protocol.console import APPENDED, MIRRORED, TAIL_BYTES, AppendFile, Have, PutFile, RemoveFile
 from launcher.provision.sky.ssh_line import BrokenLine
-
-PUT = frozenset({"agent.json", "ready.json", "notice.json", "hint.json", "exit.json"})
-APPENDED = re.compile(r"(progress/[\w-][\w.-]*\.jsonl|logs/[\w-][\w.-]*\.log)")
-TAIL_BYTES = 64
-"""Number of last bytes, same as in the remote console, by which a file is recognised as the file in the mirror."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,30 +18,31 @@ class NodeMirror:
 
     folder: Path
 
-    def have(self) -> dict[str, tuple[int, str]]:
+    def have(self) -> Have:
         """Return the size and last bytes of each growing file in the mirror."""
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         (self.folder / "known_hosts").touch(mode=0o600)
-        have = {}
+        have: dict[str, tuple[int, bytes]] = {}
         for path in [*self.folder.glob("progress/*.jsonl"), *self.folder.glob("logs/*.log")]:
             name = path.relative_to(self.folder).as_posix()
             if APPENDED.fullmatch(name):
                 with path.open("rb") as file:
                     size = file.seek(0, os.SEEK_END)
                     file.seek(max(0, size - TAIL_BYTES))
-                    have[name] = (size, base64.b64encode(file.read()).decode())
-        return have
+                    have[name] = (size, file.read())
+        return Have(files=have)
 
-    def take(self, message: Mapping[str, Any]) -> bool:
-        """Write the node's file to the mirror. Return True if the message reports an error instead."""
-        match message:
-            case {"put": str(name), "text": str(text)} if name in PUT:
-                self._replace(name, text.encode())
-            case {"gone": str(name)} if name in PUT:
-                (self.folder / name).unlink(missing_ok=True)
-            case {"append": str(name), "at": int(at), "data": str(data)} if APPENDED.fullmatch(name):
-                self._append(name, at, base64.b64decode(data))
-        return "trouble" in message
+    def take(self, report: PutFile | RemoveFile | AppendFile) -> None:
+        """Write the node's change to the mirror. Ignore a file that is not mirrored."""
+        match report:
+            case PutFile() if report.name in MIRRORED:
+                self._replace(report.name, report.text.encode())
+            case RemoveFile() if report.name in MIRRORED:
+                (self.folder / report.name).unlink(missing_ok=True)
+            case AppendFile() if APPENDED.fullmatch(report.name):
+                self._append(report.name, report.at, report.data)
+            case _:
+                pass
 
     def _append(self, name: str, at: int, data: bytes) -> None:
         path = self.folder / name

@@ -15,10 +15,10 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from engine.clock import boot_ms
 from engine.node_spec import NodeSpec
+from engine.protocol.console import AnnouncePreemption, Heartbeat, Order, RunAgent, SetTimeLeft, Trouble
 from launcher.provision.sky.mirror import NodeMirror
 from launcher.provision.sky.ssh_line import TUNNEL_SECONDS, BrokenLine, SshLine, does_answer
 
@@ -160,11 +160,14 @@ class NodeLink:
         """Serve a connection until its end."""
         told, again, tunnel_looked = -1, None, 0.0
         while not self._closed.is_set():
-            for message in line.messages():
+            for report in line.reports():
                 self._heard = line.heard
-                if self._mirror.take(message):
-                    self.trouble, again = str(message["trouble"]), time.monotonic() + AGAIN_SECONDS
-                elif again is None:
+                if isinstance(report, Trouble):
+                    self.trouble, again = report.text, time.monotonic() + AGAIN_SECONDS
+                    continue
+                if not isinstance(report, Heartbeat):
+                    self._mirror.take(report)
+                if again is None:
                     self.trouble = ""
             now = self._looked = time.monotonic()
             if line.tunnel != self._tunnel():
@@ -184,17 +187,17 @@ class NodeLink:
                 if does_answer(line.local_port):
                     self._open_tunnel = ("127.0.0.1", line.local_port)
 
-    def _orders(self) -> list[dict[str, Any]]:
+    def _orders(self) -> list[Order]:
         """Return all current orders, each time: the node ignores known orders."""
         with self._lock:
-            orders: list[dict[str, Any]] = []
+            orders: list[Order] = []
             if self._spec is not None:
                 spec = self._spec.model_dump(mode="json")
-                orders.append({"run": spec, "told": self._spec_told, "secrets": self._secrets})
+                orders.append(RunAgent(spec=spec, number=self._spec_told, secrets=self._secrets))
             if self._money is not None:
-                orders.append({"money": {"left_ms": self._money.left_now_ms(), "told": self._money.told}})
+                orders.append(SetTimeLeft(left_ms=self._money.left_now_ms(), number=self._money.told))
             if self._notice_ms is not None:
-                orders.append({"notice": {"deadline_ms": self._notice_ms, "source": "the cloud's API"}})
+                orders.append(AnnouncePreemption(deadline_ms=self._notice_ms, source="the cloud's API"))
             return orders
 
     def _tunnel(self) -> str | None:

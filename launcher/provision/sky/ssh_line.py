@@ -7,8 +7,8 @@ import select
 import socket
 import subprocess
 import time
-from collections.abc import Mapping
-from typing import Any
+
+from engine.protocol.console import Have, Heartbeat, Order, Report, decode_report, encode_order
 
 BEAT_SECONDS = 1.0
 SILENCE_SECONDS = 5.0
@@ -30,7 +30,7 @@ class BrokenLine(Exception):
 class SshLine:
     """One ssh process. No call waits longer than a tenth of a second."""
 
-    def __init__(self, command: list[str], have: Mapping[str, Any], tunnel: str | None) -> None:
+    def __init__(self, command: list[str], have: Have, tunnel: str | None) -> None:
         self.tunnel = tunnel
         self.local_port = _free_port() if tunnel else 0
         forward = ["-L", f"127.0.0.1:{self.local_port}:{tunnel}"] if tunnel else []
@@ -56,18 +56,18 @@ class SshLine:
         self._began = self._beaten = time.monotonic()
         self._unread, self._words = b"", b""
         self._unsent = bytearray()
-        self.send({"have": have})
+        self.send(have)
 
-    def send(self, *messages: Mapping[str, Any]) -> None:
-        for message in messages:
-            self._unsent += json.dumps(message).encode() + b"\n"
+    def send(self, *orders: Order) -> None:
+        for order in orders:
+            self._unsent += json.dumps(encode_order(order)).encode() + b"\n"
 
-    def messages(self) -> list[dict[str, Any]]:
-        """Return the messages of a tenth of a second. Raises BrokenLine when the connection ends or stalls."""
+    def reports(self) -> list[Report]:
+        """Return the reports of a tenth of a second. Raises BrokenLine when the connection ends or stalls."""
         now = time.monotonic()
         if now - self._beaten >= BEAT_SECONDS and len(self._unsent) < UNSENT_BYTES:
             self._beaten = now
-            self.send({"beat": 1})
+            self.send(Heartbeat())
         readable, writable, _ = select.select([self._out, self._err], [self._in] if self._unsent else [], [], 0.1)
         if writable:
             with contextlib.suppress(BlockingIOError, BrokenPipeError):
@@ -81,11 +81,12 @@ class SshLine:
             self.heard = time.monotonic()
             *lines, self._unread = (self._unread + data).split(b"\n")
             # A login shell may print lines of its own; skip these.
-            return [json.loads(line) for line in lines if line.startswith(b"{")]
+            read = (decode_report(json.loads(line)) for line in lines if line.startswith(b"{"))
+            return [report for report in read if report is not None]
         # Only if nothing waits to be read: this process itself may have stood still.
         since, patience = (self._began, CONNECT_SECONDS) if self.heard is None else (self.heard, SILENCE_SECONDS)
         if now - since > patience:
-            raise BrokenLine(f"the node's window said nothing for {now - since:.0f} s {self._last_words()}".strip())
+            raise BrokenLine(f"the remote console sent nothing for {now - since:.0f} s {self._last_words()}".strip())
         return []
 
     def _last_words(self) -> str:
