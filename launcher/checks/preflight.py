@@ -90,7 +90,7 @@ def ask_engine(checked: CheckedJob, start: Path | None = None) -> dict[str, Any]
         raise checked.error(
             "reward",
             f"one call of the reward {checked.job.reward.name} took more than {ENGINE_SECONDS} s",
-            "make it faster: it is called for every picture",
+            "make it faster: it is called for every image",
         ) from None
     answer = _last_json(done.stdout)
     if done.returncode == 0 and answer is not None:

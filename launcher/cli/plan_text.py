@@ -109,9 +109,9 @@ def sharing_text(job: Job) -> str:
     if workers == 1:
         return f"sp_degree {degree}: a rollout node's only worker works alone"
     who = (
-        f"a rollout node's {workers} workers share pictures as demand has it"
+        f"a rollout node's {workers} workers share images as demand has it"
         if degree == "auto"
-        else f"{degree} of a rollout node's {workers} workers share a picture"
+        else f"{degree} of a rollout node's {workers} workers share an image"
     )
     return f"sp_degree {degree}: {who}; one that was interrupted {RESUME[resume]} (resume: {resume})"
 

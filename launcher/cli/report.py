@@ -51,7 +51,7 @@ def report(
         built = build_report(session, run, clock_of(run).now_ms(), target_reward, other)
         if session.get(Removal, run.id) is not None:
             click.echo(
-                f"{run.name} was removed with `spotrl rm`: its pictures and logs are gone, its facts are not", err=True
+                f"{run.name} was removed with `spotrl rm`: its images and logs are gone, its facts are not", err=True
             )
     if html is not None:
         from launcher.report.html import render_html  # the charts' libraries take a second to import

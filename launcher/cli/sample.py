@@ -69,8 +69,8 @@ def sample(
 
     \b
     Example:
-      spotrl sample digits-ocr 1234 0077 --count 4 --to pictures
-      spotrl sample digits-ocr 1234 0077 --count 4 --to pictures --base
+      spotrl sample digits-ocr 1234 0077 --count 4 --to images
+      spotrl sample digits-ocr 1234 0077 --count 4 --to images --base
     """
     command = engine_command("engine.entrypoints.sample")
     with sessions() as session:
@@ -111,8 +111,8 @@ def sample(
             click.echo(f"{what}; loading it", err=True)
         for number, _ in enumerate(drawn(command, request)):
             if not as_json:
-                picture = wanted[number]
-                click.echo(f"{picture['file']}  {picture['prompt']}")
+                image = wanted[number]
+                click.echo(f"{image['file']}  {image['prompt']}")
     if as_json:
         checkpoint = {"checkpoint": pulled and pulled.checkpoint, "iteration": pulled and pulled.iteration}
         click.echo(json.dumps({"run": run.name, **checkpoint, "steps": request["steps"], "pictures": wanted}))

@@ -105,9 +105,9 @@ def _nodes_without_exploring(cost: IterationCost, site: Site) -> float:
     if not rates:
         return 0.0
     gpus = pools[0].offer.gpus
-    pictures = cost.prompts * cost.images_per_prompt
+    images = cost.prompts * cost.images_per_prompt
     return square_root_rule(
-        pictures * cost.rollout_gpu_seconds / gpus / 3600,
+        images * cost.rollout_gpu_seconds / gpus / 3600,
         cost.train_seconds / 3600,
         site.trainer.micro_usd_per_hour,
         min(rates),

@@ -38,7 +38,7 @@ def qwen_image_512(
     else (papers 6.2). Training is assumed to cost the same for each image at any number of images. `lora_rank` None:
     every weight is trained and sent.
     """
-    pictures = prompts * images_per_prompt
+    images = prompts * images_per_prompt
     return Recipe(
         cost=IterationCost(
             prompts=prompts,
@@ -46,7 +46,7 @@ def qwen_image_512(
             reserved_gpus=4,
             rollout_gpu_seconds=107 * 4 / 512,
             candidate_gpu_seconds=107 * 4 / 512,
-            train_seconds=253 * pictures / 512,
+            train_seconds=253 * images / 512,
             max_candidates=max_candidates,
         ),
         iterations=Estimate(

@@ -56,7 +56,7 @@ def model_card(report: Report, job: Mapping[str, Any], pulled: Pulled, folder: s
         load = LOAD_LORA if model.weights == "lora" else LOAD_FULL
         parts.append(f"```python\n{load.format(folder=folder, model_class=CLASSES[model.name])}```")
     parts += [
-        f"`spotrl sample {run.name} PROMPT` draws pictures with them. `ema.safetensors` is the average of the weights "
+        f"`spotrl sample {run.name} PROMPT` draws images with them. `ema.safetensors` is the average of the weights "
         "that evaluations use, and what the files for diffusers hold; training goes on from `weights.safetensors`.",
         "## Results",
         f"{metric} on held-out prompts. Smoothed: the mean of the last three evaluations.",

@@ -35,7 +35,7 @@ def sharing_words(sharing: Sharing | None) -> str:
         return ""
     regroups = "1 regroup" if sharing.regroups == 1 else f"{sharing.regroups:,} regroups"
     nodes = "1 node" if sharing.nodes == 1 else f"{sharing.nodes} nodes"
-    return f"Shared pictures: {regroups} on {nodes}; degrees {', '.join(map(str, sharing.degrees))}."
+    return f"Shared images: {regroups} on {nodes}; degrees {', '.join(map(str, sharing.degrees))}."
 
 
 def groups_text(groups: Sequence[Sequence[str]]) -> str:

@@ -30,7 +30,7 @@ def drift_words(report: Report) -> str:
     words = []
     if report.drift:
         newest = report.drift[-1]
-        words.append(f"Drift from the base model's pictures: {score(newest.drift)} at iteration {newest.iteration}.")
+        words.append(f"Drift from the base model's images: {score(newest.drift)} at iteration {newest.iteration}.")
     for guard in report.target.guards:
         stands = "holds" if guard.holds else "is not reported" if guard.value is None else "does not hold"
         words.append(f"Guard {guard.metric} at most {guard.max:g} {stands}.")

@@ -362,10 +362,10 @@ def test_json_is_one_object_on_stdout_and_the_rest_goes_to_stderr(launch):
 def test_the_plan_says_who_shares_pictures_only_if_the_job_asks_for_it(launch):
     eight = ("--set", "resources.rollout.accelerators=A100:8", "--set", "resources.trainer.accelerators=A100:8")
     asked = launch(FakeRuns([VIEW]), "--dry-run", *eight, "--set", "runtime.sp_degree=2")
-    assert "sp_degree 2: 2 of a rollout node's 8 workers share a picture" in asked.output
+    assert "sp_degree 2: 2 of a rollout node's 8 workers share an image" in asked.output
     assert "goes on whoever shares it, equal to about 5e-7 (resume: close)" in asked.output
     left = launch(FakeRuns([VIEW]), "--dry-run", *eight, "--set", "runtime={sp_degree: auto, resume: exact}")
-    assert "sp_degree auto: a rollout node's 8 workers share pictures as demand has it" in left.output
+    assert "sp_degree auto: a rollout node's 8 workers share images as demand has it" in left.output
     assert "(resume: exact)" in left.output
     assert "only worker works alone" in launch(FakeRuns([VIEW]), "--dry-run", "--set", "runtime.sp_degree=auto").output
     assert "sp_degree" not in launch(FakeRuns([VIEW]), "--dry-run", *eight).output

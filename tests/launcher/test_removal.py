@@ -100,7 +100,7 @@ def test_a_command_that_needs_the_files_of_a_removed_run_says_so(home, capsys, w
 def test_the_report_of_a_removed_run_says_that_its_pictures_are_gone(home, capsys):
     answer(capsys, "rm", RUN, "--yes")
     assert run(["report", RUN]) == ExitCode.OK
-    assert "pictures and logs are gone" in capsys.readouterr().err
+    assert "images and logs are gone" in capsys.readouterr().err
 
 
 def test_the_name_of_a_removed_run_is_not_free(home, sessions, capsys):

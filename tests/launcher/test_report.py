@@ -68,7 +68,7 @@ def test_the_target_is_reached_only_in_evaluations_in_which_the_guard_holds(sess
     assert report.target.confirmed.iteration == 5
     assert [(one.iteration, one.guards_hold) for one in report.drift if not one.guards_hold] == [(2, False)]
     assert drift_words(report) == (
-        "Drift from the base model's pictures: 0.050 at iteration 5. Guard drift at most 0.05 holds."
+        "Drift from the base model's images: 0.050 at iteration 5. Guard drift at most 0.05 holds."
     )
 
 
@@ -346,4 +346,4 @@ def test_the_report_counts_regroups_and_says_nothing_of_a_run_that_never_shared(
     made.regrouped(second, (0, 1, 2, 3), at=2 * MINUTE_MS)
     sharing = build_report(session, made.run, START_MS + HOUR_MS).sharing
     assert sharing == Sharing(regroups=3, nodes=2, degrees=(1, 2, 4))
-    assert sharing_words(sharing) == "Shared pictures: 3 regroups on 2 nodes; degrees 1, 2, 4."
+    assert sharing_words(sharing) == "Shared images: 3 regroups on 2 nodes; degrees 1, 2, 4."

@@ -53,8 +53,8 @@ def test_a_run_that_shared_pictures_says_so_in_the_terminal_and_on_the_page(tmp_
         made.regrouped(made.node("spot-0"), (0, 1), at=0)
         session.commit()
         told = CliRunner().invoke(report, ["demo", "--html", str(page)], obj=sessionmaker(session.get_bind()))
-    assert "Shared pictures: 1 regroup on 1 node; degrees 2." in told.output
-    assert "Shared pictures: 1 regroup on 1 node; degrees 2." in page.read_text()
+    assert "Shared images: 1 regroup on 1 node; degrees 2." in told.output
+    assert "Shared images: 1 regroup on 1 node; degrees 2." in page.read_text()
 
 
 def test_the_json_is_one_object_and_the_page_is_written_beside_it(sessions, tmp_path):
