@@ -45,7 +45,9 @@ class Fault(PlantedBug):
             try:
                 forget_tests()
                 with self.planted(), contextlib.redirect_stdout(io.StringIO()):
-                    arguments = ["-q", "-x", "-p", "no:cacheprovider", "--timeout", "120"]
+                    # This program has imported plugins' modules before pytest could rewrite them.
+                    imported = "ignore::pytest.PytestAssertRewriteWarning"
+                    arguments = ["-q", "-x", "-p", "no:cacheprovider", "--timeout", "120", "-W", imported]
                     code = int(pytest.main([*arguments, "-m", "", self.found_by]))
             finally:
                 os._exit(code)
