@@ -35,7 +35,7 @@ class MetricsLog:
         self._scalars({f"evaluation/{k}": v for k, v in evaluated.metrics.items()}, evaluated.iteration)
 
     def close(self) -> None:
-        """Write what TensorBoard still holds, and end its thread. A later metric opens a new event file."""
+        """End TensorBoard's thread, after it has written its queue. A later metric opens a new event file."""
         if self._board is not None:
             with contextlib.suppress(OSError):
                 self._board.close()

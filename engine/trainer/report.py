@@ -41,7 +41,7 @@ class Reporter:
         return self._progress.flush()
 
     def close(self) -> None:
-        """Write the metrics that wait in memory."""
+        """End the thread that writes metrics."""
         self._metrics.close()
 
 
