@@ -7,19 +7,10 @@ value found, the values allowed, and the reason.
 
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
-
-class Strict(BaseModel):
-    """Base of every configuration: frozen, and unknown keys are errors."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, use_attribute_docstrings=True)
-
-
-Positive = Annotated[int, Field(ge=1)]
-Share = Annotated[float, Field(ge=0.0, le=1.0)]
-BelowOne = Annotated[float, Field(ge=0.0, lt=1.0)]
-
+from engine.algorithm_config import AlgorithmConfig
+from engine.strict import Positive, Strict
 
 SHIPPED = {"digits-ocr": "digits", "shapes": "shapes"}
 """Shipped models, and the prompts each model was trained for. The models have no unconditional branch."""
@@ -88,10 +79,10 @@ class SamplerConfig(Strict):
     steps: Annotated[int, Field(ge=2)] = 8
     """Denoising steps of a rollout."""
     noise_level: Annotated[float, Field(ge=0.0)] = 0.7
-    """Noise added by a stochastic step; 0 makes every step an Euler step. Each sampler has its own scale (research
-    notes rl 1.1), so change sampler and level together. flow-sde, `a`: 0.7 or 0.8, and 1.2 with Qwen-Image. dance-sde,
-    `eta`: 0.25 to 0.3; the noise does not fade towards the image. cps, `eta`: 0.7; the maximum 1 replaces all of the
-    noise."""
+    """Noise added by a stochastic step; 0 makes every step an Euler step, which is the default with diffusion-nft. Each
+    sampler has its own scale (research notes rl 1.1), so change sampler and level together. flow-sde, `a`: 0.7 or 0.8,
+    and 1.2 with Qwen-Image. dance-sde, `eta`: 0.25 to 0.3; the noise does not fade towards the image. cps, `eta`: 0.7;
+    the maximum 1 replaces all of the noise."""
     shift: Annotated[float, Field(gt=0.0)] = 1.0
     """Timestep shift of the flow-matching schedule; 1: no shift. A larger shift spends more steps near the noise."""
     guidance: Annotated[float, Field(ge=1.0)] = 1.0
@@ -119,66 +110,6 @@ class SamplerConfig(Strict):
             raise ValueError(
                 f"sampler.noise_level is {self.noise_level:g}, but cps draws all of the noise anew at 1; "
                 "use 1 or less, 0.7 is a good start"
-            )
-        return self
-
-
-class AlgorithmConfig(Strict):
-    """GRPO on the denoising steps (arXiv 2505.05470; research notes rl 1.2)."""
-
-    name: Literal["flow-grpo"] = "flow-grpo"
-    """Training algorithm. `flow-grpo` is the only choice."""
-    prompts_per_batch: Positive = 12
-    """Prompts trained in one iteration. `updates_per_batch` must divide the number."""
-    images_per_prompt: int = 4
-    """Group size: the number of images of one prompt. Rewards are compared within a group."""
-    updates_per_batch: Positive = 2
-    """Optimiser steps per batch. Each step trains its own share of the prompts."""
-    learning_rate: Annotated[float, Field(gt=0.0)] = 2e-4
-    """AdamW's learning rate, constant over the run."""
-    clip_range: Annotated[float, Field(gt=0.0)] = 1e-3
-    """Clip range of the importance ratio: the loss clips the ratio to 1 - `clip_range` .. 1 + `clip_range`."""
-    advantage_clip: Annotated[float, Field(gt=0.0)] = 5.0
-    """Largest absolute value of an advantage; larger advantages are clipped."""
-    gradient_clip: Annotated[float, Field(gt=0.0)] = 1.0
-    """Largest norm of the gradient of an optimiser step; larger gradients are scaled down."""
-    kl_beta: Annotated[float, Field(ge=0.0)] = 0.0
-    """Weight of the KL divergence from the base model; 0 computes no divergence."""
-    kl_form: Literal["flow-grpo", "gaussian"] = "flow-grpo"
-    """Formula of the KL divergence. `gaussian`: the exact divergence between the two transitions of a step.
-    `flow-grpo`: the published form, which multiplies the exact divergence by the step's length in noise levels. With 8
-    to 28 steps the published form is 5 to 28 times smaller."""
-    adam_betas: tuple[BelowOne, BelowOne] = (0.9, 0.99)
-    """AdamW's decay rates. Flow-GRPO publishes .9 and .999, chosen for longer runs."""
-    weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
-    """AdamW's weight decay. Flow-GRPO publishes 1e-4."""
-    std: Literal["group", "batch", "ema"] = "group"
-    """Divisor of advantages: the standard deviation of the group, of the batch, or of earlier batches."""
-    std_correction: Literal[0, 1] = 0
-    """Divisor of a group's variance: the group size (0, as Flow-GRPO) or the size minus 1 (1, as DanceGRPO)."""
-    ema_decay: BelowOne = 0.7
-    """Share of the old average kept each iteration. Evaluation uses the averaged weights."""
-    rows_per_forward: Positive = 168
-    """(image, step) pairs in one training forward pass (time-step parallelism, TSP)."""
-    order: Literal["fixed", "arrival"] = "fixed"
-    """Order of gradient accumulation. `fixed` accumulates by group number, so a repeated run is bit-identical."""
-
-    @field_validator("images_per_prompt")
-    @classmethod
-    def _a_group_compares(cls, value: int) -> int:
-        if value < 2:
-            raise ValueError(
-                f"images_per_prompt is {value}; use 2 or more, "
-                "because an image alone in its group always has advantage 0"
-            )
-        return value
-
-    @model_validator(mode="after")
-    def _updates_have_prompts(self) -> Self:
-        if self.prompts_per_batch % self.updates_per_batch:
-            raise ValueError(
-                f"prompts_per_batch is {self.prompts_per_batch}, which updates_per_batch "
-                f"({self.updates_per_batch}) does not divide; every update takes whole prompts"
             )
         return self
 
@@ -452,10 +383,25 @@ class EngineConfig(Strict):
         return self
 
     @model_validator(mode="after")
+    def _diffusion_nft_rolls_out_with_the_ode(self) -> Self:
+        """Set the default of `sampler.noise_level` that fits the algorithm."""
+        if self.algorithm.name == "diffusion-nft" and "noise_level" not in self.sampler.model_fields_set:
+            # The model is frozen once it is made; a validator before the fields would turn off strict JSON mode.
+            self.__dict__["sampler"] = self.sampler.model_copy(update={"noise_level": 0.0})
+        return self
+
+    @model_validator(mode="after")
     def _there_is_something_to_train(self) -> Self:
-        if self.sampler.noise_level == 0:
+        if self.algorithm.name == "diffusion-nft":
+            if self.sampler.window is not None:
+                raise ValueError(
+                    "sampler.window is set, but diffusion-nft trains on noised images and not on denoising steps; "
+                    "leave window out, or use algorithm.name: flow-grpo"
+                )
+        elif self.sampler.noise_level == 0:
             raise ValueError(
-                "sampler.noise_level is 0, which leaves no random step to train; 0.7 is what Flow-GRPO uses"
+                f"sampler.noise_level is 0, which leaves no random step for {self.algorithm.name} to train; 0.7 is "
+                "what Flow-GRPO uses, and diffusion-nft needs no random step"
             )
         if self.model.name in SHIPPED and self.sampler.guidance != 1.0:
             raise ValueError(

@@ -9,8 +9,9 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from engine.clock import ScaledClock
-from engine.config import EngineConfig, Positive, Strict
+from engine.config import EngineConfig
 from engine.events import Market
+from engine.strict import Positive, Strict
 
 
 class ClockConfig(Strict):

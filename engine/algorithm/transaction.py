@@ -8,7 +8,7 @@ result is equal bit for bit. A group without variance adds nothing but stays in 
 non-finite reward or loss is skipped and counted. `abort` leaves no trace.
 
 All trained steps of a group go through the network together (time-step parallelism, TSP): the rows of a forward
-pass are (image, step) pairs.
+pass are (image, step) pairs, or (image, noise level) pairs. The loss is the algorithm's (`objective.py`).
 """
 
 import itertools
@@ -21,9 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from engine.algorithm.advantages import group_advantages
-from engine.algorithm.loss import gaussian_kl, grpo_loss
-from engine.config import AlgorithmConfig
-from engine.diffusion.sampler import Plan, flow_grpo_kl_scale, log_prob, policy
+from engine.algorithm.choice import objective_of
+from engine.algorithm.objective import FinishedGroup, Rows
+from engine.algorithm.old_policy import OldPolicy
+from engine.algorithm_config import AlgorithmConfig
+from engine.diffusion.sampler import Plan, log_prob, policy
 from engine.diffusion.trajectory import Trajectory
 from engine.models.adapter import DiTAdapter, rows
 from engine.models.load import ReferencePolicy
@@ -33,25 +35,17 @@ LEAST_ROWS_OF_A_THREAD = 64
 """Fewest rows per thread on a CPU. With fewer rows, a further thread gains nothing."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class FinishedGroup:
-    """A prompt's finished rollouts, in the order of its seeds in the manifest."""
-
-    prompt: str
-    trajectories: tuple[Trajectory, ...]
-    rewards: tuple[float, ...]
-
-
 @dataclass(kw_only=True)
 class Health:
-    """Diagnostics of training, summed over the groups of a step. Rows are (image, step) pairs."""
+    """Diagnostics of training, summed over the groups of a step. Rows are (image, step) or (image, noise level) pairs.
 
+    `neutral`: names and values of the algorithm's figures for an update without any row (`Objective.neutral`).
+    """
+
+    neutral: Mapping[str, float]
     rows: int = 0
-    ratio_sum: float = 0.0
-    ratio_max: float = 0.0
-    clipped: float = 0.0
-    kl_sum: float = 0.0
-    dlogp_sum: float = 0.0
+    sums: dict[str, float] = field(default_factory=dict)
+    largest: dict[str, float] = field(default_factory=dict)
     gradient_norm: float = 0.0
     groups: int = 0
     without_variance: int = 0
@@ -61,20 +55,17 @@ class Health:
     def add(self, more: "Health") -> None:
         """Add the rows of another forward pass."""
         self.rows += more.rows
-        self.ratio_sum += more.ratio_sum
-        self.ratio_max = max(self.ratio_max, more.ratio_max)
-        self.clipped += more.clipped
-        self.kl_sum += more.kl_sum
-        self.dlogp_sum += more.dlogp_sum
+        for name, value in more.sums.items():
+            self.sums[name] = self.sums.get(name, 0.0) + value
+        for name, value in more.largest.items():
+            self.largest[name] = max(self.largest.get(name, value), value)
 
     def summary(self) -> dict[str, float]:
-        rows = max(1, self.rows)
+        means = {name: value / self.rows for name, value in self.sums.items()}
         return {
-            "ratio_mean": self.ratio_sum / rows if self.rows else 1.0,
-            "ratio_max": self.ratio_max if self.rows else 1.0,
-            "clip_share": self.clipped / rows,
-            "kl": self.kl_sum / rows,
-            "dlogp_abs_mean": self.dlogp_sum / rows,
+            **self.neutral,
+            **means,
+            **self.largest,
             "gradient_norm": self.gradient_norm,
             "zero_variance_share": self.without_variance / max(1, self.groups),
             "skipped_groups": float(len(self.skipped)),
@@ -94,11 +85,12 @@ class Trainer:
         config: AlgorithmConfig,
         reference: ReferencePolicy | None = None,
     ) -> None:
-        """Create the optimiser. `reference`: needed if config.kl_beta is above 0."""
+        """Create the optimiser. `reference`: needed if the loss has a term that holds the weights near it."""
         self.adapter = adapter
         self.parameters = parameters
         self.config = config
-        self.reference = reference
+        self.old = OldPolicy(parameters)
+        self.objective = objective_of(config, self.old, reference)
         self.optimizer = torch.optim.AdamW(
             parameters.values(),
             lr=config.learning_rate,
@@ -115,16 +107,18 @@ class Trainer:
         return Transaction(self, manifest, minibatch, plan, std)
 
     def with_own_log_probs(self, prompt: str, trajectory: Trajectory, plan: Plan) -> Trajectory:
-        """Recompute the trajectory's log-probs with the trainer's weights.
+        """Recompute the trajectory's log-probs with the weights that made the rollout, if the loss uses them.
 
-        Call before the first optimiser step of the batch. Needed for a trajectory with steps at different SP degrees,
-        whose log-probs were computed with different rounding.
+        Needed for a trajectory with steps at different SP degrees, whose log-probs were computed with different
+        rounding.
         """
+        if not self.objective.needs_log_probs:
+            return trajectory
         steps = torch.tensor(plan.trained_steps)
         device = next(iter(self.parameters.values())).device
         conditioning = rows(self.adapter.encode([prompt]), torch.zeros(len(steps), dtype=torch.long, device=device))
         x, next_x = trajectory.latents[:-1].to(device), trajectory.latents[1:].to(device)
-        with torch.no_grad():
+        with torch.no_grad(), self.old.active():
             mean, std = policy(self.adapter, plan, conditioning, x, steps.to(device))
         return replace(trajectory, log_probs=log_prob(next_x, mean, std).cpu())
 
@@ -156,14 +150,15 @@ class Transaction:
         self._std = std
         self._wanted = manifest.minibatches[minibatch]
         images = sum(len(manifest.groups[number].seeds) for number in self._wanted)
-        self._planned_rows = images * len(plan.trained_steps)
+        rows_per_image = trainer.objective.rows_per_image(plan)
+        self._planned_rows = images * rows_per_image
         largest = max(len(manifest.groups[number].seeds) for number in self._wanted)
         most = trainer.config.rows_per_forward
-        self._groups_per_forward = max(1, most // (largest * max(1, len(plan.trained_steps))))
+        self._groups_per_forward = max(1, most // (largest * max(1, rows_per_image)))
         self._held: dict[int, FinishedGroup] = {}
         self._added: set[int] = set()
         self._taken: set[int] = set()
-        self.health = Health()
+        self.health = Health(neutral=trainer.objective.neutral)
         trainer.optimizer.zero_grad(set_to_none=True)
 
     @property
@@ -205,6 +200,7 @@ class Transaction:
             for parameter in parameters:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
+            trainer.old.keep()
             trainer.optimizer.step()
         else:
             self.health.gradient_norm = 0.0
@@ -226,61 +222,39 @@ class Transaction:
                 if len(together) == 1 or not self._backward([alone]):
                     self.health.skipped.append(alone.number)
 
-    def _rows_of(self, number: int, group: FinishedGroup) -> "_Rows | None":
+    def _rows_of(self, number: int, group: FinishedGroup) -> "_GroupRows | None":
         """Return a group as training rows, or None if the group adds nothing."""
         self.health.groups += 1
         if not all(math.isfinite(reward) for reward in group.rewards):
             self.health.skipped.append(number)
             return None
-        config = self._trainer.config
+        config, objective = self._trainer.config, self._trainer.objective
         rewards = torch.tensor([group.rewards], dtype=torch.float32)
         advantages = group_advantages(
             rewards, config.std, scale=self._std, clip=config.advantage_clip, correction=config.std_correction
         )[0]
         if not advantages.any():
             self.health.without_variance += 1
-            if config.kl_beta == 0:
+            if not objective.trains_equal_rewards:
                 return None
-        steps = torch.tensor(self._plan.trained_steps)
-        return _Rows(
-            number=number,
-            prompt=group.prompt,
-            x=torch.cat([t.latents[:-1] for t in group.trajectories]),
-            next_x=torch.cat([t.latents[1:] for t in group.trajectories]),
-            old=torch.cat([t.log_probs for t in group.trajectories]),
-            step=steps.repeat(len(group.trajectories)),
-            advantage=advantages.repeat_interleave(len(steps)),
-        )
+        return _GroupRows(number=number, prompt=group.prompt, tensors=objective.rows(group, advantages, self._plan))
 
-    def _backward(self, groups: Sequence["_Rows"]) -> bool:
+    def _backward(self, groups: Sequence["_GroupRows"]) -> bool:
         """Backpropagate the rows of some groups. If a loss is not finite, add nothing and return False."""
-        trainer, config = self._trainer, self._trainer.config
+        trainer, objective = self._trainer, self._trainer.objective
         parameters = list(trainer.parameters.values())
         device = parameters[0].device
         encoded = trainer.adapter.encode([group.prompt for group in groups])
-        whose = torch.tensor([place for place, group in enumerate(groups) for _ in group.step], device=device)
-        x, next_x, old, step, advantage = (
-            torch.cat([getattr(group, name) for group in groups]).to(device)
-            for name in ("x", "next_x", "old", "step", "advantage")
-        )
+        whose = torch.tensor([place for place, group in enumerate(groups) for _ in range(len(group))], device=device)
+        tensors = {name: torch.cat([group.tensors[name] for group in groups]).to(device) for name in groups[0].tensors}
         # Use our own buffers. Autograd's gradients may be shared by two parameters, or have another memory layout than
         # the parameter. Clipping and fused AdamW work in place and in memory order, and check neither.
         gradients = [torch.zeros_like(parameter) for parameter in parameters]
-        seen = Health()
-        for some in torch.arange(len(x)).split(config.rows_per_forward):
-            batch = _Batch(
-                conditioning=rows(encoded, whose[some]),
-                x=x[some],
-                next_x=next_x[some],
-                old=old[some],
-                step=step[some],
-                advantage=advantage[some],
-                reference=None,
-            )
-            if config.kl_beta > 0 and trainer.reference is not None:
-                with torch.no_grad(), trainer.reference.active():
-                    mean, _ = policy(trainer.adapter, self._plan, batch.conditioning, batch.x, batch.step)
-                batch = replace(batch, reference=mean)
+        seen = Health(neutral=objective.neutral)
+        for some in torch.arange(len(whose)).split(trainer.config.rows_per_forward):
+            batch = Rows(conditioning=rows(encoded, whose[some]), tensors=rows(tensors, some))
+            with torch.no_grad():
+                batch = batch.with_tensors(objective.constants(trainer.adapter, self._plan, batch))
             for result in self._side_by_side(batch):
                 if result is None:
                     return False
@@ -294,14 +268,14 @@ class Transaction:
         self.health.add(seen)
         return True
 
-    def _side_by_side(self, batch: "_Batch") -> "list[tuple[Sequence[Tensor | None], Health] | None]":
+    def _side_by_side(self, batch: Rows) -> list[tuple[Sequence[Tensor | None], Health] | None]:
         """Return the gradients of a batch. On a CPU, compute parts of the batch at once, each in a thread.
 
         Two threads with half the rows each take a sixth less time than a single pass that divides every operation
         between two threads and waits for both. The sum runs over the parts in order, whichever part is ready first.
         """
-        threads = torch.get_num_threads() if batch.x.device.type == "cpu" else 1
-        parts = min(threads, max(1, len(batch.x) // LEAST_ROWS_OF_A_THREAD))
+        threads = torch.get_num_threads() if next(iter(batch.tensors.values())).device.type == "cpu" else 1
+        parts = min(threads, max(1, len(batch) // LEAST_ROWS_OF_A_THREAD))
         if parts == 1:
             return [self._gradient(batch)]
 
@@ -310,73 +284,38 @@ class Transaction:
             return self._gradient(batch.at(some))
 
         with ThreadPoolExecutor(parts) as pool:
-            return list(pool.map(one, torch.arange(len(batch.x)).chunk(parts)))
+            return list(pool.map(one, torch.arange(len(batch)).chunk(parts)))
 
-    def _gradient(self, batch: "_Batch") -> tuple[Sequence[Tensor | None], Health] | None:
+    def _gradient(self, batch: Rows) -> tuple[Sequence[Tensor | None], Health] | None:
         """Return a gradient for every parameter, or None in the place of an unused parameter.
 
         If the loss is not finite, return None instead of the gradients.
         """
-        trainer, config = self._trainer, self._trainer.config
-        mean, std = policy(trainer.adapter, self._plan, batch.conditioning, batch.x, batch.step)
-        new = log_prob(batch.next_x, mean, std)
-        loss, ratios = grpo_loss(new, batch.old, batch.advantage, config.clip_range)
+        trainer = self._trainer
+        found = trainer.objective.losses(trainer.adapter, self._plan, batch)
         seen = Health(
-            rows=len(batch.x),
-            ratio_sum=ratios.ratio_mean * len(batch.x),
-            ratio_max=ratios.ratio_max,
-            clipped=ratios.clip_share * len(batch.x),
-            dlogp_sum=float((new.detach() - batch.old).abs().sum()),
+            neutral=trainer.objective.neutral,
+            rows=len(batch),
+            sums={name: float(values.sum()) for name, values in found.means.items()},
+            largest={name: float(values.max()) for name, values in found.largest.items()},
         )
-        if batch.reference is not None:
-            kl = gaussian_kl(mean, batch.reference, std)
-            if config.kl_form == "flow-grpo":
-                kl = kl * flow_grpo_kl_scale(self._plan, batch.step)
-            loss = loss + config.kl_beta * kl
-            seen.kl_sum = float(kl.detach().sum())
-        total = loss.sum() / self._planned_rows
+        total = found.loss.sum() / self._planned_rows
         # Clipping can hide a non-finite ratio from the loss, but not from the loss's gradient.
-        if not torch.isfinite(total) or not math.isfinite(ratios.ratio_max):
+        if not torch.isfinite(total) or not all(math.isfinite(value) for value in seen.largest.values()):
             return None
         return torch.autograd.grad(total, list(trainer.parameters.values()), allow_unused=True), seen
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Batch:
-    """The rows of a forward pass, (image, step) pairs; see `_Rows`. reference: means [R, *S], for the KL term."""
-
-    conditioning: Mapping[str, Tensor]
-    x: Tensor
-    next_x: Tensor
-    old: Tensor
-    step: Tensor
-    advantage: Tensor
-    reference: Tensor | None
-
-    def at(self, some: Tensor) -> "_Batch":
-        """Return some of the rows."""
-        return _Batch(
-            conditioning=rows(self.conditioning, some),
-            x=self.x[some],
-            next_x=self.next_x[some],
-            old=self.old[some],
-            step=self.step[some],
-            advantage=self.advantage[some],
-            reference=None if self.reference is None else self.reference[some],
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Rows:
-    """A group as (image, step) pairs: x and next_x [R, *S]; old log-probs, step and advantage [R]."""
+class _GroupRows:
+    """A group as training rows, on the CPU: the tensors of `Objective.rows`."""
 
     number: int
     prompt: str
-    x: Tensor
-    next_x: Tensor
-    old: Tensor
-    step: Tensor
-    advantage: Tensor
+    tensors: Mapping[str, Tensor]
+
+    def __len__(self) -> int:
+        return len(next(iter(self.tensors.values())))
 
 
 class Average:

@@ -18,7 +18,7 @@ before the weights change, `replay` gives the log-prob of `advance` for the same
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import log, pi, sin, sqrt
 from typing import Any, Literal
@@ -26,7 +26,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from engine.config import SamplerConfig, WindowConfig
+from engine.config import EngineConfig, SamplerConfig, WindowConfig
 from engine.diffusion.noise import NOISE_VERSION, noise_rows
 from engine.models.adapter import Conditioning, DiTAdapter
 
@@ -47,6 +47,8 @@ class Plan:
     noise_level: float
     guidance: float
     signature: str
+    records: bool = True
+    """True if a rollout records its latents at the trained steps. False: training uses the final latent only."""
 
     @property
     def steps(self) -> int:
@@ -54,8 +56,8 @@ class Plan:
 
     @property
     def trained_steps(self) -> tuple[int, ...]:
-        """Return the steps with a log-prob."""
-        return tuple(step for step, is_random in enumerate(self.stochastic) if is_random)
+        """Return the recorded steps, which have a log-prob."""
+        return tuple(step for step, is_random in enumerate(self.stochastic) if is_random and self.records)
 
 
 # --- plans ------------------------------------------------------------------------------------------------
@@ -86,6 +88,12 @@ def rollout_plan(config: SamplerConfig, run_seed: int, batch: int) -> Plan:
         noise_level=config.noise_level,
         guidance=config.guidance,
     )
+
+
+def batch_plan(config: EngineConfig, batch: int) -> Plan:
+    """Return the plan of a batch of the job. With diffusion-nft a rollout records its final latent only."""
+    plan = rollout_plan(config.sampler, config.seed, batch)
+    return replace(plan, records=config.algorithm.name != "diffusion-nft")
 
 
 def preview_plan(plan: Plan, steps: int) -> Plan:
@@ -125,6 +133,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         "noise_level": plan.noise_level,
         "guidance": plan.guidance,
         "signature": plan.signature,
+        "records": plan.records,
     }
 
 
@@ -145,7 +154,7 @@ def plan_from_dict(raw: Mapping[str, Any]) -> Plan:
             f"sampler plan {raw['signature']} would be {plan.signature} here; run the same version of spotrl on "
             "every node, because seeds are comparable only under one sampler and one noise"
         )
-    return plan
+    return replace(plan, records=raw.get("records", True))
 
 
 def _plan(

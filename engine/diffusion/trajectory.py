@@ -20,7 +20,8 @@ class Trajectory:
     """The trajectory of an image after `step` denoising steps.
 
     x          [*S]      the latent after `step` denoising steps
-    latents    [n, *S]   latents at the trained steps until now, in order, plus the latent after the last trained step
+    latents    [n, *S]   latents at the trained steps until now, in order, plus the latent after the last trained step;
+                         empty if the plan records none
     log_probs  [n]       of the trained steps until now; the last latent has none yet
     degrees    [step]    SP degree of each step; uint8
     """
@@ -45,7 +46,7 @@ class Trajectory:
     def then(self, plan: Plan, next_x: Tensor, log_prob: Tensor, degree: int = 1) -> "Trajectory":
         """Return the record after another step at this SP degree."""
         degrees = torch.cat([self.degrees, torch.tensor([degree], dtype=torch.uint8)])
-        if not plan.stochastic[self.step]:
+        if self.step not in plan.trained_steps:
             return replace(self, step=self.step + 1, x=next_x, degrees=degrees)
         latents = self.latents if len(self.latents) else self.x[None]
         # A window's steps are consecutive, hence each trained step starts at the end of the step before.

@@ -16,12 +16,13 @@ from PIL import Image
 from pydantic import Field
 from torch import Tensor
 
-from engine.config import ModelConfig, SamplerConfig, Strict
+from engine.config import ModelConfig, SamplerConfig
 from engine.diffusion.images import as_bytes
 from engine.diffusion.sampler import Plan, denoise, evaluation_plan
 from engine.models.adapter import DiTAdapter
 from engine.models.load import load_adapter, trainable
 from engine.models.weights import set_weights
+from engine.strict import Strict
 from engine.trainer.evaluation import to_rgb
 
 FRAME_MS = 1000 / 16

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from engine.config import ModelConfig
 from engine.models.adapter import DiTAdapter
+from engine.models.weights import exchanged
 
 LORA_SEED = 0
 """Seed of the random start values of low-rank adapters. Every node draws the same values."""
@@ -163,7 +164,8 @@ class ReferencePolicy:
 
         Restore the trained weights after.
         """
-        with torch.no_grad(), self._switched_off() if self._base is None else self._exchanged(self._base):
+        swap = self._switched_off() if self._base is None else exchanged(trainable(self._adapter), self._base)
+        with torch.no_grad(), swap:
             yield
 
     @contextmanager
@@ -179,15 +181,3 @@ class ReferencePolicy:
             # Switching the adapters off also froze the parameters.
             for parameter in trained.values():
                 parameter.requires_grad_(True)
-
-    @contextmanager
-    def _exchanged(self, base: Mapping[str, Tensor]) -> Iterator[None]:
-        parameters = trainable(self._adapter)
-        mine = {name: parameter.data for name, parameter in parameters.items()}
-        try:
-            for name, parameter in parameters.items():
-                parameter.data = base[name]
-            yield
-        finally:
-            for name, parameter in parameters.items():
-                parameter.data = mine[name]

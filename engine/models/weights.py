@@ -2,6 +2,8 @@
 
 import json
 import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from safetensors.torch import save
@@ -36,3 +38,20 @@ def set_weights(parameters: dict[str, torch.nn.Parameter], data: bytes | memoryv
                 start = 8 + header_size + begin
                 flat = torch.frombuffer(data, dtype=dtype, count=(end - begin) // dtype.itemsize, offset=start)
                 parameter.copy_(flat.view(entry["shape"]))
+
+
+@contextmanager
+def exchanged(parameters: Mapping[str, torch.nn.Parameter], tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Put other weights into the parameters inside the context, without a copy.
+
+    The pointers are exchanged, so the other weights must be on the parameters' device, and no other thread may use the
+    model meanwhile.
+    """
+    mine = {name: parameter.data for name, parameter in parameters.items()}
+    try:
+        for name, parameter in parameters.items():
+            parameter.data = tensors[name]
+        yield
+    finally:
+        for name, parameter in parameters.items():
+            parameter.data = mine[name]

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from engine.config import CandidateBudget, EngineConfig
-from engine.diffusion.sampler import plan_to_dict, preview_plan, rollout_plan
+from engine.diffusion.sampler import batch_plan, plan_to_dict, preview_plan
 from engine.events import Ranked
 from engine.exploration.explorer import Explorer
 from engine.prompts import PromptSource
@@ -54,8 +54,7 @@ class SeedExploration:
             return None
 
         def sampler_of(steps: int) -> str:
-            plan = rollout_plan(self._config.sampler, self._config.seed, batch)
-            return json.dumps(plan_to_dict(preview_plan(plan, steps)))
+            return json.dumps(plan_to_dict(preview_plan(batch_plan(self._config, batch), steps)))
 
         order = self.explorer.order(
             batch,
@@ -126,7 +125,7 @@ class SeedExploration:
             lineage=self._state.lineage,
             batch=batch,
             version=batch,
-            sampler=rollout_plan(self._config.sampler, self._config.seed, batch).signature,
+            sampler=batch_plan(self._config, batch).signature,
             groups=groups,
             minibatches=tuple(tuple(range(i, i + share)) for i in range(0, len(groups), share)),
         )

@@ -5,8 +5,8 @@
     choose the next batch's seeds -> checkpoint -> publish
 
 The trainer never waits while a group is ready to train. With no group ready, the trainer makes rollouts too, so a run
-without any spot node continues. The trainer takes an optimiser step only after the whole batch is rolled out. Until
-then, the trainer still holds the weight version of the unfinished rollouts.
+without any spot node continues. The trainer takes an optimiser step once the groups of the step are trained. Until the
+batch is trained, the trainer keeps the old weights beside the new ones, for its own rollouts (`old_policy.py`).
 """
 
 import time
@@ -16,7 +16,7 @@ from dataclasses import replace
 import torch
 
 from engine.config import EngineConfig
-from engine.diffusion.sampler import rollout_plan
+from engine.diffusion.sampler import batch_plan
 from engine.events import EngineFinished, EngineStarted, Phase
 from engine.exploration.explorer import Explorer
 from engine.models.adapter import DiTAdapter
@@ -112,10 +112,10 @@ class Loop:
         order = self.exploration.order(manifest.batch + 1)
         if self.config.exploration.mode == "in-path":
             manifest, rollouts = self.exploration.choose_in_path(manifest, rollouts)
-        plan = rollout_plan(self.config.sampler, self.config.seed, manifest.batch)
+        plan = batch_plan(self.config, manifest.batch)
         health = self.updates.train(manifest, plan, rollouts)  # groups train while other groups are still sampled
-        self.model.average.follow()
-        weights = self.model.weights()
+        self.model.follow(manifest.batch)
+        weights = self.model.rollout_weights()
         files = self._write_files(weights)  # while spot nodes still explore
         candidates = self.exploration.collect(order)
         self.exploration.judge(manifest, rollouts)
@@ -150,7 +150,7 @@ class Loop:
             started_from=self.started_from,
         )
         self.reporter.write(started)
-        self._publish(self.model.weights())
+        self._publish(self.model.rollout_weights())
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         if checkpoint.config_digest != self.state.config_digest:
@@ -160,7 +160,11 @@ class Loop:
         self.state.restore(checkpoint)
         if checkpoint.exploration:
             self.exploration.explorer.restore(checkpoint.exploration)
-        self.model.restore(checkpoint.files)
+        if not self.model.restore(checkpoint.files, checkpoint.iteration):
+            self.reporter.warn(
+                f"checkpoint {checkpoint.iteration} has no old policy; the trained weights make the next rollouts, and "
+                "the average begins anew"
+            )
 
     def _settle_lineage(self, newest: Checkpoint | None) -> int:
         known = self.coordinator.peek()
@@ -173,7 +177,7 @@ class Loop:
 
     def _roll_out(self, manifest: Manifest) -> Rollouts:
         """Submit a batch's requests, and its control slice. Returns the rollouts, which arrive later."""
-        plan = rollout_plan(self.config.sampler, self.config.seed, manifest.batch)
+        plan = batch_plan(self.config, manifest.batch)
         weights, shape = WeightsKey(version=self.state.iteration), self.config.runtime.shape
         self.coordinator.submit(manifest.requests(), plan, weights=weights, shape=shape)
         control = self.exploration.explorer.control(manifest)
@@ -187,7 +191,8 @@ class Loop:
             manifest,
             collect,
             self.worker,
-            lambda prompt, trajectory: self.model.trainer.with_own_log_probs(prompt, trajectory, plan),
+            own_log_probs=lambda prompt, trajectory: self.model.trainer.with_own_log_probs(prompt, trajectory, plan),
+            old_policy=self.model.trainer.old.active,
         )
 
     def _write_files(self, weights: bytes) -> tuple[dict[str, bytes], dict[str, str]] | None:

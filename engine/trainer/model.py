@@ -3,15 +3,18 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-import torch
 from safetensors.torch import load, save
 
+from engine.algorithm.old_policy import decay_of
 from engine.algorithm.transaction import Average, Trainer
-from engine.config import AlgorithmConfig
+from engine.algorithm_config import AlgorithmConfig
 from engine.models.adapter import DiTAdapter
 from engine.models.load import ReferencePolicy, load_start, trainable
-from engine.models.weights import get_weights, set_weights
+from engine.models.weights import exchanged, get_weights, set_weights
 from engine.storage.checkpoint import Start
+
+OLD = "old"
+"""File of a checkpoint with the old policy's weights, if the old policy is not the trained weights."""
 
 
 class TrainedModel:
@@ -22,10 +25,12 @@ class TrainedModel:
 
         A run restored from a checkpoint needs the start weights too, because the KL divergence is measured from them.
         """
+        self._algorithm = algorithm
         self.parameters = trainable(adapter)
         if start is not None:
             load_start(self.parameters, start.weights)
-        reference = ReferencePolicy.of(adapter, is_started=start is not None) if algorithm.kl_beta > 0 else None
+        needs_reference = algorithm.kl_beta > 0 or algorithm.diffusion_nft.reference_weight > 0
+        reference = ReferencePolicy.of(adapter, is_started=start is not None) if needs_reference else None
         self.trainer = Trainer(adapter, self.parameters, algorithm, reference)
         self.average = Average(self.parameters, algorithm.ema_decay)
 
@@ -33,36 +38,48 @@ class TrainedModel:
     def device(self) -> str:
         return str(next(iter(self.parameters.values())).device)
 
-    def weights(self) -> bytes:
-        """Return the trained weights as safetensors bytes."""
-        return get_weights(self.parameters)
+    def follow(self, batch: int) -> None:
+        """Move the average and the old policy towards the trained weights. Call once per batch, after training it."""
+        self.average.follow()
+        self.trainer.old.advance(decay_of(self._algorithm.diffusion_nft.old_policy_decay, batch))
+
+    def rollout_weights(self) -> bytes:
+        """Return the weights that make the next batch's rollouts, as safetensors bytes."""
+        with self.trainer.old.active():
+            return get_weights(self.parameters)
 
     def average_weights(self) -> bytes:
         """Return the averaged weights as safetensors bytes."""
         return save(self.average.tensors)
 
-    def files(self, weights: bytes) -> dict[str, bytes]:
-        """Return the large files of a checkpoint by name. `weights`: of `weights()`, which are not copied again."""
-        optimizer = {name: tensor.contiguous() for name, tensor in self.trainer.optimizer_state().items()}
-        return {"weights": weights, "ema": self.average_weights(), "optimizer": save(optimizer)}
+    def files(self, rollout_weights: bytes) -> dict[str, bytes]:
+        """Return the large files of a checkpoint by name. `rollout_weights`: of `rollout_weights()`, not copied again.
 
-    def restore(self, files: Mapping[str, bytes]) -> None:
-        """Load the files of a checkpoint."""
+        The file `old` exists only if the old policy differs from the trained weights.
+        """
+        optimizer = {name: tensor.contiguous() for name, tensor in self.trainer.optimizer_state().items()}
+        files = {"ema": self.average_weights(), "optimizer": save(optimizer)}
+        if self.trainer.old.differs:
+            return {**files, "weights": get_weights(self.parameters), OLD: rollout_weights}
+        return {**files, "weights": rollout_weights}
+
+    def restore(self, files: Mapping[str, bytes], iteration: int) -> bool:
+        """Load the files of a checkpoint after `iteration` batches.
+
+        Returns False if the job's old policy is an average, and the checkpoint has none. The trained weights then
+        take its place.
+        """
         set_weights(self.parameters, files["weights"])
         average = load(files["ema"])
         self.average.tensors = {name: average[name].to(value.device) for name, value in self.parameters.items()}
         self.trainer.load_optimizer_state(load(files["optimizer"]))
+        if OLD in files:
+            self.trainer.old.restore(load(files[OLD]))
+            return True
+        return iteration == 0 or decay_of(self._algorithm.diffusion_nft.old_policy_decay, iteration - 1) == 0
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Put the averaged weights into the model inside the context, and restore the trained weights afterwards."""
-        live = {name: value.detach().clone() for name, value in self.parameters.items()}
-        with torch.no_grad():
-            for name, value in self.parameters.items():
-                value.copy_(self.average.tensors[name])
-        try:
+        """Put the averaged weights into the model inside the context."""
+        with exchanged(self.parameters, self.average.tensors):
             yield
-        finally:
-            with torch.no_grad():
-                for name, value in self.parameters.items():
-                    value.copy_(live[name])

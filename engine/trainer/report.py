@@ -87,11 +87,19 @@ class IterationReports:
         self._unreported_seconds = time.perf_counter() - self._reported
 
 
+BEFORE_UPDATE = {"dlogp_abs_mean": "dlogp_before_update", "velocity_change": "velocity_change_before_update"}
+"""Health figures that compare the trained weights with the weights that made the rollouts, and their later names."""
+
+
 def _merge(steps: Sequence[Health]) -> dict[str, float]:
-    """Return the health of a batch: means over its optimiser steps, the largest ratio, the number of skipped groups."""
+    """Return the health of a batch: means over its optimiser steps, the largest `..._max`, the count of skipped groups.
+
+    `..._before_update`: a figure of the first step, whose rollouts were made with the same weights. The figure is then
+    0, up to rounding.
+    """
     each = [step.summary() for step in steps]
     merged = {name: sum(one[name] for one in each) / len(each) for name in each[0]}
-    merged["ratio_max"] = max(one["ratio_max"] for one in each)
+    merged |= {name: max(one[name] for one in each) for name in merged if name.endswith("_max")}
     merged["skipped_groups"] = sum(one["skipped_groups"] for one in each)
-    merged["dlogp_before_update"] = each[0]["dlogp_abs_mean"]
+    merged |= {later: each[0][name] for name, later in BEFORE_UPDATE.items() if name in merged}
     return merged

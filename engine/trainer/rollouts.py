@@ -6,11 +6,11 @@ While no complete group waits for training, the trainer samples too: a waiting t
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
-from engine.algorithm.transaction import FinishedGroup
+from engine.algorithm.objective import FinishedGroup
 from engine.diffusion.trajectory import Trajectory
 from engine.protocol.request import Manifest, Wait
 from engine.trainer.coordinator_client import Collected
@@ -20,6 +20,10 @@ Collect = Callable[[int, int, bool], Collected]
 """(batch, number of results received, wait or not) -> new results of the batch, and their trajectories."""
 
 
+OldPolicy = Callable[[], AbstractContextManager[None]]
+"""Returns a context in which the trainer's model holds the weights that make the batch's rollouts."""
+
+
 OwnLogProbs = Callable[[str, Trajectory], Trajectory]
 """(prompt, trajectory) -> the trajectory with log-probs computed by the trainer (`Trainer.with_own_log_probs`)."""
 
@@ -27,19 +31,34 @@ OwnLogProbs = Callable[[str, Trajectory], Trajectory]
 class Rollouts:
     """The results received for a manifest."""
 
-    def __init__(self, manifest: Manifest, collect: Collect, worker: Worker, own_log_probs: OwnLogProbs) -> None:
+    def __init__(
+        self,
+        manifest: Manifest,
+        collect: Collect,
+        worker: Worker,
+        *,
+        own_log_probs: OwnLogProbs,
+        old_policy: OldPolicy,
+    ) -> None:
         """Start without results. `worker`: the trainer's own worker, which samples while no group can be trained."""
         self._manifest = manifest
         self._collect = collect
         self._worker = worker
         self._own_log_probs = own_log_probs
+        self._old_policy = old_policy
         self._found: dict[tuple[str, int], tuple[float, Trajectory]] = {}
         self.made_by: Counter[str] = Counter()
         """Number of finished rollouts by node."""
 
     def only(self, manifest: Manifest) -> "Rollouts":
         """Return the rollouts of another manifest of the same batch, with the results received until now."""
-        chosen = Rollouts(manifest, self._collect, self._worker, self._own_log_probs)
+        chosen = Rollouts(
+            manifest,
+            self._collect,
+            self._worker,
+            own_log_probs=self._own_log_probs,
+            old_policy=self._old_policy,
+        )
         chosen._found, chosen.made_by = self._found, self.made_by
         return chosen
 
@@ -51,7 +70,7 @@ class Rollouts:
         """Take new results, or sample with the trainer's own worker, or wait for results."""
         if self.look():
             return
-        with torch_threads(1):
+        with torch_threads(1), self._old_policy():
             reply = self._worker.serve_once(wait=False)
         self._take(wait=isinstance(reply, Wait))
 
@@ -68,6 +87,7 @@ class Rollouts:
         found = [self._found[group.prompt, seed] for seed in group.seeds]
         return FinishedGroup(
             prompt=group.prompt,
+            seeds=group.seeds,
             trajectories=tuple(trajectory for _, trajectory in found),
             rewards=tuple(reward for reward, _ in found),
         )
@@ -92,7 +112,6 @@ class Rollouts:
             self.made_by[result.node] += 1
             prompt, trajectory = result.request.prompt, Trajectory.from_bytes(new.blobs[result.trajectory])
             if trajectory.degree is None:
-                # No optimiser step happens before the whole batch is here: the weights still are the rollout's weights.
                 trajectory = self._own_log_probs(prompt, trajectory)
             self._found[prompt, result.request.seed] = (result.score.reward, trajectory)
         return bool(new.results)

@@ -14,6 +14,7 @@ from engine.config import EngineConfig
 from engine.drift import Look
 from engine.protocol.request import Manifest
 from engine.storage.checkpoint import Checkpoint
+from engine.strict import Strict
 
 
 @dataclass(kw_only=True)
@@ -64,11 +65,18 @@ def config_digest(config: EngineConfig) -> str:
     """Return a digest that is equal for equal jobs.
 
     The device is excluded: a job is the same on every device. A field newer than some checkpoints is excluded while
-    unused, so old checkpoints keep their digest.
+    it has its default, so old checkpoints keep their digest.
     """
-    newer = {"model": {"start"}, "evaluation": {"on_the_way"}}
-    unused = {
-        room: {key for key in keys if getattr(getattr(config, room), key) is None} for room, keys in newer.items()
+    newer = {
+        "model": {"start"},
+        "evaluation": {"on_the_way"},
+        "algorithm": {"grpo_guard", "diffusion_nft"},
     }
+    unused = {section: _with_defaults(getattr(config, section), names) for section, names in newer.items()}
     job = config.model_dump_json(exclude={"runtime": {"device"}, **unused})
     return hashlib.sha256(job.encode()).hexdigest()[:16]
+
+
+def _with_defaults(section: Strict, names: set[str]) -> set[str]:
+    """Return the names of the fields that have their default value."""
+    return {name for name in names if getattr(section, name) == type(section).model_fields[name].default}

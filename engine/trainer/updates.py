@@ -1,8 +1,8 @@
 """Take the optimiser steps of a batch.
 
-Groups of the first step are trained while workers still roll out other groups. A step is committed only after the whole
-batch is rolled out: until then the trainer still holds the weight version of the unfinished rollouts. A step that fails
-is aborted, and the weights stay as they were.
+Groups are trained while workers still roll out other groups. A step is committed once its own groups are trained, and
+rollouts of later steps may still be under way: the trainer keeps the weights that make the rollouts (`old_policy.py`).
+A step that fails is aborted, and the weights stay as they were.
 """
 
 from engine.algorithm.transaction import Health, Trainer, Transaction
@@ -47,7 +47,6 @@ class BatchUpdates:
                     with self._usage.measure(Phase.TRAINING), torch_threads(self._config.runtime.trainer_threads):
                         step.add(ready[0], rollouts.group(ready[0]))
                     rollouts.look()
-                rollouts.wait_for_all()
             except BaseException:
                 step.abort()
                 raise

@@ -24,7 +24,7 @@ from typing import Annotated, Self
 from pydantic import Field, field_validator
 from pydantic import model_validator as model_check
 
-from engine.config import Strict
+from engine.strict import Strict
 
 OURS = "spotrl-"
 """Prefix of the resources that spotrl makes and deletes."""

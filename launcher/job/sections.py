@@ -9,8 +9,8 @@ from pydantic import (
 )
 from pydantic import model_validator as model_check
 
-from engine.config import Strict
 from engine.events import Market
+from engine.strict import Strict
 from launcher.job.values import DurationMs, MicroUsd, MicroUsdPerHour
 
 

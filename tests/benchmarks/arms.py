@@ -20,8 +20,8 @@ from typing import Any
 import psutil
 from safetensors.torch import load
 
+from engine.algorithm_config import AlgorithmConfig
 from engine.config import (
-    AlgorithmConfig,
     CandidateBudget,
     CheckpointConfig,
     EngineConfig,

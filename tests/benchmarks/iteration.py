@@ -19,8 +19,9 @@ from typing import Any
 import torch
 
 from engine.algorithm.advantages import group_advantages
-from engine.algorithm.loss import grpo_loss
-from engine.config import AlgorithmConfig, EngineConfig, EvaluationConfig, ExplorationConfig, RuntimeConfig
+from engine.algorithm.flow_grpo import clipped_loss
+from engine.algorithm_config import AlgorithmConfig
+from engine.config import EngineConfig, EvaluationConfig, ExplorationConfig, RuntimeConfig
 from engine.diffusion.sampler import advance, initial, log_prob, policy, rollout_plan
 from engine.models.load import load_adapter, trainable
 from engine.prompts import prompt_source
@@ -109,7 +110,8 @@ class Plain:
                 at = torch.full((len(part),), step)
                 mean, std = policy(self.adapter, plan, some, path[step][part], at)
                 new = log_prob(path[step + 1][part], mean, std)
-                loss, _ = grpo_loss(new, old[step][part], advantages[part], algorithm.clip_range)
+                ratio = (new - old[step][part]).exp()
+                loss = clipped_loss(ratio, advantages[part], algorithm.clip_range)
                 (loss.mean() / len(plan.trained_steps)).backward()
             torch.nn.utils.clip_grad_norm_(self.parameters, algorithm.gradient_clip)
             self.optimizer.step()

@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.algorithm.transaction import FinishedGroup, Trainer
+from engine.algorithm.objective import FinishedGroup
+from engine.algorithm.transaction import Trainer
 from engine.config import SamplerConfig, WindowConfig
 from engine.diffusion.sampler import advance, initial, rollout_plan
 from engine.diffusion.trajectory import Trajectory
@@ -107,6 +108,7 @@ def roll_out(task: Task, manifest: Manifest) -> list[FinishedGroup]:
     return [
         FinishedGroup(
             prompt=group.prompt,
+            seeds=group.seeds,
             trajectories=tuple(rows[start : start + size]),
             rewards=tuple(score.reward for score in scores[start : start + size]),
         )

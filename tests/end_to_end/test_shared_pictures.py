@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from engine.algorithm_config import AlgorithmConfig
 from engine.config import (
-    AlgorithmConfig,
     CandidateBudget,
     EngineConfig,
     EvaluationConfig,

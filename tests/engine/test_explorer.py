@@ -4,13 +4,8 @@ import json
 
 from msgspec.structs import replace
 
-from engine.config import (
-    AlgorithmConfig,
-    CandidateBudget,
-    EngineConfig,
-    ExplorationConfig,
-    ProfileConfig,
-)
+from engine.algorithm_config import AlgorithmConfig
+from engine.config import CandidateBudget, EngineConfig, ExplorationConfig, ProfileConfig
 from engine.exploration.explorer import Explorer
 from engine.protocol.request import Finished, Kind, Manifest, RequestId, Score, Stream, seed_of
 

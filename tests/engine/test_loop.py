@@ -10,9 +10,9 @@ from itertools import combinations
 import pytest
 import torch
 
+from engine.algorithm_config import AlgorithmConfig
 from engine.clock import ScaledClock
 from engine.config import (
-    AlgorithmConfig,
     CandidateBudget,
     CheckpointConfig,
     EngineConfig,

@@ -2,7 +2,8 @@
 
 import pytest
 
-from engine.config import AlgorithmConfig, EngineConfig, EvaluationConfig
+from engine.algorithm_config import AlgorithmConfig
+from engine.config import EngineConfig, EvaluationConfig
 from engine.prompts import held_out_digits, prompt_source
 
 

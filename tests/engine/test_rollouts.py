@@ -1,5 +1,6 @@
 """The rollouts of a batch: those whose steps were shared in several ways get log-probs that the trainer computes."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
@@ -37,7 +38,7 @@ def test_only_a_trajectory_whose_degree_changed_on_the_way_is_computed_again():
     def collect(batch, have, wait):
         return Collected(results=results[have:], blobs=blobs, to_come=False, poisoned=0)
 
-    rollouts = Rollouts(MANIFEST, collect, None, own)
+    rollouts = Rollouts(MANIFEST, collect, None, own_log_probs=own, old_policy=nullcontext)
     rollouts.wait_for_all()
     assert asked == ["1234"]
     assert [t.log_probs.tolist() for t in rollouts.group(0).trajectories] == [[-1.0] * 2, [-1.0] * 2, [-2.0] * 2]

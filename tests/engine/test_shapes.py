@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from torch import nn
 
-from engine.config import AlgorithmConfig, EngineConfig, EvaluationConfig, ModelConfig, RewardConfig, SamplerConfig
+from engine.algorithm_config import AlgorithmConfig
+from engine.config import EngineConfig, EvaluationConfig, ModelConfig, RewardConfig, SamplerConfig
 from engine.diffusion.noise import noise_rows
 from engine.diffusion.sampler import denoise, evaluation_plan, rollout_plan
 from engine.entrypoints.preflight import JobUnfit, check

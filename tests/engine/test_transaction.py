@@ -9,11 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from engine.algorithm import transaction
+from engine.algorithm import flow_grpo, transaction
 from engine.algorithm.advantages import group_advantages
-from engine.algorithm.loss import gaussian_kl, grpo_loss
-from engine.algorithm.transaction import Average, FinishedGroup, Trainer
-from engine.config import AlgorithmConfig, ModelConfig, SamplerConfig
+from engine.algorithm.flow_grpo import clipped_loss, gaussian_kl
+from engine.algorithm.objective import FinishedGroup
+from engine.algorithm.transaction import Average, Trainer
+from engine.algorithm_config import AlgorithmConfig
+from engine.config import ModelConfig, SamplerConfig
 from engine.diffusion.sampler import advance, initial, log_prob, policy, rollout_plan
 from engine.diffusion.trajectory import Trajectory
 from engine.models.load import ReferencePolicy, load_adapter, trainable
@@ -64,7 +66,9 @@ def groups(model):
         for step in range(PLAN.steps):
             x, log_probs = advance(adapter, PLAN, conditioning, group.seeds, x, step)
             trajectories = [t.then(PLAN, row, p) for t, row, p in zip(trajectories, x, log_probs, strict=True)]
-        made.append(FinishedGroup(prompt=group.prompt, trajectories=tuple(trajectories), rewards=rewards))
+        made.append(
+            FinishedGroup(prompt=group.prompt, seeds=group.seeds, trajectories=tuple(trajectories), rewards=rewards)
+        )
     return made
 
 
@@ -102,7 +106,8 @@ def one_shot_gradients(trainer, groups, *, kl_beta=0.0, reference=None, shares=N
     old = torch.cat([t.log_probs for _, t in flat])
     steps = torch.tensor(PLAN.trained_steps).repeat(len(flat))
     mean, std = policy(trainer.adapter, PLAN, conditioning, x, steps)
-    loss, _ = grpo_loss(log_prob(to, mean, std), old, advantages.repeat_interleave(n), config.clip_range)
+    ratio = (log_prob(to, mean, std) - old).exp()
+    loss = clipped_loss(ratio, advantages.repeat_interleave(n), config.clip_range)
     if kl_beta:
         with reference.active():
             base, _ = policy(trainer.adapter, PLAN, conditioning, x, steps)
@@ -172,13 +177,13 @@ def test_parts_on_threads_of_their_own_give_the_same_bits_every_time(model, grou
 
 def test_parts_are_really_run_side_by_side(model, groups, monkeypatch, parts_of_two_rows):
     both = threading.Barrier(2)
-    plain = transaction.policy
+    plain = flow_grpo.policy
 
     def policy_that_meets(*args):
         both.wait(timeout=20.0)
         return plain(*args)
 
-    monkeypatch.setattr(transaction, "policy", policy_that_meets)
+    monkeypatch.setattr(flow_grpo, "policy", policy_that_meets)
     added(trainer_of(model), groups)
 
 
@@ -225,7 +230,9 @@ def test_a_gradient_that_two_parameters_share_is_added_and_clipped_once_for_each
                 x = x + torch.randn(3, generator=generator)
                 trajectory = trajectory.then(PLAN, x, torch.tensor(-1.0))
             trajectories.append(trajectory)
-        made.append(FinishedGroup(prompt=group.prompt, trajectories=tuple(trajectories), rewards=rewards))
+        made.append(
+            FinishedGroup(prompt=group.prompt, seeds=group.seeds, trajectories=tuple(trajectories), rewards=rewards)
+        )
     step = trainer.begin(MANIFEST, 0, PLAN)
     for number in range(3):
         step.add(number, made[number])
@@ -259,7 +266,7 @@ def test_with_a_kl_penalty_the_gradient_pulls_towards_the_reference(model, group
     _nudge(trainer.parameters)
     health = added(trainer, groups).health
     mine = {name: gradient.clone() for name, gradient in gradients(trainer).items()}
-    assert health.kl_sum > 0
+    assert health.sums["kl"] > 0
     assert_close(mine, one_shot_gradients(trainer, groups, kl_beta=kl_beta, reference=reference))
     without = one_shot_gradients(trainer, groups)
     assert max(float((mine[name] - without[name]).abs().max()) for name in mine) > 1e-3

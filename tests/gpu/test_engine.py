@@ -9,16 +9,9 @@ import time
 import pytest
 import torch
 
+from engine.algorithm_config import AlgorithmConfig
 from engine.clock import ScaledClock
-from engine.config import (
-    AlgorithmConfig,
-    EngineConfig,
-    EvaluationConfig,
-    ExplorationConfig,
-    ModelConfig,
-    RuntimeConfig,
-    SamplerConfig,
-)
+from engine.config import EngineConfig, EvaluationConfig, ExplorationConfig, ModelConfig, RuntimeConfig, SamplerConfig
 from engine.diffusion.sampler import denoise, rollout_plan
 from engine.entrypoints.inproc import build_inproc
 from engine.models.digits import load_digits

@@ -1,0 +1,144 @@
+"""DiffusionNFT: forward-process training on finished images (arXiv 2509.16117; research notes rl 1.2).
+
+A row is an (image, noise level) pair. The final latent x0 of a rollout is noised again, x_s = (1 - s) x0 + s e, and the
+network learns from it what to do more (high reward) and what to do less (low reward):
+
+    v* = e - x0                             the velocity that leads back to the image
+    v+ = (1 - beta) v_old + beta v          towards the trained weights
+    v- = (1 + beta) v_old - beta v          away from them, by the same amount
+    r  = clip(A / clip, -1, 1) / 2 + 1 / 2  share of the reward, 1 for the best image
+    loss = clip / beta (r |x0+ - x0|^2 / w+ + (1 - r) |x0- - x0|^2 / w-)
+
+with x0+ = x_s - s v+, x0- = x_s - s v-, and w the mean absolute error of each, held constant. v_old is the velocity of
+the weights that made the rollout (`old_policy.py`). Rollouts need no trajectory and no log-prob, so every sampler will
+do; the default is the ODE, as published. The noise e is a function of (seed, level): repeated runs are bit-identical.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from engine.algorithm.objective import FinishedGroup, RowLosses, Rows
+from engine.algorithm.old_policy import OldPolicy
+from engine.algorithm_config import AlgorithmConfig
+from engine.diffusion.noise import noise_rows
+from engine.diffusion.sampler import Plan
+from engine.models.adapter import DiTAdapter
+from engine.models.load import ReferencePolicy
+
+FIRST_NOISE = 1 << 32
+"""Noise number of the first level. Denoising steps use the numbers from 0 up, so training noise is never a step's."""
+
+LEAST_ERROR = 1e-5
+"""Lower limit of the adaptive weight, as published."""
+
+
+class DiffusionNft:
+    """The objective of DiffusionNFT."""
+
+    records_trajectory = False
+    needs_log_probs = False
+    neutral: Mapping[str, float] = {
+        "velocity_change": 0.0,
+        "velocity_change_max": 0.0,
+        "positive_loss": 0.0,
+        "negative_loss": 0.0,
+        "reference_distance": 0.0,
+    }
+
+    def __init__(self, config: AlgorithmConfig, old: OldPolicy, reference: ReferencePolicy | None = None) -> None:
+        """Create the objective. `reference`: needed if `diffusion_nft.reference_weight` is above 0."""
+        self._nft = config.diffusion_nft
+        self._clip = config.advantage_clip
+        self._old = old
+        self._reference = reference if self._nft.reference_weight > 0 else None
+        self.trains_equal_rewards = self._reference is not None
+
+    def rows_per_image(self, plan: Plan) -> int:
+        return plan.steps
+
+    def rows(self, group: FinishedGroup, advantages: Tensor, plan: Plan) -> Mapping[str, Tensor]:
+        """Return a row for every image and noise level of the plan.
+
+        Tensors: x and target [R, *S], sigma and share [R]; target is v*, share is r.
+        """
+        images = torch.stack([trajectory.x for trajectory in group.trajectories]).float()
+        levels = torch.tensor(plan.sigmas[:-1], dtype=torch.float32)
+        shape = tuple(images.shape[1:])
+        noise = torch.stack([noise_rows(group.seeds, FIRST_NOISE + k, shape) for k in range(plan.steps)], dim=1)
+        sigma = levels.repeat(len(images))
+        clean = images.repeat_interleave(plan.steps, dim=0)
+        noise = noise.flatten(0, 1)
+        s = _beside(sigma, clean)
+        return {
+            "x": (1.0 - s) * clean + s * noise,
+            "target": noise - clean,
+            "sigma": sigma,
+            "share": reward_share(advantages, self._clip).repeat_interleave(plan.steps),
+        }
+
+    def constants(self, adapter: DiTAdapter, plan: Plan, rows: Rows) -> Mapping[str, Tensor]:
+        """Return the velocities [R, *S] of the old policy, `old`, and of the reference, `reference`, if used."""
+        with self._old.active():
+            found = {"old": adapter.velocity(rows["x"], rows["sigma"], rows.conditioning, plan.guidance)}
+        if self._reference is not None:
+            with self._reference.active():
+                found["reference"] = adapter.velocity(rows["x"], rows["sigma"], rows.conditioning, plan.guidance)
+        return found
+
+    def losses(self, adapter: DiTAdapter, plan: Plan, rows: Rows) -> RowLosses:
+        velocity = adapter.velocity(rows["x"], rows["sigma"], rows.conditioning, plan.guidance)
+        positive, negative = nft_losses(velocity, rows["old"], rows["target"], rows["sigma"], self._nft.beta)
+        share = rows["share"]
+        loss = self._clip / self._nft.beta * (share * positive + (1.0 - share) * negative)
+        change = _mean_square(velocity.detach() - rows["old"])
+        distance = torch.zeros_like(change)
+        if "reference" in rows.tensors:
+            difference = _mean_square(velocity - rows["reference"])
+            loss, distance = loss + self._nft.reference_weight * difference, difference.detach()
+        return RowLosses(
+            loss=loss,
+            means={
+                "velocity_change": change,
+                "positive_loss": positive.detach(),
+                "negative_loss": negative.detach(),
+                "reference_distance": distance,
+            },
+            largest={"velocity_change_max": change},
+        )
+
+
+def reward_share(advantages: Tensor, clip: float) -> Tensor:
+    """Return r, the advantages as shares from 0 to 1: clip(A / clip, -1, 1) / 2 + 1 / 2. [K] -> [K]."""
+    return (advantages / clip).clamp(-1.0, 1.0) / 2.0 + 0.5
+
+
+def nft_losses(velocity: Tensor, old: Tensor, target: Tensor, sigma: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+    """Return the losses of v+ and v-, before the shares. The module docstring has the formulas.
+
+    The published form compares predicted images. Here the same numbers come from velocities, because
+    x0+ - x0 = s (v* - v+).
+
+    velocity, old, target  [R, *S]  of the trained weights (with gradient), of the old policy, and v*
+    sigma                  [R]      noise levels
+    returns                [R], [R]
+    """
+    s = _beside(sigma, velocity)
+    step = beta * (velocity - old)
+    return _weighted(s * (old + step - target)), _weighted(s * (old - step - target))
+
+
+def _weighted(error: Tensor) -> Tensor:
+    """Return the mean square of each row's error, divided by its mean absolute error: [R, *S] -> [R]."""
+    size = error.detach().abs().flatten(1).mean(dim=1).clamp(min=LEAST_ERROR)
+    return _mean_square(error) / size
+
+
+def _mean_square(values: Tensor) -> Tensor:
+    return values.square().flatten(1).mean(dim=1)
+
+
+def _beside(row_values: Tensor, like: Tensor) -> Tensor:
+    """Return [R] as [R, 1, ..., 1], with as many dimensions as `like`."""
+    return row_values.view((-1,) + (1,) * (like.dim() - 1))

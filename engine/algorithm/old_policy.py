@@ -1,0 +1,79 @@
+"""The weights that make the rollouts of the open batch, beside the trained weights.
+
+Workers roll out a batch with the weights that were published before it. After the batch's first optimiser step, the
+trained weights differ from those. The trainer still needs them: for late rollouts of its own, for log-probs that it
+computes again, and for DiffusionNFT's loss.
+
+    keep (before an optimiser step) -> active (any number of times) -> advance (the batch is trained)
+
+Until the first `keep` both are the same tensors and cost no memory.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Literal, assert_never
+
+import torch
+from torch import Tensor, nn
+
+from engine.models.weights import exchanged
+
+
+def decay_of(schedule: Literal["none", "gradual", "late"], batch: int) -> float:
+    """Return the share of the old policy's weights that is kept after a batch (DiffusionNFT, arXiv 2509.16117).
+
+    batch    number of the batch, from 0
+    returns  0 to below 1
+    """
+    match schedule:
+        case "none":
+            return 0.0
+        case "gradual":
+            return min(0.001 * batch, 0.5)
+        case "late":
+            return min(0.0075 * max(0, batch - 75), 0.999)
+        case _:
+            assert_never(schedule)
+
+
+class OldPolicy:
+    """The old policy of a trainer. See the module docstring."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._kept: dict[str, Tensor] | None = None
+
+    @property
+    def differs(self) -> bool:
+        """Return True if the old policy is a copy of its own, not the trained weights."""
+        return self._kept is not None
+
+    def keep(self) -> None:
+        """Keep a copy of the trained weights, unless a copy is kept. Call before every optimiser step."""
+        if self._kept is None:
+            self._kept = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Put the old policy into the model inside the context. No gradient and no optimiser step may happen there."""
+        if self._kept is None:
+            yield
+            return
+        with exchanged(self._parameters, self._kept):
+            yield
+
+    @torch.no_grad()
+    def advance(self, decay: float) -> None:
+        """Move the old policy to the trained weights: old = decay x old + (1 - decay) x trained.
+
+        Call once per batch, after its last optimiser step. With decay 0 the copy is dropped.
+        """
+        if decay == 0 or self._kept is None:
+            self._kept = None
+            return
+        for name, parameter in self._parameters.items():
+            self._kept[name].lerp_(parameter.detach(), 1.0 - decay)
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take the old policy of a checkpoint."""
+        self._kept = {name: tensors[name].to(value.device, copy=True) for name, value in self._parameters.items()}
