@@ -115,13 +115,13 @@ class SamplerConfig(Strict):
 
 
 class CandidateBudget(Strict):
-    """Fixed number of candidates. The seeds tried do not depend on the machine's speed, so runs repeat exactly."""
+    """Number of candidates: the most with `exploration.wait: idle`, and exactly as many with `wait: all`."""
 
     candidates: Positive
     """Candidate seeds per batch, shared evenly among the prompts."""
     patience_seconds: Annotated[float, Field(gt=0.0)] = 30.0
-    """Wall seconds without a live spot node after which a batch continues with the candidates explored by then. Later
-    batches do the same until a spot node is live again."""
+    """Used with `exploration.wait: all`: wall seconds without a live spot node after which a batch continues with the
+    candidates explored by then. Later batches do the same until a spot node is live again."""
 
 
 class SecondsBudget(Strict):
@@ -164,8 +164,12 @@ class ExplorationConfig(Strict):
     """Time of exploration: `stale` (in idle GPU time, with the previous weights), `in-path` (before training, with
     current weights) or `none`."""
     budget: CandidateBudget | SecondsBudget = SecondsBudget()
-    """Amount of exploration per batch: `{candidates: N}` for a fixed number, or `{seconds: N}` for GPU time. Default:
-    until the trainer finishes."""
+    """Amount of exploration per batch: `{candidates: N}` for a number, or `{seconds: N}` for GPU time. Default: until
+    the trainer finishes."""
+    wait: Literal["idle", "all"] = "idle"
+    """Waiting for a counted budget. `idle`: exploration ends with training, and the budget is the most that is tried.
+    `all`: the trainer waits for the whole budget, so a repeated run tries the same seeds and is bit-identical. Mode
+    `in-path` always waits for all."""
     policy: Literal["uniform", "greedy", "ucb", "bayes"] = "uniform"
     """Rule for the prompt of the next candidates (engine/exploration/planner.py). Every policy but `uniform` gives more
     candidates to prompts with more different rewards. A larger share pays with strict rewards and with
@@ -182,8 +186,17 @@ class ExplorationConfig(Strict):
 
     @model_validator(mode="after")
     def _waiting_has_an_end(self) -> Self:
-        if self.mode == "in-path" and not isinstance(self.budget, CandidateBudget):
+        if self.mode != "in-path":
+            return self
+        if not isinstance(self.budget, CandidateBudget):
             raise ValueError("mode in-path waits for every candidate, so it needs a budget like {candidates: 144}")
+        if "wait" not in self.model_fields_set:
+            self.__dict__["wait"] = "all"
+        if self.wait != "all":
+            raise ValueError(
+                f"exploration.wait is {self.wait}, but mode in-path trains the best of all candidates; use wait: all, "
+                "or mode: stale"
+            )
         return self
 
 
@@ -208,6 +221,9 @@ class EvaluationConfig(Strict):
     standard error of sqrt(p (1 - p) / n)."""
     every: Positive = 3
     """Iterations between two evaluations."""
+    wait: bool = False
+    """False: an evaluation runs beside the next batch, on GPUs that would be idle, and the target is judged one
+    iteration later. True: everybody evaluates before the next batch begins."""
     steps: Annotated[int, Field(ge=1)] = 8
     """Denoising steps of the ODE sampler."""
     shape: Positive = 48

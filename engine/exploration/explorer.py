@@ -52,7 +52,8 @@ class Explorer:
         """
         exploration, keep = self._config.exploration, self._config.algorithm.images_per_prompt
         budget = exploration.budget
-        counted = budget.candidates if isinstance(budget, CandidateBudget) else None
+        waits = exploration.wait == "all"
+        counted = budget.candidates if isinstance(budget, CandidateBudget) and waits else None
         each = self._each(prompts)
         if exploration.mode != "stale" or each <= keep or not self.monitor.explores(batch):
             return None

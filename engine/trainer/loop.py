@@ -93,10 +93,8 @@ class Loop:
     def _run_to_the_end(self) -> EngineFinished:
         try:
             self.begin()
-            self.evaluator.evaluate_if_due()
-            while self.state.iteration < self.config.iterations and not self.evaluator.target_held():
+            while not self._is_over():
                 self.run_iteration()
-                self.evaluator.evaluate_if_due()
             reason = "target" if self.evaluator.target_held() else "iterations"
             return EngineFinished(reason=reason, iteration=self.state.iteration)
         except Stopped as stop:
@@ -104,16 +102,26 @@ class Loop:
         except Unhealthy as error:
             return EngineFinished(reason="unhealthy", iteration=self.state.iteration, text=str(error))
 
+    def _is_over(self) -> bool:
+        """Return True if no batch is left to train. Waits for an evaluation only if the evaluation may end the run."""
+        if self.config.evaluation.wait or self.state.iteration == self.config.iterations:
+            self.evaluator.evaluate_if_due()
+        return self.state.iteration >= self.config.iterations or self.evaluator.target_held()
+
     def run_iteration(self) -> None:
-        """Roll out and train one batch, and choose the next."""
+        """Roll out and train one batch, and choose the next. An evaluation that is due runs beside the batch."""
         self.reports.begin()
         manifest = self.state.next_batch
         rollouts = self._roll_out(manifest)
+        self.evaluator.begin_if_due()
         order = self.exploration.order(manifest.batch + 1)
         if self.config.exploration.mode == "in-path":
             manifest, rollouts = self.exploration.choose_in_path(manifest, rollouts)
         plan = batch_plan(self.config, manifest.batch)
         health = self.updates.train(manifest, plan, rollouts)  # groups train while other groups are still sampled
+        self.evaluator.finish()
+        if self.evaluator.target_held():
+            return  # the evaluated version stays the newest: its weights are what `spotrl pull` copies
         self.model.follow(manifest.batch)
         weights = self.model.rollout_weights()
         files = self._write_files(weights)  # while spot nodes still explore
@@ -150,6 +158,7 @@ class Loop:
             started_from=self.started_from,
         )
         self.reporter.write(started)
+        self.evaluator.forget_later()
         self._publish(self.model.rollout_weights())
 
     def _restore(self, checkpoint: Checkpoint) -> None:

@@ -79,7 +79,9 @@ class TrainedModel:
         return iteration == 0 or decay_of(self._algorithm.diffusion_nft.old_policy_decay, iteration - 1) == 0
 
     @contextmanager
-    def averaged(self) -> Iterator[None]:
-        """Put the averaged weights into the model inside the context."""
-        with exchanged(self.parameters, self.average.tensors):
+    def exchanged(self, data: bytes) -> Iterator[None]:
+        """Put other weights into the model inside the context. `data`: safetensors bytes of all trained parameters."""
+        tensors = load(data)
+        device = self.device
+        with exchanged(self.parameters, {name: tensors[name].to(device) for name in self.parameters}):
             yield

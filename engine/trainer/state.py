@@ -69,7 +69,8 @@ def config_digest(config: EngineConfig) -> str:
     """
     newer = {
         "model": {"start"},
-        "evaluation": {"on_the_way"},
+        "evaluation": {"on_the_way", "wait"},
+        "exploration": {"wait"},
         "algorithm": {"grpo_guard", "diffusion_nft"},
     }
     unused = {section: _with_defaults(getattr(config, section), names) for section, names in newer.items()}

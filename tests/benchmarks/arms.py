@@ -128,6 +128,7 @@ def engine_config(arm: Arm, settings: Settings, seed: int) -> EngineConfig:
             {
                 "mode": arm.mode,
                 "budget": candidates,
+                "wait": "all",
                 "policy": arm.policy,
                 "random_fraction": settings.random_fraction,
                 "profiles": (
@@ -141,7 +142,7 @@ def engine_config(arm: Arm, settings: Settings, seed: int) -> EngineConfig:
                 ),
             }
         ),
-        evaluation=EvaluationConfig(prompts=settings.held_out, every=settings.evaluate_every),
+        evaluation=EvaluationConfig(prompts=settings.held_out, every=settings.evaluate_every, wait=True),
         checkpoint=CheckpointConfig(keep=settings.cap + 1),
         runtime=RuntimeConfig(shape=24, trainer_threads=1),
     )

@@ -51,7 +51,7 @@ clock_factor: 1
 iterations: 5000
 evaluation: {{prompts: 16, every: 1000}}
 algorithm: {{prompts_per_batch: 8, images_per_prompt: 4}}
-exploration: {{mode: stale, budget: {{candidates: 64}}}}
+exploration: {{mode: stale, wait: all, budget: {{candidates: 64}}}}
 runtime: {{device: cpu, name: {runtime}, shape: 8, step_seconds: 0.2}}
 reclaims: {{trace: none}}
 resources:

@@ -35,7 +35,7 @@ ssh_from: 192.0.2.1/32
 iterations: {iterations}
 evaluation: {{prompts: 16, every: 1000}}
 algorithm: {{prompts_per_batch: 8, images_per_prompt: 4}}
-exploration: {{mode: stale, budget: {{candidates: 64}}}}
+exploration: {{mode: stale, wait: all, budget: {{candidates: 64}}}}
 model: {{name: digits-ocr{model}}}
 runtime: {{device: cpu, name: local, shape: 8, step_seconds: {step}}}
 recovery: {{launches_per_minute: 60{recovery}}}

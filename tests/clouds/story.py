@@ -38,7 +38,7 @@ prompts: digits
 reward: demo_reward:told
 sampler: {{name: flow-sde, steps: 8, noise_level: 0.7}}
 algorithm: {{name: flow-grpo, prompts_per_batch: 12, images_per_prompt: 4}}
-exploration: {{mode: stale, budget: {{candidates: 96}}}}
+exploration: {{mode: stale, wait: all, budget: {{candidates: 96}}}}
 evaluation: {{prompts: 192, every: 3}}
 target: {{metric: after_story, value: {target}, evaluations: 1}}
 runtime: {{device: cpu, name: {runtime}, shape: 12, step_seconds: {step_seconds}}}

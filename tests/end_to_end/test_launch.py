@@ -31,7 +31,7 @@ iterations: {iterations}
 prompts: prompts.txt
 reward: {reward}
 algorithm: {{prompts_per_batch: 4, images_per_prompt: 4}}
-exploration: {{mode: stale, budget: {{candidates: 32}}, profiles: [{{shape: 16}}]}}
+exploration: {{mode: stale, wait: all, budget: {{candidates: 32}}, profiles: [{{shape: 16}}]}}
 evaluation: {{prompts: 16, every: 10}}
 runtime: {{shape: 8, lease_seconds: 2, heartbeat_seconds: 0.5, step_seconds: {step}}}
 resources:

@@ -53,7 +53,7 @@ class Machines:
             update={
                 "iterations": 2,
                 "runtime": RuntimeConfig.model_validate(settings),
-                "exploration": CONFIG.exploration.model_copy(update={"budget": budget}),
+                "exploration": CONFIG.exploration.model_copy(update={"budget": budget, "wait": "all"}),
             },
         )
         self.links = {name: self.link(name) for name in self.sshds}

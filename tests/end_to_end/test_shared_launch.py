@@ -22,7 +22,7 @@ model: digits-ocr
 prompts: digits
 reward: ocr
 algorithm: {{prompts_per_batch: 4, images_per_prompt: 4}}
-exploration: {{mode: stale, budget: {{candidates: 32, patience_seconds: 200}}, profiles: [{{shape: 8}}]}}
+exploration: {{mode: stale, wait: all, budget: {{candidates: 32, patience_seconds: 200}}, profiles: [{{shape: 8}}]}}
 evaluation: {{prompts: 32, every: 2, shape: 16}}
 target: {{metric: exact_match, value: 0.2, evaluations: {evaluations}}}
 runtime:

@@ -43,6 +43,7 @@ CONFIG = EngineConfig(
     exploration=ExplorationConfig(
         # Who is lost is waited for, however busy this machine is: else less would be explored than in other runs.
         budget=CandidateBudget(candidates=16, patience_seconds=200),
+        wait="all",
         profiles=(ProfileConfig(shape=8),),
     ),
     evaluation=EvaluationConfig(prompts=16, every=100),

@@ -27,7 +27,9 @@ CANDIDATES = 16
 CONFIG = EngineConfig(
     iterations=ITERATIONS,
     algorithm=AlgorithmConfig(prompts_per_batch=2, images_per_prompt=4),
-    exploration=ExplorationConfig(budget=CandidateBudget(candidates=CANDIDATES), profiles=(ProfileConfig(shape=16),)),
+    exploration=ExplorationConfig(
+        budget=CandidateBudget(candidates=CANDIDATES), wait="all", profiles=(ProfileConfig(shape=16),)
+    ),
     evaluation=EvaluationConfig(prompts=16, every=100),
     runtime=RuntimeConfig(shape=8, lease_seconds=1.5, heartbeat_seconds=0.3, trainer_threads=1),
 )
@@ -148,7 +150,7 @@ def test_exploration_pauses_while_there_is_no_spot_node_and_resumes_with_the_nex
     tmp_path: Path, budget: CandidateBudget | SecondsBudget, number: signal.Signals
 ) -> None:
     """The trainer waits for nobody who is not there: it goes on at the plain pace, on its own."""
-    exploration = ExplorationConfig(budget=budget, profiles=(ProfileConfig(shape=16),))
+    exploration = ExplorationConfig(budget=budget, wait="all", profiles=(ProfileConfig(shape=16),))
     fleet = NurseryFleet(tmp_path, CONFIG.model_copy(update={"iterations": 5_000, "exploration": exploration}))
 
     def explored() -> list[int]:

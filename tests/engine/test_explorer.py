@@ -13,7 +13,7 @@ PROMPTS = tuple(f"prompt {number}" for number in range(8))
 PROFILES = (ProfileConfig(name="full"), ProfileConfig(name="fast", dtype="bfloat16", steps=4, scorer="student"))
 CONFIG = EngineConfig(
     algorithm=AlgorithmConfig(prompts_per_batch=8, images_per_prompt=4, updates_per_batch=2),
-    exploration=ExplorationConfig(budget=CandidateBudget(candidates=128), profiles=PROFILES),
+    exploration=ExplorationConfig(budget=CandidateBudget(candidates=128), wait="all", profiles=PROFILES),
 )
 
 

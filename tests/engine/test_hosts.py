@@ -91,7 +91,8 @@ def hosts():
 def test_a_run_across_hosts_survives_that_one_vanishes(hosts, tmp_path, monkeypatch, runtime):
     monkeypatch.setenv("SPOTRL_SHUTDOWN", "true")
     monkeypatch.setenv("GCE_METADATA_HOST", "127.0.0.1:1")  # no metadata service either
-    exploration = CONFIG.exploration.model_copy(update={"budget": CandidateBudget(candidates=32, patience_seconds=60)})
+    budget = CandidateBudget(candidates=32, patience_seconds=60)
+    exploration = CONFIG.exploration.model_copy(update={"budget": budget, "wait": "all"})
     runtime_config = CONFIG.runtime.model_copy(update={"name": runtime, "step_seconds": 0.05})
     engine: EngineConfig = CONFIG.model_copy(
         update={"iterations": ITERATIONS, "runtime": runtime_config, "exploration": exploration}

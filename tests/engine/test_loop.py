@@ -10,6 +10,7 @@ from itertools import combinations
 import pytest
 import torch
 
+from engine.algorithm.transaction import Transaction
 from engine.algorithm_config import AlgorithmConfig
 from engine.clock import ScaledClock
 from engine.config import (
@@ -41,6 +42,7 @@ TINY = EngineConfig(
     algorithm=AlgorithmConfig(prompts_per_batch=2, images_per_prompt=2, updates_per_batch=2),
     exploration=ExplorationConfig(
         budget=CandidateBudget(candidates=CANDIDATES),
+        wait="all",
         policy="uniform",
         profiles=(ProfileConfig(shape=4),),
     ),
@@ -218,6 +220,92 @@ def test_a_run_that_is_finished_does_nothing_more(tmp_path, straight):
 def test_name_and_number_of_spot_workers_change_no_bit(tmp_path, straight):
     assert finish(TINY, tmp_path, workers=3, run="another").reason == "iterations"
     assert outcome(tmp_path) == straight
+
+
+# --- other algorithms, and work beside the batch
+
+
+ALGORITHMS = {
+    "diffusion-nft": {},
+    "diffusion-nft-averaged": {"diffusion_nft": {"old_policy_decay": "gradual"}},
+    "grpo-guard": {"grpo_guard": {"clip_range": 1e-3}},
+}
+
+
+def with_algorithm(key):
+    job = TINY.model_dump(mode="json", by_alias=True)
+    job["algorithm"] |= {"name": key.removesuffix("-averaged"), **ALGORITHMS[key]}
+    if key.startswith("diffusion-nft"):
+        job["sampler"].pop("noise_level")
+    return EngineConfig.model_validate(job)
+
+
+@pytest.mark.parametrize("key", ALGORITHMS)
+def test_every_algorithm_killed_between_its_updates_ends_on_the_same_bits(tmp_path, monkeypatch, key):
+    config = with_algorithm(key)
+    assert finish(config, tmp_path / "straight").reason == "iterations"
+    updates = 0
+    commit = Transaction.commit
+
+    def deadly(transaction):
+        nonlocal updates
+        health = commit(transaction)
+        updates += 1
+        if updates in (1, 4):  # after the first of two optimiser steps; then in the middle of the next batch
+            raise Killed
+        return health
+
+    monkeypatch.setattr(Transaction, "commit", deadly)
+    for _ in range(2):
+        with pytest.raises(Killed):
+            finish(config, tmp_path / "killed")
+    assert finish(config, tmp_path / "killed").reason == "iterations"
+    assert outcome(tmp_path / "killed") == outcome(tmp_path / "straight")
+
+
+def test_a_checkpoint_without_an_old_policy_resumes_with_a_warning(tmp_path):
+    first = with_algorithm("diffusion-nft").model_copy(update={"iterations": 2})
+    finish(first, tmp_path)
+    assert finish(with_algorithm("diffusion-nft-averaged"), tmp_path).reason == "iterations"
+    texts = [event.text for event in progress(tmp_path, "warned")]
+    assert any("checkpoint 2 has no old policy" in text for text in texts)
+    assert "old" in newest(tmp_path).files
+
+
+def test_the_averaged_old_policy_makes_the_rollouts(tmp_path):
+    run = build(with_algorithm("diffusion-nft-averaged"), tmp_path)
+    run.loop.run()
+    published = run.workers[0].parameters
+    trained = run.loop.model.parameters
+    assert any(not torch.equal(published[name], trained[name]) for name in trained)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_evaluation_beside_the_next_batch_has_the_figures_of_one_that_everybody_waits_for(tmp_path, workers):
+    """Each evaluation uses the weights of its own version, although the trainer trains the next version meanwhile."""
+    waits = TINY.model_copy(update={"evaluation": TINY.evaluation.model_copy(update={"wait": True, "every": 1})})
+    beside = TINY.model_copy(update={"evaluation": TINY.evaluation.model_copy(update={"every": 1})})
+    assert finish(waits, tmp_path / "waits", workers=workers).reason == "iterations"
+    assert finish(beside, tmp_path / "beside", workers=workers).reason == "iterations"
+    assert evaluated(tmp_path / "beside") == evaluated(tmp_path / "waits")
+    assert len(evaluated(tmp_path / "beside")) == TINY.iterations + 1
+
+
+def test_a_reached_target_keeps_the_evaluated_weights_as_the_newest(tmp_path):
+    target = TargetConfig(metric="bright", value=1.0, evaluations=2)
+    evaluation = TINY.evaluation.model_copy(update={"every": 1})
+    finish(TINY.model_copy(update={"target": target, "evaluation": evaluation}), tmp_path)
+    assert newest(tmp_path).iteration == max(evaluated(tmp_path)) == 1
+
+
+def test_a_budget_that_ends_with_training_is_not_waited_for(tmp_path):
+    """Without a spot worker no candidate is ever tried. With `wait: idle` the run goes on at once."""
+    config = TINY.model_copy(update={"exploration": TINY.exploration.model_copy(update={"wait": "idle"})})
+    run = build(config, tmp_path, workers=0)
+    begun = time.monotonic()
+    assert run.loop.run().reason == "iterations"
+    assert time.monotonic() - begun < config.exploration.budget.patience_seconds
+    assert all(event.explored == 0 for event in progress(tmp_path, "iteration_done"))
 
 
 # --- why it ends

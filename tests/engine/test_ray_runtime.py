@@ -42,7 +42,7 @@ def with_runtime(name: str, *, step_seconds: float = 0.0) -> EngineConfig:
     runtime = RuntimeConfig.model_validate({**CONFIG.runtime.model_dump(), **more})
     # A run without a spot node waits for the next one, however busy this machine is.
     exploration = CONFIG.exploration.model_copy(
-        update={"budget": CandidateBudget(candidates=CANDIDATES, patience_seconds=200)}
+        update={"budget": CandidateBudget(candidates=CANDIDATES, patience_seconds=200), "wait": "all"}
     )
     return CONFIG.model_copy(update={"iterations": ITERATIONS, "runtime": runtime, "exploration": exploration})
 

@@ -114,6 +114,7 @@ def test_candidates_in_half_precision_are_tried_on_the_gpu_while_it_trains(tmp_p
         iterations=5,
         exploration=ExplorationConfig(
             budget=CandidateBudget(candidates=96),
+            wait="all",
             profiles=(ProfileConfig(name="half", dtype="bfloat16", scorer="student"),),
         ),
         evaluation=EvaluationConfig(prompts=16, every=2),
