@@ -6,14 +6,14 @@ A group is formed in two steps, so no worker waits for a peer in the middle of a
 another group is ordered to leave: the worker ends its step, hands back its work and pulls. When all members of a wanted
 group have pulled, each member gets the same order to join: an epoch, its rank, and the number of the communicator. The
 communicator is reused if the same processes share a live communicator. While all members wait, the communicators of
-the group's aligned parts are made too. When a member dies, the rest of the group then needs no new communicator. The
-promises:
+the group's aligned parts, (0, 1), (2, 3), (0..3) and so on, are made too. When a member dies, the rest of the group
+then needs no new communicator. The promises:
 
 - an epoch or a communicator number is issued once, to a fixed set of processes; a restarted worker process, or a worker
   with a torn communicator, gets new numbers only
 - an order to join is given only while every member waits for the order, and joining therefore takes milliseconds
 - after a group tears, no new group forms before its survivors have called in or `SETTLING_SECONDS` have passed
-- a group is no promise to the queue: a dissolved group hands its work back, and only a lease gives a right to work
+- the queue does not rely on groups: a dissolved group hands its work back, and only a lease gives a right to work
 
 Pure: no clock, no I/O. The caller passes in the calls, the lost workers and the time.
 """

@@ -75,13 +75,13 @@ class Deaths:
     progress: Callable[[], object]
     """Progress function: its return value changes after progress (`progress_of`)."""
     exits: list[str] = field(default_factory=list)
-    _seen: object = None
+    _last_progress: object = None
 
     def add(self, how: str) -> None:
         """Count an exit. Progress since the previous exit clears all earlier exits."""
         now = self.progress()
-        if now != self._seen:
-            self.exits, self._seen = [], now
+        if now != self._last_progress:
+            self.exits, self._last_progress = [], now
         self.exits.append(how)
 
     def give_up(self) -> str | None:
