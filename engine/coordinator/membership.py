@@ -95,7 +95,10 @@ class Membership:
         return changed
 
     def settled(self, now_ms: int) -> bool:
-        """Stop waiting for overdue peers. Return True if a worker may now go on."""
+        """Stop waiting for overdue peers.
+
+        Return True if there was one: waiting workers may then get orders.
+        """
         return self._settling.drop_overdue(now_ms)
 
     # --- wanted groups
@@ -183,7 +186,10 @@ class Membership:
     # --- torn groups and dead processes
 
     def _tore(self, number: int, worker: str, now_ms: int) -> bool:
-        """Retire a broken communicator. The other members of its group count as gone until their next call."""
+        """Retire a broken communicator, and return True if a known group used the communicator.
+
+        The other members of the group count as gone until their next call.
+        """
         self.communicators.retire(number)
         torn = [formed for formed in self.table.formed.values() if formed.communicator == number]
         for formed in torn:

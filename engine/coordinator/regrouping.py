@@ -141,9 +141,9 @@ class Regrouping:
         )
 
     def _step_seconds(self, images: Mapping[str, int]) -> dict[str, dict[int, float]]:
-        """Return step seconds by class and degree.
+        """Return the seconds of a step by request class and degree. `images`: images per lease, by class.
 
-        An unmeasured class is scaled by the median error of the measured classes.
+        The modelled times of an unmeasured class are scaled by the median ratio of measured to modelled times.
         """
         believed = {
             # Powers of two only: the planner's aligned groups, whose communicators exist beforehand, have only these.

@@ -154,7 +154,7 @@ def died_too_often(path: Path) -> bool:
 
 
 def read_note(path: Path) -> dict[str, Any]:
-    """Return the note's content, or an empty dict if the file is absent or unreadable."""
+    """Return the content of a JSON file written by `write_note`; empty if the file is absent or unreadable."""
     try:
         return dict(json.loads(path.read_text()))
     except (OSError, ValueError):
