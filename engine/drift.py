@@ -38,7 +38,7 @@ class Look:
 
 
 def look_of(images: Sequence[NDArray[np.uint8]]) -> Look:
-    """Count the pixels of images [C, H, W] or [C, F, H, W]."""
+    """Return the counts of pixels by tone and by grain of images [C, H, W] or [C, F, H, W]."""
     tone, grain = np.zeros(LEVELS, np.int64), np.zeros(LEVELS, np.int64)
     for image in images:
         grey = image.astype(np.float32).mean(axis=0)
@@ -49,7 +49,7 @@ def look_of(images: Sequence[NDArray[np.uint8]]) -> Look:
 
 
 def drift(look: Look, base: Look) -> float:
-    """Return the distance of two looks. Both looks need at least one pixel."""
+    """Return the drift of `look` from `base`: the sum of the tone and grain distances. Both need at least one pixel."""
     return _distance(look.tone, base.tone) + _distance(look.grain, base.grain)
 
 

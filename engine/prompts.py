@@ -20,11 +20,11 @@ HELD_OUT_DIGITS = 512
 """Number of held-out strings, of the 10,000 strings of four digits. Training never uses the held-out strings."""
 
 HELD_OUT_SHAPES = 2
-"""Divisor of a task's prompts in shapes: one prompt in `HELD_OUT_SHAPES` is held out ..."""
+"""Divisor of a task's prompts in shapes: one prompt in `HELD_OUT_SHAPES` is held out, up to `HELD_OUT_OF_A_TASK`."""
 
 HELD_OUT_OF_A_TASK = 174
-"""... up to this many of one task. Without the limit, the two tasks with most prompts would make up nearly the whole
-evaluation."""
+"""Most held-out prompts of one task in shapes. Without the limit, the two tasks with most prompts would make up nearly
+the whole evaluation."""
 
 SHAPES_MIX = (
     *(Task.COUNTING, Task.POSITION, Task.ATTRIBUTION, Task.COLOURS, Task.TWO, Task.COUNTING),

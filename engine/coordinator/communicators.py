@@ -1,7 +1,10 @@
 """Numbers of epochs and communicators, and the communicators that live processes share.
 
-The promise: a number is issued once, for a fixed set of processes. A restarted worker process, or a worker with a torn
-communicator, gets new numbers only.
+An epoch is the number of an SP group, and a communicator is the process group with which its workers compute
+(engine/parallel/communicator.py).
+
+The promise: a number is issued once, for a fixed set of processes. A restarted worker process, or a worker with a
+broken communicator, gets new numbers only.
 """
 
 from collections.abc import Sequence

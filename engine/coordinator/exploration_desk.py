@@ -1,8 +1,8 @@
 """Exploration desk: the next candidates for workers that would be idle.
 
 The desk estimates the idle time from the last training phases, and the seconds of a candidate from the workers' usage.
-The promise: no candidate is dealt while a request of higher priority waits. The estimates are not stored: a restarted
-coordinator begins with no measurements, like a new run.
+The promise: no candidate is submitted while a request of higher priority waits. The estimates are not stored: a
+restarted coordinator begins with no measurements, like a new run.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ class ExplorationDesk:
     """Estimates of idle time, and the tasks made from them."""
 
     def __init__(self, clock: Clock, lease_ms: int) -> None:
-        """`lease_ms`: a node without a call for two leases is not counted."""
+        """`lease_ms`: length of a lease. A node that made no call for two lengths is left out of the estimates."""
         self._clock, self._silence_ms = clock, 2 * lease_ms
         self._explorers: dict[str, str] = {}
         """Node of each exploring worker."""
@@ -32,7 +32,7 @@ class ExplorationDesk:
         self._exploring_ms = 0.0
         self._candidates = 0
         self._dealt = False
-        """True if candidates were dealt since the last end of a training phase."""
+        """True if candidates were submitted since the last end of a training phase."""
 
     @property
     def exploring_seconds(self) -> float:
@@ -65,7 +65,7 @@ class ExplorationDesk:
         self._dealt = False
 
     def next_task(self, exploration: BatchExploration | None, queue: Queue, now_ms: int) -> Task | None:
-        """Return more candidates once every submitted candidate is leased, or None."""
+        """Return a task with more candidates once every submitted candidate is leased, else None."""
         if exploration is None or any(queue.waits(kind) for kind in PRIORITY):
             return None
         nodes = queue.live_nodes(now_ms, self._silence_ms)

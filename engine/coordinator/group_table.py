@@ -1,4 +1,4 @@
-"""Members and groups of sequence-parallel membership, as values with their views."""
+"""The members and groups of the SP membership (membership.py): their values, and methods that read the values."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class Formed:
 
 @dataclass(slots=True)
 class Member:
-    """One worker, as far as its calls tell."""
+    """The state of one worker, as its calls report."""
 
     boot: int
     epoch: int = ALONE
@@ -86,7 +86,10 @@ class GroupTable:
         }
 
     def group_of(self, worker: str, member: Member) -> tuple[str, ...]:
-        """Return the members of the worker's current group, as far as known. Followers report only when idle."""
+        """Return the members of the worker's current group, or the worker alone if the group's first member has left.
+
+        Other members call in only when idle. Until a worker has reported the ordered group, the last order counts.
+        """
         formed = self.formed.get(member.epoch) or self.formed.get(member.ordered)
         if formed is None or self.members[formed.members[0]].epoch != formed.epoch:
             return (worker,)

@@ -6,14 +6,14 @@ A group is formed in two steps, so no worker waits for a peer in the middle of a
 another group is ordered to leave: the worker ends its step, hands back its work and pulls. When all members of a wanted
 group have pulled, each member gets the same order to join: an epoch, its rank, and the number of the communicator. The
 communicator is reused if the same processes share a live communicator. While all members wait, the communicators of
-the group's aligned parts are made too. When a member dies, the rest of the group then needs no new communicator. The
-promises:
+the group's aligned parts, (0, 1), (2, 3), (0..3) and so on, are made too. When a member dies, the rest of the group
+then needs no new communicator. The promises:
 
 - an epoch or a communicator number is issued once, to a fixed set of processes; a restarted worker process, or a worker
   with a torn communicator, gets new numbers only
 - an order to join is given only while every member waits for the order, and joining therefore takes milliseconds
 - after a group tears, no new group forms before its survivors have called in or `SETTLING_SECONDS` have passed
-- a group is no promise to the queue: a dissolved group hands its work back, and only a lease gives a right to work
+- the queue does not rely on groups: a dissolved group hands its work back, and only a lease gives a right to work
 
 Pure: no clock, no I/O. The caller passes in the calls, the lost workers and the time.
 """
@@ -95,7 +95,10 @@ class Membership:
         return changed
 
     def settled(self, now_ms: int) -> bool:
-        """Stop waiting for overdue peers. Return True if a worker may now go on."""
+        """Stop waiting for overdue peers.
+
+        Return True if there was one: waiting workers may then get orders.
+        """
         return self._settling.drop_overdue(now_ms)
 
     # --- wanted groups
@@ -183,7 +186,10 @@ class Membership:
     # --- torn groups and dead processes
 
     def _tore(self, number: int, worker: str, now_ms: int) -> bool:
-        """Retire a broken communicator. The other members of its group count as gone until their next call."""
+        """Retire a broken communicator, and return True if a known group used the communicator.
+
+        The other members of the group count as gone until their next call.
+        """
         self.communicators.retire(number)
         torn = [formed for formed in self.table.formed.values() if formed.communicator == number]
         for formed in torn:

@@ -1,4 +1,4 @@
-"""Usage of the nodes' workers, summed between two events for the launcher.
+"""Usage of the nodes: the time of their workers by phase, summed between two events for the launcher.
 
 The promise: each reported millisecond is in exactly one `NodeUsage` event. Fractions wait for the next event.
 """

@@ -6,7 +6,7 @@ work in answer to a pull from before its death.
 
 
 class Pulls:
-    """Boot and number of each worker's last pull."""
+    """The last pull of each worker: the number of the process (`boot`) and of the pull (`seq`)."""
 
     def __init__(self) -> None:
         self._last: dict[str, tuple[int, int]] = {}

@@ -51,9 +51,11 @@ class Regrouping:
         self.events: list[ProgressEvent] = []
         """Events for the launcher. The caller removes them after reading."""
         self._demand, self._sp_degree, self._plan_ms = demand, sp_degree, run_ms(PLAN_SECONDS)
-        self._believed: dict[int, float] = {}
+        self._modelled: dict[int, float] = {}
         """Modelled seconds of a denoising step of an image, by every degree allowed for the model."""
-        self._seen: dict[str, dict[int, deque[float]]] = defaultdict(lambda: defaultdict(lambda: deque(maxlen=LAST)))
+        self._measured: dict[str, dict[int, deque[float]]] = defaultdict(
+            lambda: defaultdict(lambda: deque(maxlen=LAST))
+        )
         """Measured seconds of steps, by request class and degree."""
         self._planned_ms = 0
         self._why: dict[str, str] = {}
@@ -65,7 +67,7 @@ class Regrouping:
 
     def pulled(self, worker: str, boot: int, group: GroupReport, *, now_ms: int) -> bool:
         """Record the pull of an idle worker. Return True if the plan changed."""
-        self._believed = dict(group.believed)
+        self._modelled = dict(group.believed)
         why = f"{worker} lost a peer" if group.torn else f"{worker} came"
         changed = self.members.pulled(worker, boot, group.epoch, group.torn, now_ms=now_ms)
         return changed and self._plan(why, [worker], now_ms)
@@ -78,7 +80,7 @@ class Regrouping:
     def measured(self, request_class: str, degree: int, step_seconds: float) -> None:
         """Record the step time of a lease of this class at this degree."""
         if step_seconds > 0:
-            self._seen[request_class][degree].append(step_seconds)
+            self._measured[request_class][degree].append(step_seconds)
 
     def tick(self, takes_part: Callable[[str], bool], *, now_ms: int) -> bool:
         """Handle lost nodes, overdue peers and the regular plan. Call often. Return True if the plan changed.
@@ -102,10 +104,11 @@ class Regrouping:
     def _plan(self, why: str, workers: Iterable[str], now_ms: int) -> bool:
         """Plan and return True if the wanted groups changed.
 
-        On nodes without named workers, only demand changes groups.
+        `why`: the reason for changes on the nodes of `workers`. On all other nodes, the reason for a change is the
+        demand.
         """
         self._planned_ms = now_ms
-        if not self._believed:
+        if not self._modelled:
             return False
         before = self.members.table.wanted
         if self._sp_degree == "auto":
@@ -122,8 +125,8 @@ class Regrouping:
     def _by_degree(self, live: Sequence[str], groups: Sequence[WorkerGroup]) -> Sequence[WorkerGroup]:
         assert self._sp_degree != "auto"
         # A degree not allowed for the model is refused before anything is bought.
-        degree = max((one for one in self._believed if one <= self._sp_degree), default=1)
-        believed = {"any": self._believed | {1: self._believed.get(1, 1.0)}}
+        degree = max((one for one in self._modelled if one <= self._sp_degree), default=1)
+        believed = {"any": self._modelled | {1: self._modelled.get(1, 1.0)}}
         return plan_groups(live, step_seconds=believed, regroup_seconds=0.0, groups=groups, sp_degree=degree)
 
     def _by_demand(self, live: Sequence[str], groups: Sequence[WorkerGroup]) -> Sequence[WorkerGroup]:
@@ -138,13 +141,13 @@ class Regrouping:
         )
 
     def _step_seconds(self, images: Mapping[str, int]) -> dict[str, dict[int, float]]:
-        """Return step seconds by class and degree.
+        """Return the seconds of a step by request class and degree. `images`: images per lease, by class.
 
-        An unmeasured class is scaled by the median error of the measured classes.
+        The modelled times of an unmeasured class are scaled by the median ratio of measured to modelled times.
         """
         believed = {
             # Powers of two only: the planner's aligned groups, whose communicators exist beforehand, have only these.
-            name: {degree: seconds * many for degree, seconds in self._believed.items() if degree.bit_count() == 1}
+            name: {degree: seconds * many for degree, seconds in self._modelled.items() if degree.bit_count() == 1}
             for name, many in images.items()
         }
         table = {name: with_measured(times, self._steps_of(name)) for name, times in believed.items()}
@@ -156,7 +159,7 @@ class Regrouping:
         }
 
     def _steps_of(self, request_class: str) -> dict[int, list[float]]:
-        return {degree: list(steps) for degree, steps in self._seen.get(request_class, {}).items()}
+        return {degree: list(steps) for degree, steps in self._measured.get(request_class, {}).items()}
 
     # --- reports to the launcher ------------------------------------------------------------------------
 

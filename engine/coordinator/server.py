@@ -82,7 +82,7 @@ class Front:
         self.coordinator = coordinator
         self._end = end
         self._changed = asyncio.Event()
-        self._seen_changes = 0
+        self._last_changes = 0
         self._sync_lock = asyncio.Lock()
         self._durable = 0
         self._call_trouble: str | None = None
@@ -134,8 +134,8 @@ class Front:
 
     def wake(self) -> None:
         """Let waiting callers repeat their calls if anything changed."""
-        if self.coordinator.changes != self._seen_changes:
-            self._seen_changes = self.coordinator.changes
+        if self.coordinator.changes != self._last_changes:
+            self._last_changes = self.coordinator.changes
             self._changed.set()
             self._changed = asyncio.Event()
 
@@ -221,9 +221,9 @@ class CoordinatorServer:
         if refused := self._refuse(request):
             return refused
         try:
-            asked = request.query_params
+            query = request.query_params
             died = WorkerDied(
-                worker=asked["worker"], node=asked["node"], boot=int(asked["boot"]), reason="its connection closed"
+                worker=query["worker"], node=query["node"], boot=int(query["boot"]), reason="its connection closed"
             )
         except (KeyError, ValueError) as error:
             return PlainTextResponse(f"{type(error).__name__}: {error}", status_code=400)
@@ -270,10 +270,10 @@ class CoordinatorServer:
         try:
             if int(request.headers.get("content-length", PIECE_BYTES + 1)) > PIECE_BYTES:
                 return PlainTextResponse(f"a piece has at most {PIECE_BYTES} bytes", status_code=413)
-            asked, piece = request.query_params, await request.body()
+            query, piece = request.query_params, await request.body()
             async with self._shipping:  # an agent and its successor may send pieces at the same time
                 size = await asyncio.to_thread(
-                    keep_piece, self._shipped, asked["node"], asked["file"], int(asked["offset"]), piece
+                    keep_piece, self._shipped, query["node"], query["file"], int(query["offset"]), piece
                 )
         except (ValueError, KeyError) as error:
             return PlainTextResponse(f"{type(error).__name__}: {error}", status_code=400)

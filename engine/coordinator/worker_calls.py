@@ -1,4 +1,4 @@
-"""Answers to the calls of workers: pull, heartbeat, finish, commit, give back and fault; and news of their deaths."""
+"""Answers to the calls of workers: pull, heartbeat, finish, commit, give back and fault; and reports of deaths."""
 
 from collections.abc import Sequence
 from typing import assert_never
@@ -66,7 +66,7 @@ class WorkerCalls:
                 assert_never(call)
 
     def observe(self, call: WorkerDied | NodeLost | Notice, now_ms: int) -> None:
-        """Record news of a worker or node from another process."""
+        """Record a worker's death, a node's loss or a preemption notice, as reported by another process."""
         self._log.state.changes += 1
         match call:
             case WorkerDied():
@@ -110,7 +110,7 @@ class WorkerCalls:
             now_ms=now_ms,
             holds=(call.holds.weights, call.holds.digest) if call.holds else None,
             kinds=kinds,
-            room=call.room,
+            most_images=call.most_images,
         )
         if len(self._queue.events) != missed:
             self._log.record_poison(now_ms)

@@ -1,6 +1,6 @@
 """Run a whole run in one process: coordinator, trainer and workers take turns.
 
-For tests, and for debugging step by step.
+Tests use this module, and a developer can debug a run step by step.
 
 Workers run when the trainer waits, so a run is a fixed sequence of calls and repeats bit for bit.
 """

@@ -63,7 +63,7 @@ def run_raylet(spec: NodeSpec, heartbeat: SharedHeartbeat, ready: Event) -> None
             time.sleep(LOOK_SECONDS)
         node = start_raylet(spec, address)
         print(f"joined the Ray cluster at {address}", flush=True)
-        watch, asked = _Watch(node), time.monotonic()
+        watch, checked_at = _Watch(node), time.monotonic()
         while True:
             try:
                 watch.look()
@@ -80,8 +80,8 @@ def run_raylet(spec: NodeSpec, heartbeat: SharedHeartbeat, ready: Event) -> None
                 ready.set()
             if all(state == "exit" for state in found):
                 return
-            if time.monotonic() - asked > ASK_SECONDS:
-                asked = time.monotonic()
+            if time.monotonic() - checked_at > ASK_SECONDS:
+                checked_at = time.monotonic()
                 now = _ask_address(client, spec)
                 if now is not None and now != address:
                     print(f"the run's Ray cluster is now at {now}, no longer at {address}", flush=True)
@@ -98,7 +98,7 @@ class _Watch:
     def __init__(self, node: Any) -> None:
         self._node = node
         self._still_since: float | None = None
-        self._looked_at_actors = 0.0
+        self._actors_checked_at = 0.0
         self._stopped: dict[psutil.Process, float] = {}
         """Start time of each freeze, by child process of the raylet."""
 
@@ -116,9 +116,9 @@ class _Watch:
 
     def _look_at_actors(self) -> None:
         now = time.monotonic()
-        if now - self._looked_at_actors < ASK_SECONDS:
+        if now - self._actors_checked_at < ASK_SECONDS:
             return
-        self._looked_at_actors = now
+        self._actors_checked_at = now
         rays_own = {process.pid for _, process in self._node.live_processes()}
         stopped = [p for p in psutil.Process().children(recursive=True) if p.pid not in rays_own and _is_stopped(p)]
         self._stopped = {process: self._stopped.get(process, now) for process in stopped}

@@ -1,10 +1,10 @@
 """Run one node's processes. The node agent, `python -m engine.node.agent node.json`, is the node's only entry point.
 
 The agent starts the node's processes from a preloaded forkserver, or forks the processes directly if starter.py forked
-the agent. The agent restarts dead processes, receives the cloud's preemption notice first, raises drain locally, and
-owns the memory with the node's single copy of the weights. The processes are coordinator and trainer on the on-demand
-node, and the workers on a spot node. A lock on the node's folder ensures one agent per node, however often the node was
-requested. The agent terminates the node at the spend deadline, even if no controller is left.
+the agent. The agent restarts dead processes, receives the cloud's preemption notice first, orders the node's workers to
+drain, and owns the memory with the node's single copy of the weights. The processes are coordinator and trainer on the
+on-demand node, and the workers on a spot node. A lock on the node's folder ensures one agent per node, however often
+the node was requested. The agent terminates the node at the spend deadline, even if no controller is left.
 
 On a cloud's instance (`NodeSpec.cloud`), the node is the whole instance. There the agent reads the metadata service
 (preemption_notice.py), counts its money on the boot clock and terminates the instance itself (spend_guard.py,
@@ -57,7 +57,7 @@ LOOK_SECONDS = 0.05
 FROZEN_SECONDS = 5.0
 """Seconds without a sign of life after which a process is killed and restarted."""
 NOTICE_AGAIN_SECONDS = 0.5
-"""Seconds after which an unheard notice is sent to the coordinator again."""
+"""Seconds after which a notice is sent again that the coordinator has not acknowledged."""
 LAST_WORDS_SECONDS = 3.0
 """Seconds the coordinator still answers after the trainer is done, so the workers learn of the end."""
 
@@ -170,7 +170,7 @@ class Agent:
                 with contextlib.suppress(OSError):  # a full disk: try again at the next look
                     self.write("ready.json", {"at_ms": self.spec.clock.clock().now_ms(), "pid": os.getpid()})
                     ready_sent = True
-            self._hear_notice()
+            self._check_notice()
             if self._is_finished():
                 if self.spec.role == "trainer":
                     time.sleep(LAST_WORDS_SECONDS)
@@ -277,7 +277,7 @@ class Agent:
         now_ms = self.spec.clock.clock().now_ms()
         return now_ms if deadline_ms is None else min(now_ms, deadline_ms)
 
-    def _hear_notice(self) -> None:
+    def _check_notice(self) -> None:
         """React to a preemption notice.
 
         The agent drains the workers at once, and notifies the coordinator as soon as the coordinator answers.
@@ -290,9 +290,9 @@ class Agent:
         self.noticed_ms = deadline_ms
         self.drain.set()
         print(f"notice: this node will be gone at {deadline_ms}", flush=True)
-        threading.Thread(target=self._tell_notice, args=(deadline_ms,), daemon=True).start()
+        threading.Thread(target=self._send_notice, args=(deadline_ms,), daemon=True).start()
 
-    def _tell_notice(self, deadline_ms: int) -> None:
+    def _send_notice(self, deadline_ms: int) -> None:
         call = pack(encode(Notice(node=self.spec.node, deadline_ms=deadline_ms)))
         url = f"http://{self.spec.coordinator_host}:{self.spec.coordinator_port}/call"
         headers = {"Authorization": f"Bearer {self.spec.own_token}"}
@@ -324,7 +324,7 @@ def _run(runs: str, spec_json: str, *arguments: Any) -> None:
 
 
 def other_setup(spec: NodeSpec) -> str | None:
-    """Return a message if the machine's setup differs from the one the controller named, else None."""
+    """Return a message if the machine's setup differs from the setup that the controller named, else None."""
     if spec.cloud == "local" or not spec.digest:
         return None
     file = Path(sys.prefix) / ".digest"

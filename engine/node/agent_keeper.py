@@ -30,15 +30,20 @@ SHORT_WORDS = 400
 
 
 class AgentKeeper:
-    """Keeper of the one agent of a folder. Every console of the folder has a keeper; a lock keeps them apart."""
+    """Keeper of the one agent of a folder.
+
+    Every console of the folder has a keeper. A lock allows one keeper at a time to act on the agent.
+    """
 
     def __init__(self, folder: Path, command: Sequence[str]) -> None:
         """Create the keeper. `command`: starts the agent, and gets the path of node.json as its last argument."""
         self._folder, self._command = folder, tuple(command)
         self._child: subprocess.Popen[bytes] | None = None
 
-    def run(self, spec: Mapping[str, Any], told: int, secrets: Mapping[str, str]) -> None:
-        """Run the agent of this exact spec. `secrets`: more of the agent's environment, never written to disk.
+    def run(self, spec: Mapping[str, Any], number: int, secrets: Mapping[str, str]) -> None:
+        """Run the agent of this exact spec.
+
+        `number`: number of the order. `secrets`: more of the agent's environment, never written to disk.
 
         An agent that already ran this spec and ended stays ended: the end is a result, not a fault.
 
@@ -50,17 +55,17 @@ class AgentKeeper:
         wanted = digest_of(spec)
         with self._alone():
             started = read_json(self._folder / "started.json")
-            if started is not None and told < started["told"]:
+            if started is not None and number < started["told"]:
                 return
             if started is not None and started["digest"] == wanted and started["boot_id"] == _boot_id():
-                self._write("started.json", {**started, "told": told})
+                self._write("started.json", {**started, "told": number})
                 return
             (self._folder / "started.json").unlink(missing_ok=True)
             self._stop(started)
             for name in ("agent.json", "ready.json", "exit.json"):
                 (self._folder / name).unlink(missing_ok=True)
             self._write("node.json", spec)
-            self._start(secrets, {"digest": wanted, "told": told, "boot_id": _boot_id()})
+            self._start(secrets, {"digest": wanted, "told": number, "boot_id": _boot_id()})
 
     def _start(self, secrets: Mapping[str, str], order: Mapping[str, Any]) -> None:
         (self._folder / "logs").mkdir(exist_ok=True, mode=0o700)

@@ -64,13 +64,13 @@ class Alone:
     def __init__(self, folder: Path, boot_ms: Callable[[], int], boot_id: str) -> None:
         self._folder, self._boot_ms, self._boot_id = folder, boot_ms, boot_id
         self._limit_ms = round(float(os.environ.get(ALONE, ALONE_SECONDS)) * 1000)
-        self._contact_ms, self._seen = boot_ms(), self._touched()
+        self._contact_ms, self._last_touched = boot_ms(), self._touched()
 
     def has_ended(self) -> bool:
         """Return True if the node has no agent, and the controller was silent for ten minutes."""
         now_ms, touched = self._boot_ms(), self._touched()
-        if touched != self._seen:
-            self._contact_ms, self._seen = now_ms, touched
+        if touched != self._last_touched:
+            self._contact_ms, self._last_touched = now_ms, touched
         return now_ms - self._contact_ms >= self._limit_ms and not self._agent_runs()
 
     def minutes(self) -> float:

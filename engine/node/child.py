@@ -75,13 +75,13 @@ class Deaths:
     progress: Callable[[], object]
     """Progress function: its return value changes after progress (`progress_of`)."""
     exits: list[str] = field(default_factory=list)
-    _seen: object = None
+    _last_progress: object = None
 
     def add(self, how: str) -> None:
         """Count an exit. Progress since the previous exit clears all earlier exits."""
         now = self.progress()
-        if now != self._seen:
-            self.exits, self._seen = [], now
+        if now != self._last_progress:
+            self.exits, self._last_progress = [], now
         self.exits.append(how)
 
     def give_up(self) -> str | None:
@@ -154,7 +154,7 @@ def died_too_often(path: Path) -> bool:
 
 
 def read_note(path: Path) -> dict[str, Any]:
-    """Return the note's content, or an empty dict if the file is absent or unreadable."""
+    """Return the content of a JSON file written by `write_note`; empty if the file is absent or unreadable."""
     try:
         return dict(json.loads(path.read_text()))
     except (OSError, ValueError):

@@ -15,7 +15,7 @@ PIECE_BYTES = 48 * 1024
 
 
 class FileWatch:
-    """The files of one folder, and the part of them that the launcher has."""
+    """The files of one folder, and the part of each file that the launcher has."""
 
     def __init__(self, folder: Path, send: Callable[[Report], None]) -> None:
         """Create the watch. `send`: sends one message to the launcher."""

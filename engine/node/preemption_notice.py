@@ -63,9 +63,9 @@ def write_hint(folder: Path, source: str, clock: Clock) -> None:
 def _ask_aws(imds: Imds, folder: Path, clock: Clock) -> None:
     action = imds.get(INSTANCE_ACTION)
     if action is not None:
-        said = json.loads(action)
-        deadline = datetime.fromisoformat(said["time"].replace("Z", "+00:00"))
-        write_notice(folder, round(deadline.timestamp() * 1000), f"aws spot/instance-action: {said['action']}")
+        announced = json.loads(action)
+        deadline = datetime.fromisoformat(announced["time"].replace("Z", "+00:00"))
+        write_notice(folder, round(deadline.timestamp() * 1000), f"aws spot/instance-action: {announced['action']}")
     rebalance = imds.get(REBALANCE)
     if rebalance is not None:
         write_hint(folder, f"aws rebalance recommendation: {rebalance}", clock)

@@ -38,14 +38,14 @@ from engine.protocol.console import (
 )
 
 LOOK_SECONDS = 0.1
-BEAT_SECONDS = 1.0
+HEARTBEAT_SECONDS = 1.0
 SILENCE_SECONDS = 15.0
 """Seconds of silence after which the launcher counts as gone, whatever TCP reports. A returning launcher opens a new
 console."""
 
 
 class Lines:
-    """The lines to the launcher. A line is sent whole, whichever thread sends another."""
+    """The lines to the launcher. A line is sent whole, even if several threads send lines at the same time."""
 
     def __init__(self, out: BinaryIO) -> None:
         self._out, self._sending = out, threading.Lock()
@@ -70,11 +70,11 @@ class RemoteConsole:
 
     def show(self) -> None:
         """Send changes and heartbeats, for ever."""
-        beat = 0.0
+        last_heartbeat = 0.0
         while True:
             more = self.files.look()
-            if time.monotonic() - beat >= BEAT_SECONDS:
-                beat = time.monotonic()
+            if time.monotonic() - last_heartbeat >= HEARTBEAT_SECONDS:
+                last_heartbeat = time.monotonic()
                 self._lines.send(Heartbeat())
             with contextlib.suppress(OSError):  # a full disk: try again at the next look
                 self.agent.record_end()

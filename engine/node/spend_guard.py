@@ -66,7 +66,9 @@ def boot_id() -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Armed:
-    """Deadline as counted: `left_ms` remained at `at`, and `longest_ms` at most, whatever later orders say.
+    """A deadline in progress.
+
+    At the moment `at`, the newest order left `left_ms`, and no order may leave more than `longest_ms`.
 
     `node` and `order` identify the orders behind the deadline.
     """
@@ -125,7 +127,10 @@ class TimeLeft:
         return armed.left_ms
 
     def _node_order(self) -> tuple[str, int | None, int | None]:
-        """Return the order's digest, the milliseconds left by the order, and the longest lifetime of the node."""
+        """Return the digest of node.json, and from its content the time left and the longest lifetime, both in ms.
+
+        An unreadable node.json gives an empty digest and no limits.
+        """
         with contextlib.suppress(OSError, ValueError):
             raw = (self._folder / "node.json").read_bytes()
             spec = json.loads(raw)

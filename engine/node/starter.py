@@ -29,7 +29,7 @@ from engine.mark import ENDING, EXITS, bear_mark
 ENVIRONMENT = {
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1:glibc.malloc.trim_threshold=536870912:"
     "glibc.malloc.mmap_threshold=268435456",
-    "TORCH_CPP_LOG_LEVEL": "ERROR",  # a follower's timeout deserves no warning
+    "TORCH_CPP_LOG_LEVEL": "ERROR",  # a worker that waits for work of its SP group times out regularly, without a fault
 }
 """Environment variables of a node's processes: huge pages, and freed memory stays with the process. A training step
 allocates and frees the same tens of megabytes each time. Avoiding the page faults saves about 7 % of a step (10 runs

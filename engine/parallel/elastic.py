@@ -151,7 +151,7 @@ class Elastic:
             self._group.broadcast(x)
 
     def agree(self, go_on: bool, device: torch.device) -> bool:
-        """Return the first member's decision. Raises TornGroup."""
+        """Return the `go_on` of the group's first member: True to compute another step. Raises TornGroup."""
         if self._group is None:
             return go_on
         decision = torch.tensor([go_on], dtype=torch.uint8, device=device)

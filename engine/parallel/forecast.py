@@ -11,8 +11,8 @@ A planner that always takes the earliest forecast ends no later than forecast, a
 groups (rollout of a base policy; Bertsekas, Tsitsiklis and Wu 1997).
 
 The promises: the module is pure; times are whole microseconds, and equal plans therefore forecast equal times; 10,000
-requests cost about as much as 100, because a single stride passes the time in which every group takes from the same
-pile.
+requests cost about as much as 100, because a single stride covers the time in which every group takes requests from the
+same pile (requests of equal duration).
 """
 
 from collections.abc import Mapping, Sequence
@@ -57,7 +57,7 @@ class Demand:
 
     waiting: Sequence[Requests]
     in_flight: Mapping[str, Requests]
-    """By the worker that runs the request."""
+    """The running requests, by the worker that runs the request."""
     images: Mapping[str, int]
     """Images per lease, by request class."""
 
@@ -157,7 +157,8 @@ class _Forecast:
         heapify(self.heap)
         orders = {(seat.degree, seat.first): self._order(seat.degree, seat.first) for seat in seats}
         self.orders = [orders[seat.degree, seat.first] for seat in seats]
-        """For each seat the servable (pile, microseconds of a request), the next request last. Equal seats share it."""
+        """For each seat: the piles that the seat can serve, as (pile, microseconds of a request), the next pile last.
+        Equal seats share one list."""
 
     def _order(self, degree: int, first: str | None) -> list[tuple[int, int]]:
         order = [

@@ -18,7 +18,7 @@ groups of a node start together. An interrupted request waits for the new groups
 Sharing the demand. A running request belongs to its node. Each node plans for a share of the waiting requests. The
 share of a class is proportional to the steps per hour of the node's live GPUs for the class, rounded up, because a node
 should not plan for the end of the work while more work may arrive. A share is a forecast and promises nothing: groups
-pull. Requests no node can run are left out. In a fleet of more than `LOOKED_AT_SINGLY` nodes, the planner looks at
+pull. Requests no node can run are left out. In a fleet of more than `PLANNED_SINGLY` nodes, the planner looks at
 kinds of nodes: as long as requests wait, nodes with equally many live GPUs plan for the same average load. Only a node
 without waiting requests is planned with its own running requests.
 
@@ -36,7 +36,7 @@ from engine.parallel.forecast import MICROSECONDS, Requests, Seat, StepSeconds, 
 from engine.parallel.seating import PlannedNode, degrees_up_to, partitions, planned_nodes, regroup_cost, seatings
 from engine.parallel.worker_group import Degrees, WorkerGroup
 
-LOOKED_AT_SINGLY = 8
+PLANNED_SINGLY = 8
 """Up to this many nodes, the planner looks at each group's running request. Measured: with five request classes a
 node of 8 GPUs takes up to 6 ms (tests/benchmarks/results/sp_plan.md), and a plan should take no longer than 50 ms."""
 
@@ -118,7 +118,7 @@ def _planned(
     nodes: Sequence[PlannedNode], demand: Iterable[Requests], table: Table, regroup_us: int
 ) -> Iterator[WorkerGroup]:
     running = [one for node in nodes for one in node.running.values()]
-    singly = len(nodes) <= LOOKED_AT_SINGLY
+    singly = len(nodes) <= PLANNED_SINGLY
     demand, running = (_merged if singly else _pooled)(demand), _pooled(running)
     allowed = tuple(sorted({1}.union(*(table.us[one.request_class] for one in [*demand, *running]))))
     sizes = Counter(node.gpus for node in nodes)
@@ -203,7 +203,10 @@ def _firsts(degrees: Degrees, waiting: Iterable[Requests], table: Table) -> list
 def _best_of_one(
     node: PlannedNode, share: Sequence[Requests], allowed: Degrees, table: Table, regroup_us: int
 ) -> _Decision:
-    """Try every partition, including each group's running request and the steps to end before a regroup."""
+    """Return the best groups of one node. Every partition of the node is tried.
+
+    The forecasts include each group's running request, and the steps that end before a regroup.
+    """
     best: _Decision | None = None
     least: tuple[int, int, int] | None = None
     for degrees in partitions(node.gpus, allowed):
@@ -267,7 +270,8 @@ def _ranking(gpus: int, load: Sequence[Requests], allowed: Degrees, table: Table
     """Rank every partition with its best `firsts`, as if all groups started together."""
     ends: dict[Degrees, tuple[int, Mapping[int, str | None]]] = {}
     for degrees in partitions(gpus, allowed):
-        ways = _firsts(degrees, load, table) if len(set(degrees)) > 1 else [{}]  # a mean load has no last request
+        # The class served first matters for the last requests, and a mean load has none.
+        ways = _firsts(degrees, load, table) if len(set(degrees)) > 1 else [{}]
         for firsts in ways:
             seats = [Seat(degree, 0, None, firsts.get(degree)) for degree in degrees]
             end = finish_us(seats, load, table, gpus=gpus, regroup_us=regroup_us)

@@ -110,7 +110,9 @@ def modelled_step_seconds(
 
 
 def believed_step_seconds(latent_shape: Sequence[int], degrees: Iterable[int]) -> dict[int, float]:
-    """Return the modelled step seconds of an image by degree, before any measurement: Qwen-Image's, for as many tokens.
+    """Return the modelled step seconds of an image by degree, for use before any measurement.
+
+    The model is Qwen-Image, with as many tokens as the image.
 
     latent_shape  [S, C] packed, [C, H, W] or [C, F, H, W] in patches of 2 x 2; without the batch
 

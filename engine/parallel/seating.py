@@ -46,7 +46,10 @@ class PlannedNode:
         return tuple(sorted([group.bit_count() for group in self.now], reverse=True))
 
     def formed(self, masks: tuple[int, ...], firsts: Mapping[int, str | None]) -> Iterator[WorkerGroup]:
-        """Yield groups as values, ordered by GPU index."""
+        """Yield the groups of these masks as `WorkerGroup` values, ordered by the lowest GPU index.
+
+        `firsts`: the request class served first, by degree.
+        """
         for mask in masks if masks is self.now else sorted(masks, key=_lowest):
             first = firsts.get(mask.bit_count()) if firsts else None
             group = self.groups.get(mask)

@@ -171,7 +171,7 @@ class _SharedPass(SharedAttention):
     def enter(
         self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Before the first block: keep this rank's tokens of the streams that enter the block."""
+        """Hook before the first block: keep this rank's tokens of the streams that enter the block."""
         given, named = list(args), dict(kwargs)
         for place, (name, stream) in enumerate(
             zip(("hidden_states", "encoder_hidden_states"), self._plan.enters, strict=False)
@@ -194,7 +194,7 @@ class _SharedPass(SharedAttention):
         return own_part(x, dim, self._group.rank, self._group.degree)
 
     def leave(self, _: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        """After the last layer: gather the image tokens of all ranks, [B, own, C] -> [B, image, C]."""
+        """Hook after the last layer: gather the image tokens of all ranks, [B, own, C] -> [B, image, C]."""
         whole: Tensor = _AllGather.apply(output.transpose(0, 1), self._group)
         return whole[: self._lengths[Stream.IMAGE]].transpose(0, 1).contiguous()
 
@@ -256,7 +256,7 @@ class _SharedPass(SharedAttention):
 def _cut_outputs(
     work: _SharedPass, cuts: tuple[tuple[Stream, int], ...], _: nn.Module, args: tuple[Any, ...], output: Any
 ) -> Any:
-    """After a module with outputs along the sequence: keep this rank's part of each output."""
+    """Hook after a module with outputs along the sequence: keep this rank's part of each output."""
     if isinstance(output, Tensor):
         ((stream, dim),) = cuts
         return work.part(output, stream, dim)
@@ -264,7 +264,10 @@ def _cut_outputs(
 
 
 def _dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype of attention: autocast's dtype, or x's own. Less data to send, and queries match values."""
+    """Return the dtype of attention: autocast's dtype, or x's own.
+
+    Autocast's dtype is less data to send, and gives queries and values the same dtype.
+    """
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 

@@ -52,7 +52,7 @@ class SetTimeLeft:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AnnouncePreemption:
-    """The order to expect a preemption at this time (UTC). `source`: who announced it."""
+    """The order to expect a preemption at this time (UTC). `source`: the service that announced the preemption."""
 
     deadline_ms: int
     source: str

@@ -16,7 +16,7 @@ Policy = Literal["uniform", "greedy", "ucb", "bayes"]
 
 
 class Belief(TypedDict):
-    """Moments of a prompt's `count` known rewards. Plain JSON."""
+    """Number, mean and variance of a prompt's known rewards, as plain JSON."""
 
     count: float
     mean: float

@@ -127,14 +127,15 @@ class Pull(_WorkerCall, frozen=True, kw_only=True, tag="pull"):
     """Ask for work. The answer is any `Reply`.
 
     `seq` grows with every pull: a repeated pull gets the same answer. `kinds`: the wanted kinds in any order; empty:
-    all kinds. `room`: the largest batch that fits into memory. `group` is absent without sequence parallelism.
+    all kinds. `most_images`: the most images of a forward pass that fit into memory (`room` on the wire); None: no
+    limit is known. `group` is absent without sequence parallelism.
     """
 
     boot: int
     seq: int
     holds: HeldWeights | None = None
     kinds: tuple[Kind, ...] | None = None
-    room: int | None = None
+    most_images: int | None = msgspec.field(default=None, name="room")
     group: GroupReport | None = None
 
 

@@ -45,7 +45,7 @@ class StatesCommitted(_Fact, frozen=True, kw_only=True, tag="commit"):
 
 
 class RequestPoisoned(_Fact, frozen=True, kw_only=True, tag="poison"):
-    """A request that crashed every worker is not retried."""
+    """A request crashed every worker that sampled the request, and is not retried."""
 
     request: RequestId
     text: str

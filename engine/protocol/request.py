@@ -93,7 +93,7 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """The content of a batch, made durable before the batch's first rollout (invariant 3).
+    """The content of a batch, made durable before the batch's first rollout.
 
     `minibatches` lists group numbers per optimiser step. The trained multiset always equals the manifest.
     """
@@ -114,7 +114,10 @@ class Manifest:
         return hashlib.blake2b(json.dumps(body, sort_keys=True).encode(), digest_size=16).hexdigest()
 
     def requests(self) -> list[RequestId]:
-        """Return the requests in group order, because complete groups then arrive one after another (GAP)."""
+        """Return the requests in group order.
+
+        The groups then complete one after another, and the trainer can train a group while other groups are sampled.
+        """
         return [
             RequestId(
                 run=self.run, lineage=self.lineage, batch=self.batch, prompt=group.prompt, seed=seed, kind=Kind.TRAIN

@@ -2,6 +2,8 @@
 
     kind -> slots, the next first -> requests of the slot, the next first
 
+    A slot holds the requests of one task at one committed step: the requests that a lease may take together (task.py).
+
 The promises: a request waits at most once, requests of one lease come from one slot and so resume at one step, and no
 slot is empty.
 """
@@ -64,27 +66,30 @@ class Backlog:
         """Return True if a request of this kind waits."""
         return bool(self._slots[kind])
 
-    def next_batch(self, kind: Kind, room: int | None, published: Collection[WeightsKey]) -> list[QueuedRequest] | None:
+    def next_batch(
+        self, kind: Kind, most_images: int | None, published: Collection[WeightsKey]
+    ) -> list[QueuedRequest] | None:
         """Return the requests of the next lease: up to `shape` requests of the first slot that fits the worker.
 
-        `room`: the most images of a forward pass. Requests whose weights are not published are left out.
+        `most_images`: the most images of a forward pass that fit into the worker's memory; None: no limit is known.
+        Requests whose weights are not published are left out.
         """
         for bucket in self._slots[kind].values():
             first = next(iter(bucket.values()))
             task = first.of.task
-            if first.attempt.weights in published and (room is None or task.shape <= room):
+            if first.attempt.weights in published and (most_images is None or task.shape <= most_images):
                 if len(bucket) <= task.shape:
                     return list(bucket.values())
                 items = iter(bucket.values())
                 return [next(items) for _ in range(task.shape)]
         return None
 
-    def too_large(self, kind: Kind, room: int | None) -> int:
+    def too_large(self, kind: Kind, most_images: int | None) -> int:
         """Return the batch shape of waiting work too large for this worker, or 0 if there is no such work."""
-        if room is None:
+        if most_images is None:
             return 0
         firsts = (next(iter(bucket.values())) for bucket in self._slots[kind].values())
-        return next((first.of.task.shape for first in firsts if first.of.task.shape > room), 0)
+        return next((first.of.task.shape for first in firsts if first.of.task.shape > most_images), 0)
 
     def demand(self) -> Iterator[tuple[Requests, int]]:
         """Yield the waiting leases of each slot, with the batch shape of the slot's task."""

@@ -151,16 +151,17 @@ class Queue:
         now_ms: int,
         holds: tuple[WeightsKey, str] | None,
         kinds: Sequence[Kind] = PRIORITY,
-        room: int | None = None,
+        most_images: int | None = None,
     ) -> Reply:
         """Return the next order for a worker.
 
         `boot` numbers the worker's processes and `seq` a process's pulls. A repeated `seq` gets the same work again,
         because the first answer may have been lost.
 
-        `holds`: the worker's loaded weights and their digest. `room`: the most images that fit in a forward pass.
+        `holds`: the worker's loaded weights and their digest. `most_images`: the most images of a forward pass that fit
+        into the worker's memory.
         """
-        member = self._meet(worker, node, boot, now_ms)
+        member = self._calling_worker(worker, node, boot, now_ms)
         if member is None:
             return Exit(reason="a newer process of this worker has called in")
         if seq < member.seq:
@@ -170,7 +171,7 @@ class Queue:
         for number in [n for n in member.leases if self._leases.open[n].seq >= seq]:
             self.state.requeue(number, now_ms)  # the answer was lost, and a restart lost `work`
         member.seq = seq
-        reply = self._order(member, now_ms, holds, kinds, room)
+        reply = self._order(member, now_ms, holds, kinds, most_images)
         member.work = reply if isinstance(reply, Work) else None
         return reply
 
@@ -180,7 +181,7 @@ class Queue:
         for number, step in leases.items():
             lease = self._leases.open.get(number)
             if lease is None or lease.worker != worker:
-                self._came_late(worker, number, now_ms)
+                self._lengthen_after_late_call(worker, number, now_ms)
                 return Fenced(lease=number)
             self._leases.renew(lease, step, now_ms)
         return self._pending(node)
@@ -200,7 +201,7 @@ class Queue:
         """Record finished images. Call only after the bytes are durable."""
         self._members.call(node, now_ms)
         if not self.may_finish(worker, number):
-            self._came_late(worker, number, now_ms)
+            self._lengthen_after_late_call(worker, number, now_ms)
             return Fenced(lease=number)
         lease = self._leases.open[number]
         lease.of.pace.observe_lease((now_ms - lease.granted_ms) / max(1, lease.of.task.steps - lease.first_step))
@@ -253,7 +254,7 @@ class Queue:
         """Record a worker's failure to make the images of a lease. Return the requests to the queue."""
         self._members.call(node, now_ms)
         is_held = self.may_finish(worker, number)
-        lease = self._leases.open[number] if is_held else self._came_late(worker, number, now_ms)
+        lease = self._leases.open[number] if is_held else self._lengthen_after_late_call(worker, number, now_ms)
         if lease is None:
             return Fenced(lease=number)
         requests = list(lease.requests)
@@ -304,7 +305,7 @@ class Queue:
             self.unreachable(node, reason, now_ms=now_ms)
 
     def unreachable(self, node: str, reason: str, *, now_ms: int) -> None:
-        """Revoke the leases of a node that died, as the launcher reports or as the engine itself saw.
+        """Revoke the leases of a node that died, by a report of the launcher or of the engine itself.
 
         The engine may be wrong: the node may call in again.
         """
@@ -398,7 +399,7 @@ class Queue:
         now_ms: int,
         holds: tuple[WeightsKey, str] | None,
         kinds: Sequence[Kind],
-        room: int | None,
+        most_images: int | None,
     ) -> Reply:
         node = self._members.nodes[member.node]
         if self.stop_reason is not None:
@@ -411,18 +412,18 @@ class Queue:
         for kind in PRIORITY:
             if kind not in kinds:
                 continue
-            items, copy = self._backlog.next_batch(kind, room, self.weights.digests), False
+            items, copy = self._backlog.next_batch(kind, most_images, self.weights.digests), False
             if items is None and kind not in (Kind.CONTROL, Kind.EXPLORE):
-                items = slowest_requests(self._leases.open.values(), self.rules, kind, member.name, now_ms, room)
+                items = slowest_requests(self._leases.open.values(), self.rules, kind, member.name, now_ms, most_images)
                 copy = True
             if items is None:
-                too_large = too_large or self._backlog.too_large(kind, room)
+                too_large = too_large or self._backlog.too_large(kind, most_images)
                 continue
             load = self.weights.order(items[0].attempt.weights, holds)
             return load if load is not None else self._work(member, items, now_ms, copy=copy)
-        if too_large and member.warned_room != room:
-            member.warned_room = room
-            text = f"{member.name} has room for {room} images a forward pass, and what waits needs {too_large}"
+        if too_large and member.warned_images != most_images:
+            member.warned_images = most_images
+            text = f"{member.name} has room for {most_images} images a forward pass, and what waits needs {too_large}"
             self.events.append(
                 Warned(text=f"{text}; lower the shape of runtime, evaluation or exploration if nobody can take it")
             )
@@ -445,7 +446,7 @@ class Queue:
 
     # --- leases -----------------------------------------------------------------------------------------
 
-    def _came_late(self, worker: str, number: int, now_ms: int) -> Lease | None:
+    def _lengthen_after_late_call(self, worker: str, number: int, now_ms: int) -> Lease | None:
         """Lengthen future leases (up to twice) after a late call for a lease revoked by missed heartbeats.
 
         Without longer leases, work whose single step takes longer than a lease would be revoked forever. Return the
@@ -468,7 +469,7 @@ class Queue:
         deadline_ms = self._members.nodes[name].deadline_ms
         return Wait() if deadline_ms is None else Drain(deadline_ms=deadline_ms)
 
-    def _meet(self, worker: str, name: str, boot: int, now_ms: int) -> WorkerRecord | None:
+    def _calling_worker(self, worker: str, name: str, boot: int, now_ms: int) -> WorkerRecord | None:
         """Return the calling worker, or None if a newer process has replaced the calling process."""
         node = self._members.call(name, now_ms)
         if not node.called:

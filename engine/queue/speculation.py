@@ -13,7 +13,7 @@ from engine.queue.task import QueuedRequest
 
 
 def slowest_requests(
-    leases: Iterable[Lease], rules: Rules, kind: Kind, worker: str, now_ms: int, room: int | None
+    leases: Iterable[Lease], rules: Rules, kind: Kind, worker: str, now_ms: int, most_images: int | None
 ) -> list[QueuedRequest] | None:
     """Return the leased requests with the latest predicted end, for a speculative copy by `worker`.
 
@@ -26,7 +26,9 @@ def slowest_requests(
         if lease.worker == worker or not pace or task.requests[0].kind is not kind:
             continue
         items = list(lease.requests.values())
-        if any(len(item.leases) > 1 or item.crashes for item in items) or (room is not None and task.shape > room):
+        if any(len(item.leases) > 1 or item.crashes for item in items) or (
+            most_images is not None and task.shape > most_images
+        ):
             continue
         step = min(item.attempt.step for item in items)
         end_ms = lease.end_ms(now_ms, rules.lease_of(lease.of.pace) // 2)

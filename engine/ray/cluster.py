@@ -74,7 +74,8 @@ AGENT_PORTS = (
     DASHBOARD_AGENT_LISTEN_PORT_NAME,
     RUNTIME_ENV_AGENT_PORT_NAME,
 )
-"""Ports a raylet waits for until each port is written down."""
+"""Names of the agents' ports. A raylet waits until a file holds each port, so the ports are written without the
+agents."""
 
 NO_PORT = 1
 """Port without a listener."""

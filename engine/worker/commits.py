@@ -49,7 +49,8 @@ class CommitSender:
     def begin(self, work: Work, trajectories: list[Trajectory]) -> None:
         """Send the current state of the lease.
 
-        A thread may read trajectories, because code replaces and never changes them.
+        The sending thread reads the trajectories while sampling goes on: each step replaces a trajectory and changes
+        none.
         """
         step = trajectories[0].step
         if self._overlaps:

@@ -54,11 +54,15 @@ class CoordinatorCalls:
         *,
         holds: tuple[WeightsKey, str] | None,
         kinds: Sequence[Kind],
-        room: int | None,
+        most_images: int | None,
         group: GroupReport | None,
         wait: bool,
     ) -> Reply:
-        """Ask for work. `holds`: the loaded weights and their digest. `room`: most images in one forward pass."""
+        """Ask for work.
+
+        `holds`: the loaded weights and their digest. `most_images`: the most images of a forward pass that fit into
+        memory.
+        """
         self._pulls += 1
         held = None
         if holds is not None:
@@ -71,7 +75,7 @@ class CoordinatorCalls:
             seq=self._pulls,
             holds=held,
             kinds=tuple(kinds),
-            room=room,
+            most_images=most_images,
             group=group,
         )
         return self._call(call, wait=wait)

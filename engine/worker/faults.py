@@ -17,7 +17,7 @@ class LeaseFaults:
     def __init__(self, calls: CoordinatorCalls) -> None:
         self._calls = calls
         self._in_a_row = 0
-        self.room: int | None = None
+        self.most_images: int | None = None
         """Largest number of images in one forward pass; None until a shape did not fit into memory."""
 
     def report(self, work: Work, error: BaseException) -> None:
@@ -28,22 +28,25 @@ class LeaseFaults:
             raise error
 
     def report_follower(self, work: Work, error: BaseException) -> None:
-        """Record a failed lease of the group's first worker, who reports the lease. Raises like `report`."""
+        """Record a failed lease that this worker shares with its SP group. Raises like `report`.
+
+        The group's first worker holds the lease and reports the failure.
+        """
         self._in_a_row += 1
         print(f"could not follow lease {work.lease}: {type(error).__name__}: {error}", flush=True)
         if self._in_a_row >= MOST_FAULTS:
             raise error
 
-    def make_room(self, work: Work, text: str) -> None:
+    def reduce_shape(self, work: Work, text: str) -> None:
         """Record that the shape does not fit, and give the lease back without a fault.
 
         The next pull reports the smaller limit.
         """
-        self.room = min(work.shape - 1, work.shape if self.room is None else self.room)
+        self.most_images = min(work.shape - 1, work.shape if self.most_images is None else self.most_images)
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        print(f"{work.shape} images do not fit into memory, at most {self.room} from now on: {text}", flush=True)
+        print(f"{work.shape} images do not fit into memory, at most {self.most_images} from now on: {text}", flush=True)
         self._calls.give_back(work.lease)
 
     def clear(self) -> None:

@@ -1,7 +1,7 @@
 """A worker as a member of the node's sequence-parallel group, or a worker that computes alone.
 
-The group's first worker pulls the work, hands it to the others and decides. All members compute each forward pass
-together. The first worker alone records, commits and scores.
+The group's first worker pulls the work, hands the work to the other members, and decides after each step to go on or to
+stop. All members compute each forward pass together. The first worker alone records, commits and scores.
 """
 
 import msgspec
@@ -23,7 +23,10 @@ from engine.worker.usage import Usage
 
 
 class GroupMember:
-    """`elastic`: the worker's side of the groups. None: the worker always computes alone."""
+    """A worker's membership in SP groups.
+
+    `elastic`: the state of the membership; None: the worker always computes alone.
+    """
 
     def __init__(
         self, elastic: Elastic | None, adapter: DiTAdapter, weights: LoadedWeights, usage: Usage, faults: LeaseFaults
@@ -63,7 +66,7 @@ class GroupMember:
             self._elastic.share(x)
 
     def agree(self, go_on: bool, device: torch.device) -> bool:
-        """Return the first worker's decision. Raises TornGroup."""
+        """Return the `go_on` of the group's first worker: True to compute another step. Raises TornGroup."""
         return go_on if self._elastic is None else self._elastic.agree(go_on, device)
 
     def leave(self) -> None:

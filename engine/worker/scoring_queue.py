@@ -87,7 +87,7 @@ class ScoringQueue:
                 scores, images = one.scoring.result()
             except Exception as error:  # a user's reward may raise anything; the fault is reported
                 if is_out_of_memory(error):
-                    self._faults.make_room(one.sampled.work, str(error))
+                    self._faults.reduce_shape(one.sampled.work, str(error))
                 else:
                     self._faults.report(one.sampled.work, error)
                 continue

@@ -11,7 +11,7 @@ from engine.worker.transport import CallRefused, Transport, ask
 
 
 class WeightSource(Protocol):
-    """Lender of weights. Raises the errors of its transport."""
+    """A source of published weights. Raises the errors of its transport."""
 
     def get(self, weights: WeightsKey, digest: str) -> AbstractContextManager[memoryview | None]:
         """Yield the safetensors bytes with this digest.
@@ -34,7 +34,7 @@ class FromCoordinator:
         yield None if data is None else memoryview(data)
 
     def fetch(self, weights: WeightsKey, digest: str) -> bytes | None:
-        """Return the bytes with this digest to keep, or None as in `get`."""
+        """Return the bytes with this digest, or None as in `get`. The caller may keep the bytes."""
         try:
             _, blobs = ask(self._transport, FetchWeights(weights=weights))
         except CallRefused:

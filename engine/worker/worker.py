@@ -132,7 +132,8 @@ class Worker:
             if isinstance(reply, Exit):
                 return reply.reason
             if isinstance(reply, Drain):
-                # Nothing to do until the node is wanted again or is gone.
+                # The node drains, so there is no work until the preemption, or until the coordinator withdraws the
+                # drain.
                 time.sleep(min(0.2, self.heartbeat_seconds))
 
     def serve_once(self, *, wait: bool) -> Reply:
@@ -147,7 +148,7 @@ class Worker:
         reply = self.calls.pull(
             holds=self.holds,
             kinds=self.kinds,
-            room=self._faults.room,
+            most_images=self._faults.most_images,
             group=self._group.report(),
             wait=wait and not len(self._scores),
         )
@@ -178,7 +179,7 @@ class Worker:
     def _wind_up(self) -> Reply:
         """Send the scored results and take no new work.
 
-        Used after the node agent received a notice, even if the coordinator does not know the notice.
+        Called after the node agent received a preemption notice, even if the coordinator does not know the notice yet.
         """
         self._group.leave()
         self._scores.send(block=True)
@@ -201,13 +202,13 @@ class Worker:
             self._scores.send(block=True, keep=1 if self.overlap_scoring else 0)
             return
         except (ValueError, RuntimeError, ArithmeticError, MemoryError) as error:
-            self._group.tore()  # or the other workers would wait for this forward pass
+            self._group.tore()  # otherwise the other workers would wait for this forward pass
             if not is_out_of_memory(error):
                 self._faults.report(work, error)
                 return
             text = str(error)
         # Free memory only here: the error and the tensors of its frames are now released.
-        self._faults.make_room(work, text)
+        self._faults.reduce_shape(work, text)
 
     # --- between denoising steps --------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""The lines of `spotrl check`: one check, its verdict, and the exit code of all."""
+"""The lines of `spotrl check`: each line's verdict, and the exit code that follows from all lines."""
 
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor

@@ -26,8 +26,8 @@ def cloud_lines(
     known = credentials(api)
     time_is = _as_lines(f"{api.cloud} clock", partial(clock, limits, now_ms))
     if known.verdict is Verdict.FAIL:
-        # A wrong clock makes the cloud refuse signatures. The credentials line already covers the remaining clock
-        # results.
+        # A wrong clock makes the cloud refuse signatures. So print the clock line if a wrong clock was found. Any other
+        # result of the clock query would repeat the error of the credentials line.
         return [known, *(line for line in time_is if line.found.endswith(FROM_OURS))]
     return [known, *time_is, *_as_lines(f"{api.cloud} permissions", partial(permissions, limits, named))]
 
@@ -65,11 +65,11 @@ def clock(limits: CloudLimits, now_ms: Callable[[], int]) -> Check:
 
 def permissions(limits: CloudLimits, named: Named = NOTHING_NAMED) -> Check:
     what, remedy = f"{limits.cloud} permissions", f"`spotrl check --print-policy {limits.cloud}` prints what is needed"
-    said: Permissions = limits.permissions(named)
-    if said.missing:
-        found = f"not allowed: {some(said.missing)}"
+    result: Permissions = limits.permissions(named)
+    if result.missing:
+        found = f"not allowed: {some(result.missing)}"
         return Check(what=what, verdict=Verdict.FAIL, found=found, remedy=remedy, code=ExitCode.CREDENTIALS)
-    if said.unsaid:
-        found = f"what could be tried is allowed; {len(said.unsaid)} could not be asked about ({said.why})"
+    if result.unchecked:
+        found = f"what could be tried is allowed; {len(result.unchecked)} could not be asked about ({result.why})"
         return Check(what=what, verdict=Verdict.WARN, found=found, remedy=remedy)
     return Check(what=what, verdict=Verdict.OK, found="everything that launching needs is allowed")

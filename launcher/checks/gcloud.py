@@ -52,12 +52,12 @@ def check_gcloud(environ: Mapping[str, str], folder: Path) -> str:
 def _active_account(program: str, environ: Mapping[str, str]) -> str:
     asked = [program, "auth", "list", "--filter=status:ACTIVE", "--format=value(account)"]
     try:
-        said = subprocess.run(asked, env=dict(environ), capture_output=True, text=True, timeout=ANSWER_SECONDS)
+        answer = subprocess.run(asked, env=dict(environ), capture_output=True, text=True, timeout=ANSWER_SECONDS)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise GcloudMissing(f"`gcloud auth list` gives no answer here ({error}); run it yourself") from None
-    account = said.stdout.strip()
-    if said.returncode != 0:
-        words = (said.stderr.strip().splitlines() or [f"exit code {said.returncode}"])[-1]
+    account = answer.stdout.strip()
+    if answer.returncode != 0:
+        words = (answer.stderr.strip().splitlines() or [f"exit code {answer.returncode}"])[-1]
         raise GcloudMissing(f"`gcloud auth list` fails here ({words}); run it yourself, then {LOGIN}")
     if not account:
         raise GcloudMissing(

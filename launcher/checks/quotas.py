@@ -15,7 +15,10 @@ from launcher.placement.plan import Plan
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Need:
-    """The quotas that a plan's cluster uses in one region. `unknown`: instance types with an unknown quota."""
+    """The use of each quota in one region: by the plan's trainer alone, and by the whole cluster.
+
+    `unknown`: instance types with an unknown quota.
+    """
 
     trainer: Mapping[str, int]
     whole: Mapping[str, int]
@@ -23,7 +26,10 @@ class Need:
 
 
 def need_of(site: SiteOptions, rollouts: int, draws_on: Callable[[Placement], Mapping[str, int]]) -> Need:
-    """Return the quota use of the cluster at a site, with the first choice of each role."""
+    """Return the quotas used by a trainer and `rollouts` rollout nodes at a site, each bought as its first option.
+
+    `draws_on`: returns the use of each quota by one node, by quota name.
+    """
     trainer = site.trainer[0].placement
     bought = [trainer, *(site.rollout[0].placement for _ in range(rollouts if site.rollout else 0))]
     whole: Counter[str] = Counter()
@@ -60,15 +66,15 @@ def _of_site(site: SiteOptions, rollouts: int, limits: CloudLimits) -> tuple[Che
     except Failure as failure:
         return Check(what=what, verdict=Verdict.WARN, found=str(failure)), True
     short = [text for name, count in need.whole.items() if (text := _short_of(found.get(name), count))]
-    unsaid = [name for name in need.whole if name not in found]
+    unchecked = [name for name in need.whole if name not in found]
     trainer_fits = not any(_short_of(found.get(name), count) for name, count in need.trainer.items())
     if short:
         what_then = "spot nodes would be missing" if trainer_fits else "no trainer can start"
         return Check(
             what=what, verdict=Verdict.WARN, found=f"{', '.join(short)}: {what_then}", remedy=_where_to_ask(site)
         ), trainer_fits
-    if unsaid or need.unknown:
-        names = some([*unsaid, *need.unknown])
+    if unchecked or need.unknown:
+        names = some([*unchecked, *need.unknown])
         return Check(what=what, verdict=Verdict.WARN, found=f"not told for {names}", remedy=_where_to_ask(site)), True
     enough = ", ".join(
         f"{found[name].title or name}: {count} of {found[name].free}" for name, count in need.whole.items()

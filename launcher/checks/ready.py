@@ -33,12 +33,12 @@ NODE_NAME_LIMIT = 35
 """Longest cluster name that SkyPilot and every cloud accept."""
 
 GENERATIONS = 99
-"""Replacements of a node before its name grows by another digit, which still fits."""
+"""Highest generation number that the check of name lengths assumes. The name of a node ends in its generation."""
 
 PROGRAMS = ("ssh", "rsync")
 
 AT_ONCE = 16
-"""Parallel queries to clouds."""
+"""Largest number of queries to clouds at the same time."""
 
 INSTALLED_GIB = 30
 """Most GiB used on a node beside a model: the system with its drivers, SkyPilot, the engine, a run's checkpoints."""
@@ -77,7 +77,7 @@ def check_job(checked: CheckedJob, slots: Sequence[Slot]) -> None:
 
 
 def _check_model(checked: CheckedJob, folder: Path) -> None:
-    """Check that the model is here, and fits on a node. Raises JobError."""
+    """Check that the job's model folder is on this machine, and fits on a node's disk. Raises JobError."""
     job = checked.job
     if not folder.is_dir():
         raise checked.error(
@@ -180,7 +180,8 @@ def check_named(
 ) -> None:
     """Check that nodes can use the identities and networks that the job names. Raises CloudRefused.
 
-    A region with an unsuitable network stops nothing while another region's network is suitable: the run goes there.
+    Raises only if no candidate region has a suitable network: the run buys its nodes in a region with a suitable
+    network.
     """
     for cloud, api in apis.items():
         refuse_wrong(api.check_identity(job.named_on(cloud)))

@@ -4,7 +4,7 @@ this machine -> each cloud (credentials, clock, permissions) -> the job -> price
 region
 
 Each check is one line with the finding and the remedy. Nothing is bought and nothing is left behind. A check that
-cannot run says so and hides no other check.
+cannot run prints its error, and the remaining checks still run.
 """
 
 import os

@@ -89,7 +89,7 @@ def _keys_in_the_way(path: Path) -> Iterable[Check]:
 
 
 def address(ask: Callable[[], str]) -> list[Check]:
-    """Check that the SSH source address is known. Nodes let in nothing else."""
+    """Return the line with the addresses that may reach nodes by SSH. Nodes accept no other connection from outside."""
     source = ask()
     found = f"{source} may reach nodes by SSH, and nothing else" if source else "the network that the job names decides"
     return [Check(what="ssh from", verdict=Verdict.OK, found=found)]

@@ -68,7 +68,10 @@ class Account:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UncheckedRegion:
-    """A cloud or region without an inventory. No `region`: the whole cloud. `silent`: a retry may succeed."""
+    """A cloud or region whose inventory could not be read. `region` is empty if the whole cloud is meant.
+
+    `silent`: the cloud gave no answer, so a retry may succeed.
+    """
 
     cloud: str
     region: str
@@ -82,7 +85,7 @@ class UncheckedRegion:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Inventory:
-    """The resources with our labels, without ended VMs, and the regions without an answer."""
+    """The VMs and other resources with our labels, without ended VMs, and the regions without an answer."""
 
     instances: tuple[Instance, ...] = ()
     resources: tuple[Resource, ...] = ()
@@ -126,7 +129,7 @@ def sign_in(
 ) -> tuple[list[Account], list[UncheckedRegion]]:
     """Return the caller's account on every cloud, and the clouds that refused.
 
-    A silent cloud is retried for `patience_s`.
+    A silent cloud is asked again for `patience_s` seconds, and is then returned with the clouds that refused.
     """
     until_s = now_s() + patience_s
     callers: dict[str, CallerIdentity | Failure] = {}
@@ -149,7 +152,7 @@ def sign_in(
 
 
 def look(accounts: Sequence[Account], say: Callable[[str], None] = lambda text: None) -> Inventory:
-    """Return everything with our labels in every region of every account."""
+    """Return all VMs and resources with our labels, in every region of every account. `say` prints the progress."""
     unchecked: list[UncheckedRegion] = []
     places: list[tuple[Account, str]] = []
     for account, regions in zip(accounts, _all_at_once(accounts, _regions), strict=True):
@@ -187,7 +190,10 @@ def split(found: Inventory, live_runs: Collection[str]) -> tuple[Inventory, Inve
 
 
 def of_lost_runs(found: Inventory, local_runs: Collection[str]) -> tuple[Inventory, Inventory]:
-    """Split the inventory into removable resources and local nodes of these live runs."""
+    """Split the inventory into removable resources and kept nodes.
+
+    The kept nodes are the nodes on this machine of the live runs in `local_runs`.
+    """
 
     def goes(one: Instance | Resource) -> bool:
         return one.cloud != LOCAL or one.run not in local_runs
@@ -207,7 +213,10 @@ def of_owners(found: Inventory, accounts: Sequence[Account]) -> tuple[Inventory,
 
 
 def only_of(found: Inventory, runs: Collection[str]) -> Inventory:
-    """Return the resources of these runs: the resources shown to the user, including late arrivals."""
+    """Return the resources of these runs.
+
+    The user has confirmed the list of these runs. Resources of the same runs that appear later are included.
+    """
     return _chosen(found, lambda one: one.run in runs)
 
 
@@ -243,9 +252,9 @@ def clear_away(
     now_s: Callable[[], float] = time.monotonic,
     wait: Callable[[float], None] = time.sleep,
 ) -> Cleared:
-    """Terminate and look until everything is gone or the time is over.
+    """Terminate and read the inventory again, until nothing is left or `timeout_s` seconds have passed.
 
-    `may_go` filters the result of each look anew.
+    `may_go` returns the removable part of an inventory. Each inventory is filtered anew.
     """
     until_s = now_s() + timeout_s
     seen: dict[str, None] = {}
@@ -267,7 +276,7 @@ def clear_away(
 
 
 def _end_once(accounts: Sequence[Account], found: Inventory, whole: Inventory) -> tuple[str, ...]:
-    """Send one order for everything removable now. Return the clouds' errors."""
+    """Order the removal of every resource that can be removed now, one order per region. Return the clouds' errors."""
     orders: list[Callable[[], object]] = []
     for account in accounts:
         instances = [one for one in found.instances if one.cloud == account.cloud]
@@ -328,9 +337,9 @@ def known_clouds(sessions: sessionmaker[Session]) -> set[str]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CloudRuns:
-    """The live cloud runs of a ledger. `trouble`: error of reading or stopping, as text; empty on success.
+    """The live runs of a ledger. `names`: runs on clouds. `local`: runs on this machine.
 
-    `local`: live runs of this machine.
+    `trouble`: error of reading the ledger or of stopping the runs, as text; empty on success.
     """
 
     names: tuple[str, ...] = ()

@@ -90,12 +90,12 @@ class Follow:
                     live.update(panel(view, self.rewards, header), refresh=True)
             return view
         last: tuple[str, int, str] | None = None
-        said = 0.0
+        printed = 0.0
         for view in self._views(sessions):
             news = (view.status, view.iteration, view.last_event)
-            if news != last or time.monotonic() - said > QUIET_SECONDS:
+            if news != last or time.monotonic() - printed > QUIET_SECONDS:
                 self.say(plain_line(view))
-                last, said = news, time.monotonic()
+                last, printed = news, time.monotonic()
         return view
 
     def _views(self, sessions: sessionmaker[Session]) -> Iterator[RunView]:
@@ -183,7 +183,10 @@ def _settle(sessions: sessionmaker[Session], follow: Follow, job: Job) -> None:
 
 
 def _interrupted(sessions: sessionmaker[Session], follow: Follow, may_ask: bool = True) -> ExitCode:
-    """Keep or stop the run after an interruption. If nobody can be asked, stop the run: stopping costs least."""
+    """Keep or stop the run after an interruption.
+
+    Without a user to ask, stop the run, because a stopped run costs nothing more.
+    """
     choice = follow.on_exit
     if choice == "ask":
         choice = "down"
@@ -259,7 +262,7 @@ def _write_files(sessions: sessionmaker[Session], name: str, *, result: Path | N
     """Write result.json and the HTML report, also for a failed run: users need both files most after a failure."""
     if not (result or html):
         return
-    from launcher.cli.report import pictures_of
+    from launcher.cli.report import image_reader
     from launcher.report.build import build_report
     from launcher.report.html import render_html
     from launcher.report.result import result_dict
@@ -270,7 +273,7 @@ def _write_files(sessions: sessionmaker[Session], name: str, *, result: Path | N
             _write(result, json.dumps(result_dict(session, name, running_processes(run)), indent=2) + "\n")
         if html:
             report = build_report(session, run, run_clock(run).now_ms())
-            _write(html, render_html(report, pictures_of(run)))
+            _write(html, render_html(report, image_reader(run)))
 
 
 def _write(path: Path, text: str) -> None:

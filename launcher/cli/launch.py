@@ -222,7 +222,7 @@ def _plan_here(checked: CheckedJob, out: Console) -> tuple[Plan, dict[str, objec
 
 
 def _check_on_this_machine(checked: CheckedJob, out: Console, weights: Path | None) -> CheckedJob:
-    """Check the job on this machine. Return the job, with the clock factor for this machine if the job wants that."""
+    """Check the job on this machine. Return the job, with this machine's clock factor if `clock_factor` is `auto`."""
     found = preflight(checked, home(), start=weights)
     out.print("Checked: reward, prompts and disk.", highlight=False)
     if checked.job.clock_factor != "auto":
@@ -256,7 +256,7 @@ def _check_clouds(
 
 
 def _prepare_folder(checked: CheckedJob, out: Console) -> None:
-    """Write the common facts of the run's cloud nodes into the run's folder."""
+    """Write the facts that all cloud nodes of the run share (bundle, owners, SSH source) into the run's folder."""
     from launcher.provision.provide import cloud_apis, prepare_folder
 
     name = checked.job.name

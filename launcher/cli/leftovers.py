@@ -63,7 +63,7 @@ class CleanupOptions:
     as_json: bool = False
 
 
-def what_to_take(command: Callable[..., Any]) -> Callable[..., Any]:
+def cleanup_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options of both commands. The option names match the fields of `CleanupOptions`."""
     for option in (
         click.option("--json", "as_json", is_flag=True, help="Print one JSON object. Progress goes to stderr."),
@@ -142,7 +142,7 @@ def take(
     _report_unchecked(refused, unchecked)
     here = [account for account in accounts if account.cloud == LOCAL]
     if accounts == here and look(here).is_empty:
-        _nobody(chosen, refused, first)
+        _raise_no_cloud(chosen, refused, first)
     _check_account(chosen, accounts)
     # List the resources of all owners. A user with a new login name would otherwise find nothing, and be misled.
     found, others = of_owners(look([replace(account, owner=None) for account in accounts], _progress), accounts)
@@ -222,7 +222,9 @@ def _end(
     return code
 
 
-def _nobody(chosen: CleanupOptions, refused: Sequence[UncheckedRegion], first: Callable[[], Sequence[str]]) -> NoReturn:
+def _raise_no_cloud(
+    chosen: CleanupOptions, refused: Sequence[UncheckedRegion], first: Callable[[], Sequence[str]]
+) -> NoReturn:
     """Raise an error, because no cloud was searched. With --yes, first stop the controllers from buying more nodes."""
     failed = first() if chosen.yes and not chosen.dry_run else ()
     words = "; ".join([*(one.why for one in refused), *failed])

@@ -96,8 +96,8 @@ class CommandFolder(click.Group):
             if near:
                 ctx.fail(f"there is no command {args[0]}; did you mean `spotrl {near[0]}`?")
         name, command, rest = super().resolve_command(ctx, args)
-        is_asked = ctx.resilient_parsing or {"-h", "--help"} & set(rest)  # shell completion, or --help
-        if ctx.obj is None and name not in WITHOUT_LEDGER and not is_asked:
+        is_help = ctx.resilient_parsing or {"-h", "--help"} & set(rest)  # shell completion, or --help
+        if ctx.obj is None and name not in WITHOUT_LEDGER and not is_help:
             from launcher.ledger.store import open_ledger
             from launcher.settings import ledger_path
 

@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from launcher.cleanup.reaping import CloudRuns, Inventory, cloud_runs, of_lost_runs, stop_cloud_runs, stop_launches
-from launcher.cli.leftovers import Choice, CleanupOptions, take, what_to_take, where_to_look
+from launcher.cli.leftovers import Choice, CleanupOptions, cleanup_options, take, where_to_look
 from launcher.exit_codes import ExitCode
 from launcher.market.offers import CLOUDS
 from launcher.provision.local.local_nodes import recorded_clouds
@@ -17,7 +17,7 @@ REASON = "spotrl panic"
 
 
 @click.command()
-@what_to_take
+@cleanup_options
 def panic(**options: Any) -> ExitCode:
     """Stop all cloud runs and terminate all your cloud nodes now.
 

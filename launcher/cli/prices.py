@@ -43,7 +43,7 @@ class Duration(click.ParamType):
             self.fail(str(error), param, ctx)
 
 
-def for_what(command: Callable[..., Any]) -> Callable[..., Any]:
+def offer_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options for choosing offers, shared by the commands."""
     for option in (
         click.option("--gpu", "accelerators", multiple=True, help="GPU type, like H100 (default: all). Repeatable."),
@@ -68,7 +68,7 @@ def prices() -> None:
 
 
 @prices.command()
-@for_what
+@offer_options
 @click.option("--market", type=click.Choice([market.value for market in Market]), help="Capacity type (default: both).")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.pass_obj
@@ -177,7 +177,7 @@ def history(
 
 
 @prices.command()
-@for_what
+@offer_options
 @click.option(
     "--since",
     "since_ms",
@@ -211,12 +211,12 @@ def refresh(
         return refreshed.exit_code
     heading, *_ = rows = answer_rows(refreshed)
     print_table(rows, numbers=heading[1:])
-    _tell(refreshed.answers)
+    _print_problems(refreshed.answers)
     return refreshed.exit_code
 
 
 @prices.command()
-@for_what
+@offer_options
 @click.option(
     "--every",
     "every_ms",
@@ -257,7 +257,7 @@ def watch(
         else:
             for line in watch_lines(refreshed, changed):
                 click.echo(line)
-            _tell(refreshed.answers)
+            _print_problems(refreshed.answers)
         asked += 1
         if refreshed.exit_code is ExitCode.CREDENTIALS or asked == times:
             return refreshed.exit_code
@@ -287,7 +287,7 @@ def _ask_first(
 ) -> ExitCode:
     click.echo("No such price is known yet: asking the clouds.", err=True)
     refreshed = _refresh(sessions, clouds, regions, accelerators, parse_duration("1d"))
-    _tell(refreshed.answers)
+    _print_problems(refreshed.answers)
     return refreshed.exit_code
 
 
@@ -420,17 +420,17 @@ def answer_rows(refreshed: Refreshed) -> list[tuple[str, ...]]:
     """Return the heading and one row for each source: a name and five counts."""
     rows: list[tuple[str, ...]] = [("source", "prices", "new", "refused", "estimates", "failures")]
     for answer in refreshed.answers:
-        heard, new, refused = len(answer.points), refreshed.new[answer.source], len(answer.refused)
-        counts = (heard, new, refused, len(answer.advice), len(answer.failures))
+        reported, new, refused = len(answer.points), refreshed.new[answer.source], len(answer.refused)
+        counts = (reported, new, refused, len(answer.advice), len(answer.failures))
         rows.append((answer.source, *map(str, counts)))
     return rows
 
 
 def watch_lines(refreshed: Refreshed, changed: Sequence[tuple[PricePoint | None, PricePoint]]) -> list[str]:
     """Return one line for the fetch, and one line for each new or changed price."""
-    heard = sum(len(answer.points) for answer in refreshed.answers)
+    reported = sum(len(answer.points) for answer in refreshed.answers)
     refused = sum(len(answer.refused) for answer in refreshed.answers)
-    lines = [f"{_minute(now_ms())} UTC: {heard} prices heard, {len(changed)} moved or new, {refused} refused"]
+    lines = [f"{_minute(now_ms())} UTC: {reported} prices heard, {len(changed)} moved or new, {refused} refused"]
     for before, point in changed:
         was = "" if before is None else f"{hourly(before.micro_usd_per_hour)} -> "
         where = f"{point.market.value} {point.instance_type} in {_zone(point)} ({point.region})"
@@ -438,7 +438,7 @@ def watch_lines(refreshed: Refreshed, changed: Sequence[tuple[PricePoint | None,
     return lines
 
 
-def _tell(answers: Sequence[Answer]) -> None:
+def _print_problems(answers: Sequence[Answer]) -> None:
     """Print refused prices, notes and failures with their reasons. Use stderr, so a table on stdout can be piped."""
     for answer in answers:
         for refusal in answer.refused[:REFUSALS_SHOWN]:

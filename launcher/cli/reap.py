@@ -6,14 +6,14 @@ import click
 from sqlalchemy.orm import Session, sessionmaker
 
 from launcher.cleanup.reaping import Inventory, known_clouds, live_runs, split
-from launcher.cli.leftovers import Choice, CleanupOptions, take, what_to_take, where_to_look
+from launcher.cli.leftovers import Choice, CleanupOptions, cleanup_options, take, where_to_look
 from launcher.exit_codes import ExitCode
 from launcher.provision.local.local_nodes import recorded_clouds
 from launcher.settings import runs_folder
 
 
 @click.command()
-@what_to_take
+@cleanup_options
 @click.pass_obj
 def reap(sessions: sessionmaker[Session], /, **options: Any) -> ExitCode:
     """Terminate nodes and delete resources that no live run owns.

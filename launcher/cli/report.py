@@ -57,7 +57,7 @@ def report(
         from launcher.report.html import render_html  # the charts' libraries take a second to import
 
         unfinished = html.with_name(f"{html.name}.part")
-        unfinished.write_text(render_html(built, pictures_of(run)), encoding="utf-8")
+        unfinished.write_text(render_html(built, image_reader(run)), encoding="utf-8")
         os.replace(unfinished, html)
         click.echo(f"wrote {html}", err=True)
     if as_json:
@@ -66,7 +66,7 @@ def report(
         print_report(built, a_console())
 
 
-def pictures_of(run: Run) -> Callable[[str], bytes | None]:
+def image_reader(run: Run) -> Callable[[str], bytes | None]:
     """Return a reader of images in the run's stores. If a bucket cannot be read, the reader warns and returns None."""
 
     def read(path: str) -> bytes | None:

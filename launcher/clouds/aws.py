@@ -35,7 +35,7 @@ def owner_of(arn: str) -> str:
 
 
 class AwsApi:
-    """One account.
+    """The API of one AWS account.
 
     A client is made once per service and region. Clients may be shared between threads, a session may not.
     """
@@ -92,7 +92,7 @@ class AwsApi:
         return [*found, *self._roles.list(owner, run)] if region == HOME_REGION else found
 
     def end(self, instances: Sequence[Instance]) -> None:
-        """Terminate one by one: with one unknown id, EC2 refuses a whole call."""
+        """Terminate the instances one by one, because EC2 refuses a whole call if one id is unknown."""
         for instance in instances:
             with errors_named(f"aws ec2 TerminateInstances {instance.id}, {instance.region}"), missing_is_fine():
                 self._client("ec2", instance.region).terminate_instances(InstanceIds=[instance.id])

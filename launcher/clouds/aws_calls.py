@@ -33,7 +33,8 @@ def clients() -> Clients:
             if not sessions:
                 sessions.append(boto3.session.Session())
             if (service, region) not in made:
-                # Twice 4.5 s and a pause: no call takes longer than 10 s, and callers retry.
+                # Two attempts of at most 4.5 s and a pause between them, so no call takes longer than 10 s. Callers
+                # retry.
                 patience = Config(
                     retries={"mode": "standard", "total_max_attempts": 2}, connect_timeout=1.5, read_timeout=3
                 )

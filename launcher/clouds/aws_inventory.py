@@ -27,7 +27,7 @@ def instance_of(region: str, found: Mapping[str, Any]) -> Instance:
     reason = found.get("StateReason") or {}
     transition = found.get("StateTransitionReason") or ""
     state = STATES[found["State"]["Name"]]
-    said = " ".join(dict.fromkeys(filter(None, [reason.get("Code"), reason.get("Message"), transition])))
+    text = " ".join(dict.fromkeys(filter(None, [reason.get("Code"), reason.get("Message"), transition])))
     return Instance(
         cloud="aws",
         region=region,
@@ -44,7 +44,7 @@ def instance_of(region: str, found: Mapping[str, Any]) -> Instance:
         identity=(found.get("IamInstanceProfile") or {}).get("Arn", "").rpartition("/")[2],
         launched_ms=_ms(found.get("LaunchTime")),
         ended_ms=_transition_ms(transition) if state in (InstanceState.GONE, InstanceState.STOPPING) else None,
-        reason=said if state in (InstanceState.GONE, InstanceState.STOPPING) else "",
+        reason=text if state in (InstanceState.GONE, InstanceState.STOPPING) else "",
         reclaimed=reason.get("Code") in RECLAIMED,
     )
 

@@ -58,7 +58,7 @@ CONTEXT = [
         ("iam:AWSServiceName", "spot.amazonaws.com"),
     )
 ]
-"""Context of our own calls, against which IAM evaluates the policy's conditions."""
+"""Tags and services of our own calls. IAM's simulation evaluates the policy's conditions with these values."""
 
 
 def quota_code(instance_type: str, market: Market) -> str | None:
@@ -82,7 +82,10 @@ class AwsLimits(AwsApi):
     """The checks of limits on one AWS account."""
 
     def clock_ms(self) -> int:
-        """Return AWS's time, also from a refusal: a wrong clock makes AWS refuse signatures."""
+        """Return AWS's time from the date of an answer (UTC milliseconds).
+
+        The answer may be a refusal, because AWS refuses the signatures of a machine with a wrong clock.
+        """
         client = self._client("sts", HOME_REGION)
         try:
             with errors_named("aws sts GetCallerIdentity"):
@@ -94,10 +97,10 @@ class AwsLimits(AwsApi):
                     answer = getattr(error, "response", {}).get("ResponseMetadata", {})
         except CloudRefused as refused:
             raise CloudUnreachable(str(refused)) from None
-        told = answer.get("HTTPHeaders", {}).get("date", "")
-        if not told:
+        date = answer.get("HTTPHeaders", {}).get("date", "")
+        if not date:
             raise CloudUnreachable("aws sts GetCallerIdentity: the answer has no date")
-        return round(parsedate_to_datetime(told).timestamp() * 1000)
+        return round(parsedate_to_datetime(date).timestamp() * 1000)
 
     def permissions(self, named: Named = NOTHING_NAMED) -> Permissions:
         """Return the caller's missing permissions, by IAM's simulation if allowed, else by dry runs."""
@@ -109,9 +112,9 @@ class AwsLimits(AwsApi):
             return Permissions(missing=tuple(dict.fromkeys(self._simulated(source, wanted))))
         except (CloudRefused, CloudUnreachable, ResponseParserError) as refused:
             actions = [action for statement in wanted for action in statement["Action"]]
-            unsaid = [action for action in actions if action not in DRY_RUN]
+            unchecked = [action for action in actions if action not in DRY_RUN]
             return Permissions(
-                missing=tuple(self._tried(actions)), unsaid=tuple(unsaid), why=str(refused).partition("\n")[0]
+                missing=tuple(self._tried(actions)), unchecked=tuple(unchecked), why=str(refused).partition("\n")[0]
             )
 
     def draws_on(self, want: Placement) -> Mapping[str, int]:
@@ -176,7 +179,7 @@ class AwsLimits(AwsApi):
                         yield action
 
     def _limit(self, region: str, code: str) -> int | None:
-        """Return the account's quota, or AWS's default if never raised; None: AWS has no such quota."""
+        """Return the account's quota, or AWS's default if the quota was never raised; None if AWS has no such quota."""
         with errors_named(f"aws servicequotas GetServiceQuota {code}, {region}"):
             client = self._client("service-quotas", region)
             for ask in (client.get_service_quota, client.get_aws_default_service_quota):

@@ -154,7 +154,7 @@ def missing_rules(group: Mapping[str, Any], region: str, ssh_from: str, vpc_cidr
     name, missing = f"security group {group['GroupName']} ({region})", []
     if not any(_comes_from(rule, group, vpc_cidr) for rule in _rules_for(group, ALL_PORTS)):
         missing.append(f"{name} lacks the rule: all traffic from itself")
-    if not any(_lets_in(rule, ssh_from) for rule in _rules_for(group, SSH_PORT)):
+    if not any(_allows_source(rule, ssh_from) for rule in _rules_for(group, SSH_PORT)):
         source = f"from {ssh_from}" if ssh_from else "from where ssh_proxy, or this machine, connects"
         missing.append(f"{name} lacks the rule: tcp 22 (SSH) {source}")
     return missing
@@ -173,7 +173,7 @@ def _comes_from(rule: Mapping[str, Any], group: Mapping[str, Any], cidr: str) ->
     return from_itself or _covers(rule, cidr)
 
 
-def _lets_in(rule: Mapping[str, Any], ssh_from: str) -> bool:
+def _allows_source(rule: Mapping[str, Any], ssh_from: str) -> bool:
     """Return whether a rule may allow SSH from `ssh_from`. Prefix lists are not read: a list may hold the address."""
     if rule.get("PrefixListIds"):
         return True

@@ -27,19 +27,19 @@ WHO_MAY_BE_A_NODE = json.dumps(
 )
 
 
-SEEN_BY_NODES = ("ec2:DescribeInstances", "ec2:DescribeSecurityGroups", "ec2:DescribeSubnets", "ec2:DescribeVpcs")
+NODE_READ_ACTIONS = ("ec2:DescribeInstances", "ec2:DescribeSecurityGroups", "ec2:DescribeSubnets", "ec2:DescribeVpcs")
 
 
 def node_policy(run: str | None, buckets: Sequence[str], models: Sequence[str] = ()) -> dict[str, Any]:
     """Return the policy of a run's nodes.
 
     Nodes may see instances, terminate the run's instances, use the run's prefix and read the model.
-    No `run`: an identity for nodes of all runs, which may terminate instances of any run.
+    `run` None: return the policy of an identity shared by all runs, whose nodes may terminate instances of any run.
     """
     label = f"ec2:ResourceTag/{RUN_LABEL}"
     statements: list[dict[str, Any]] = [
         # SkyPilot's timer on the VM reads more than our own termination does.
-        {"Sid": "See", "Effect": "Allow", "Action": list(SEEN_BY_NODES), "Resource": "*"},
+        {"Sid": "See", "Effect": "Allow", "Action": list(NODE_READ_ACTIONS), "Resource": "*"},
         {
             "Sid": "EndOurOwn",
             "Effect": "Allow",

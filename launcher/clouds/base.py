@@ -1,10 +1,11 @@
 """The interface to a cloud's own API, beside SkyPilot: labelled resources, the reason of an end, and termination.
 
 SkyPilot buys; this interface checks independently. An implementation reads the cloud's own inventory by label,
-region by region. So a forgotten VM or disk is found, and a preemption is told from a shutdown by the cloud's own
-report.
+region by region. So a forgotten VM or disk is found, and a preemption is distinguished from a shutdown by the cloud's
+own report.
 
-Every call may raise CloudUnreachable (unknown state, never "gone") or CloudRefused (permission, quota: for good).
+Every call may raise CloudUnreachable (unknown state, never "gone") or CloudRefused (a permission or quota is missing; a
+retry does not help).
 """
 
 from collections.abc import Sequence

@@ -33,7 +33,7 @@ REMOVED_IN_ORDER = ("disk", "firewall", "subnet", "network", "identity")
 
 
 class GceApi:
-    """One Google Cloud project."""
+    """The API of one Google Cloud project."""
 
     cloud, home = "gcp", HOME_REGION
 

@@ -31,7 +31,9 @@ TRANSIENT = frozenset({408, 429, 500, 502, 503, 504})
 
 
 class GoogleCalls:
-    """Calls on behalf of one project. Raises Answer for an error answer, and the client's errors (`errors_named`).
+    """Calls on behalf of one project.
+
+    Raises Answer for an HTTP error, and the client library's errors, which `errors_named` converts.
 
     Thread-safe.
     """
@@ -117,9 +119,10 @@ class GoogleCalls:
         raise _answer(answer)
 
     def _session(self, method: str) -> Any:
-        """Return this thread's session, whose connections stay open between calls, and a new session for POST.
+        """Return this thread's session, with connections that stay open between calls. For POST, return a new session.
 
-        A connection that died while idle fails the next call. Every call except POST is then repeated.
+        An open connection may break while idle, and the next call then fails. Callers repeat every failed call except
+        POST, so a POST must not use such a connection.
         """
         import requests
 
@@ -138,7 +141,10 @@ class GoogleCalls:
         return session
 
     def credentials(self) -> tuple[Any, str]:
-        """Return the credentials and the project. Another server gets no credentials."""
+        """Return the credentials and the project.
+
+        A server that stands in for Google Cloud gets no credentials (None).
+        """
         with self._lock:
             if self._known is None:
                 named = self._environ.get(PROJECT, "")

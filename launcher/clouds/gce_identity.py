@@ -53,8 +53,8 @@ class NodeIdentity:
         """Make the role of nodes if missing. An existing role is never changed.
 
         Raises CloudRefused with an administrator's command if the role is missing and may not be made here, was
-        deleted, or has different permissions. A caller with the right to change the role could give its permissions to
-        a node, and take them.
+        deleted, or has different permissions. spotrl does not ask for the right to change roles: with this right, the
+        launcher could add any permission to the role and use the permission from a node.
         """
         project = self._calls.project
         of_project = f"{ROLE_ID} --project {project}"

@@ -46,10 +46,10 @@ class GceLimits(GceApi):
 
         url = self.calls.compute_url
         with errors_named("gcp compute"):
-            told = requests.head(url, timeout=4.0).headers.get("Date", "")
-        if not told:
+            date = requests.head(url, timeout=4.0).headers.get("Date", "")
+        if not date:
             raise CloudUnreachable("gcp compute: the answer has no date")
-        return round(parsedate_to_datetime(told).timestamp() * 1000)
+        return round(parsedate_to_datetime(date).timestamp() * 1000)
 
     def permissions(self, named: Named = NOTHING_NAMED) -> Permissions:
         wanted = gcp_permissions(named)
@@ -69,14 +69,14 @@ class GceLimits(GceApi):
 
     def quotas(self, region: str, names: Collection[str]) -> Mapping[str, Quota]:
         with errors_named(f"gcp compute regions.get, {region}"):
-            told = [*self.calls.ask("GET", COMPUTE, f"/regions/{region}").get("quotas", ())]
+            found = [*self.calls.ask("GET", COMPUTE, f"/regions/{region}").get("quotas", ())]
             if EVERYWHERE in names:
-                told += self.calls.ask("GET", COMPUTE, "").get("quotas", ())
+                found += self.calls.ask("GET", COMPUTE, "").get("quotas", ())
         return {
             one["metric"]: Quota(
                 name=one["metric"], title=one["metric"], limit=int(one["limit"]), used=int(one.get("usage", 0))
             )
-            for one in told
+            for one in found
             if one["metric"] in names
         }
 

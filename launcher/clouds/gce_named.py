@@ -31,7 +31,7 @@ class GoogleNames:
         try:
             account = self._ask("GET", IAM_OF_ANY, f"/serviceAccounts/{email}")
         except Answer as answer:
-            return _unseen(answer, f"service account {email}", "identity.gcp")
+            return _not_found(answer, f"service account {email}", "identity.gcp")
         if account.get("disabled"):
             text = f"service account {email} is disabled; `gcloud iam service-accounts enable {email}`"
             return Finding(look=Look.WRONG, text=text)
@@ -46,7 +46,7 @@ class GoogleNames:
             subnets = list(self._subnets(compute, region, network, named.subnets))
             rules = [one for one in self._pages(compute, "/global/firewalls") if _last(one["network"]) == network]
         except Answer as answer:
-            return [_unseen(answer, f"network {named.network}, its subnets or its rules", "network.gcp")]
+            return [_not_found(answer, f"network {named.network}, its subnets or its rules", "network.gcp")]
         if not subnets:
             wanted = f"no subnet {named.subnets[0]}" if named.subnets else "no subnet"
             text = f"network {named.network} has {wanted} in {region}; add it, or correct network.gcp.subnets"
@@ -85,16 +85,19 @@ def missing_rules(rules: Iterable[Mapping[str, Any]], named: Named, ssh_from: st
     """Return a network's missing rules, as text: all traffic among the subnet's nodes, and SSH from `ssh_from`."""
     ours = [rule for rule in rules if _is_for_nodes(rule, named.identity)]
     missing = []
-    if not any(_from_nodes(rule, named.identity, subnet) for rule in ours if _lets(rule, ALL_PORTS)):
+    if not any(_from_nodes(rule, named.identity, subnet) for rule in ours if _allows(rule, ALL_PORTS)):
         missing.append(f"network {named.network} lacks an ingress rule: all TCP ports from {subnet}, for all instances")
-    if not any(_lets_in(rule, ssh_from) for rule in ours if _lets(rule, SSH_PORT)):
+    if not any(_allows_source(rule, ssh_from) for rule in ours if _allows(rule, SSH_PORT)):
         source = ssh_from or "where ssh_proxy, or this machine, connects from"
         missing.append(f"network {named.network} lacks an ingress rule: tcp 22 (SSH) from {source}, for all instances")
     return missing
 
 
 def _is_for_nodes(rule: Mapping[str, Any], identity: str) -> bool:
-    """Return whether a rule applies to nodes. Nodes have no network tags that an administrator would know."""
+    """Return whether a rule applies to nodes.
+
+    A rule for network tags does not: nodes have no tags of an administrator.
+    """
     accounts = rule.get("targetServiceAccounts")
     return (
         rule.get("direction", "INGRESS") == "INGRESS"
@@ -104,7 +107,7 @@ def _is_for_nodes(rule: Mapping[str, Any], identity: str) -> bool:
     )
 
 
-def _lets(rule: Mapping[str, Any], ports: range) -> bool:
+def _allows(rule: Mapping[str, Any], ports: range) -> bool:
     """Return whether a rule allows TCP on all of the ports."""
     return any(
         one["IPProtocol"] == "all" or (one["IPProtocol"] in ("tcp", "6") and _has_ports(one.get("ports"), ports))
@@ -125,13 +128,13 @@ def _from_nodes(rule: Mapping[str, Any], identity: str, subnet: str) -> bool:
     return (bool(identity) and identity in accounts) or any(covers(one, subnet) for one in rule.get("sourceRanges", ()))
 
 
-def _lets_in(rule: Mapping[str, Any], ssh_from: str) -> bool:
+def _allows_source(rule: Mapping[str, Any], ssh_from: str) -> bool:
     if ssh_from:
         return any(covers(one, ssh_from) for one in rule.get("sourceRanges", ()))
     return True
 
 
-def _unseen(answer: Answer, what: str, field: str) -> Finding:
+def _not_found(answer: Answer, what: str, field: str) -> Finding:
     """Return the finding for a missing or invisible resource. Raises every other answer."""
     if answer.status == 404:
         return Finding(look=Look.WRONG, text=f"gcp has no {what}; correct {field}")

@@ -7,7 +7,7 @@ PROJECTS = (
     "https://cloudresourcemanager.googleapis.com",
     "/v1/projects/{project}",
 )
-"""Environment variable, default, path."""
+"""Addresses of the services: variable with another server's address, default server, path on the server."""
 
 
 def compute_of(project: str) -> tuple[str, str, str]:
@@ -21,7 +21,7 @@ IAM_OF_ANY = (IAM[0], IAM[1], IAM[2].format(project="-"))
 
 
 class Answer(Exception):
-    """An error answer, for callers that can handle the error."""
+    """An HTTP error from a Google service. A caller that expects the status handles the error."""
 
     def __init__(self, status: int, reason: str, text: str) -> None:
         super().__init__(f"{status} {reason}: {text}")

@@ -29,10 +29,10 @@ class Quota:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Permissions:
-    """The result of a permission check: `missing` are denied, `unsaid` could not be checked because of `why`."""
+    """The result of a permission check: `missing` are denied, `unchecked` could not be checked for the reason `why`."""
 
     missing: tuple[str, ...] = ()
-    unsaid: tuple[str, ...] = ()
+    unchecked: tuple[str, ...] = ()
     why: str = ""
 
 

@@ -190,7 +190,7 @@ GCP_NAMED_NOTES = dedent(
     """
 )
 
-SKYPILOT_ASKS = (
+SKYPILOT_TESTS = (
     "compute.disks.create",
     "compute.disks.list",
     "compute.firewalls.get",
@@ -219,7 +219,7 @@ SKYPILOT_ASKS = (
     "serviceusage.services.list",
     "serviceusage.services.use",
 )
-"""Permissions that SkyPilot tests before any use of the cloud, needed or not."""
+"""Permissions that SkyPilot tests before any use of the cloud, even if no later call needs them."""
 
 WE_ASK = (
     "compute.disks.delete",
@@ -272,7 +272,7 @@ def gcp_permissions(named: Named = NOTHING_NAMED) -> list[str]:
     `named`: existing resources in the job, which are not created.
     """
     making = {*(MAKING_NETWORKS if named.network else ()), *(MAKING_IDENTITIES if named.identity else ())}
-    return sorted({*SKYPILOT_ASKS, *WE_ASK} - making)
+    return sorted({*SKYPILOT_TESTS, *WE_ASK} - making)
 
 
 def gcp_role(named: Named = NOTHING_NAMED) -> str:

@@ -21,7 +21,10 @@ def copy_checkpoint(source: str, target: str) -> object:
 
 
 class CheckpointTransfer:
-    """Copies in the background, and tries again after a failure. A trainer starts only after its copy is complete."""
+    """Copies checkpoints in the background, and tries again after a failure.
+
+    A trainer on another cloud starts only after the copy to its cloud is complete.
+    """
 
     def __init__(self, run: Run, job: Job, copy: Callable[[str, str], object] = copy_checkpoint) -> None:
         self._run, self._job, self._copy = run, job, copy

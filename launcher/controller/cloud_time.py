@@ -46,11 +46,11 @@ class CloudTime:
         """Query every cloud, and compare with this machine's clock and with `clock`, the run's."""
         for name, cloud in self._clouds.items():
             try:
-                said_ms = cloud.clock_ms()
+                cloud_ms = cloud.clock_ms()
             except Failure as error:
                 log.info("%s does not say what time it is: %s", name, error)
                 continue
-            self._off[name] = said_ms - self._wall_ms()
+            self._off[name] = cloud_ms - self._wall_ms()
         self.doubt = self._judged(clock)
         if self.doubt is not None:
             log.warning("%s", self.doubt.text)

@@ -57,13 +57,14 @@ SETTLE_SECONDS = 4.0
 """Time for an engine to finish its work after a stop order, and for a finished trainer to exit (wall time)."""
 
 STOP_SECONDS = 6.0
-"""Settling, a late pass and the kill itself (wall time). The budget's reserve pays for this time."""
+"""Longest time of a stop on the local infra: settling, a late pass and the kill (wall time). The budget guard reserves
+the money for this time."""
 
 CLOUD_SETTLE_MS = 60_000
 """`SETTLE_SECONDS` for a real cloud, in ms: the trainer first writes its checkpoint to a bucket."""
 
 TIDY_MS = 900_000
-"""Time in ms for removing groups, keys and roles of a finished run, before the user is told."""
+"""Time in ms for removing groups, keys and roles of a finished run. After that, the run's status names them as left."""
 
 LOG_TAIL_CHARACTERS = 1500
 
@@ -80,10 +81,10 @@ class Controller:
         holder: str | None = None,
         pid: int | None = None,
         carry: Callable[[str, str], object] = copy_checkpoint,
-        over_machines: StoreLease | None = None,
+        bucket_lease: StoreLease | None = None,
         cloud_time: CloudTime | None = None,
     ) -> None:
-        """`carry`: copies a checkpoint between two stores. `over_machines`: the lease in the bucket, if any."""
+        """`carry`: copies a checkpoint between two stores. `bucket_lease`: the lease in the bucket, if any."""
         self._sessions, self._run, self._provisioner, self._clock = sessions, run, provisioner, clock
         self._lease = take_lease(sessions, run, holder or this_process(), pid or os.getpid())
         self._cloud_time = cloud_time
@@ -92,7 +93,7 @@ class Controller:
         self.sites = plan.sites
         """Candidate sites of the run; empty on the local infra."""
         self.wanted = wanted_of(run, self._job, plan, clock)
-        self.recorder = Recorder(sessions, run, self._lease, over_machines, clock)
+        self.recorder = Recorder(sessions, run, self._lease, bucket_lease, clock)
         self.facts_reader = FactsReader(run, self._job, plan.sites, clock)
         self.engine = EngineClient(run, {slot.name: slot for slot in plan.slots}, provisioner, clock)
         self.deadlines = SpendDeadlines(provisioner, is_cloud=bool(plan.sites))
@@ -129,7 +130,7 @@ class Controller:
         return facts.stage in OVER and not actions and self._is_tidy(facts)
 
     def facts(self) -> Facts:
-        """Read the facts of the run in a transaction of their own."""
+        """Read the facts of the run in a separate transaction."""
         with self._sessions() as session:
             return self._facts_in(session)
 
@@ -183,8 +184,10 @@ class Controller:
         with self.recorder.transaction() as session:
             now = current_status(session, self._run)
             # A user may have requested a stop since the facts were read. The request must not be overwritten.
-            asked = now is not None and now.status == Stage.STOPPING and action.stage in (Stage.RUNNING, Stage.DRAINING)
-            if not asked:
+            is_stop_requested = (
+                now is not None and now.status == Stage.STOPPING and action.stage in (Stage.RUNNING, Stage.DRAINING)
+            )
+            if not is_stop_requested:
                 append_status(session, self._run, action.stage, reason, self._clock.now_ms())
             if self.sites and action.stage in OVER:
                 session.add_all(unpriced_costs(self._run, self._clock.now_ms()))
@@ -230,7 +233,7 @@ class Controller:
             before = last_trainer_cloud(session, self._run, node) if self.sites and node.role == "trainer" else None
         if not self._transfer.is_complete(node, before):
             return  # the next pass tries again
-        asked_ms = self._clock.now_ms()
+        requested_ms = self._clock.now_ms()
         self.recorder.check_lease()
         spec = node_spec(
             self._run,
@@ -242,7 +245,7 @@ class Controller:
         )
         self._provisioner.request(option_of(node).placement, spec)
         with self.recorder.transaction() as session:
-            self._event(session, node, "requested", asked_ms)
+            self._event(session, node, "requested", requested_ms)
 
     def _release(self, names: Sequence[str]) -> None:
         with self.recorder.transaction() as session:
@@ -259,7 +262,7 @@ class Controller:
     def _is_tidy(self, facts: Facts) -> bool:
         """Return True once the resources made for the nodes are removed.
 
-        After `TIDY_MS` the user is told about the leftovers, and the result is also True.
+        After `TIDY_MS` the result is True in any case, and the run's status tells the user that resources are left.
         """
         if self._provisioner.tidy():
             return True

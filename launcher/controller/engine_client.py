@@ -106,7 +106,10 @@ class EngineClient:
 
 
 def _newest(nodes: Sequence[NodeRecord]) -> list[NodeRecord]:
-    """Return live nodes and the last two generations of each slot. The engine does not need older losses."""
+    """Return live nodes and the last two generations of each slot.
+
+    Older nodes are left out, to keep the snapshot small.
+    """
     newest: defaultdict[str, int] = defaultdict(int)
     for node in nodes:
         newest[node.slot] = max(newest[node.slot], node.generation)

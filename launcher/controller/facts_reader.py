@@ -29,17 +29,21 @@ PRICE_SECONDS = 60.0
 """Time between two reads of the ledger's prices (wall time). Spot prices change by the minute at most."""
 
 UNWATCHED_MS = 60_000
-"""Gap between passes in ms after which engine news from the gap may not have arrived yet."""
+"""Longest gap between two passes in ms. After a longer gap, events of the engine may not have been read yet, so a
+standstill is counted from the new pass on."""
 
 
 class Standstill:
-    """The time since which a run has made no progress, while its trainer answers and no person is waited for."""
+    """The start of a standstill.
+
+    Since then the run has made no progress, although its trainer answers and does not wait for a person.
+    """
 
     def __init__(self, now_ms: int) -> None:
         self.since_ms = self._passed_ms = now_ms
 
     def watch(self, now_ms: int, trainer: NodeFact | None, is_excused: bool) -> None:
-        """Count a standstill only while the trainer answers, nothing excuses the run, and passes are regular."""
+        """Move the start to `now_ms` if the trainer does not answer, if `is_excused`, or after a gap without passes."""
         answers = trainer is not None and trainer.status is NodeStatus.UP
         if not answers or is_excused or now_ms - self._passed_ms > UNWATCHED_MS:
             self.since_ms = now_ms
@@ -47,7 +51,10 @@ class Standstill:
 
 
 class FactsReader:
-    """Reads facts from the ledger. Keeps only what spares a pass from reading a whole history again."""
+    """Reads facts from the ledger.
+
+    Keeps only values that would otherwise need the whole history of a run in every pass.
+    """
 
     def __init__(self, run: Run, job: Job, sites: tuple[SiteOptions, ...], clock: Clock) -> None:
         self._run, self._job, self._sites, self._clock = run, job, sites, clock
@@ -113,23 +120,23 @@ class FactsReader:
 
         Rows are only added, never changed, so each pass reads only the new rows: a run may have many thousands.
         """
-        seen_id, best, at_ms = self._advance
+        last_id, best, at_ms = self._advance
         rows = session.scalars(
             select(ProgressRow)
-            .where(ProgressRow.run_id == self._run.id, ProgressRow.kind == IterationDone.KIND, ProgressRow.id > seen_id)
+            .where(ProgressRow.run_id == self._run.id, ProgressRow.kind == IterationDone.KIND, ProgressRow.id > last_id)
             .order_by(ProgressRow.id)
         )
         for row in rows:
-            seen_id = row.id
+            last_id = row.id
             if row.event["iteration"] > best:
                 best, at_ms = row.event["iteration"], row.at_ms
-                # by the controller's clock: the trainer's clock may be wrong
+                # Use the controller's clock, because the trainer's clock may be wrong.
                 self.standstill.since_ms = self._clock.now_ms()
-        self._advance = (seen_id, best, at_ms)
+        self._advance = (last_id, best, at_ms)
         return at_ms
 
     def _others(self, session: Session, limits: budget_guard.Limits, now_ms: int) -> Others:
-        """Return the spending of all other runs on real clouds, if limits bind the sum."""
+        """Return the spending of all other runs on real clouds; zero if no limit across all runs is set."""
         if limits == budget_guard.NO_LIMITS:
             return Others()
         metered = reserved = per_hour = planned = 0

@@ -22,7 +22,7 @@ class ProgressFiles:
         return [line for path in sorted((node_folder / "progress").glob("*.jsonl")) for line in self._read_file(path)]
 
     def forget(self) -> None:
-        """Read everything again, because the last lines did not reach the ledger."""
+        """Make the next `read` return every line again, because the last lines did not reach the ledger."""
         self._offsets.clear()
 
     def _read_file(self, path: Path) -> list[Progress]:
@@ -36,6 +36,6 @@ class ProgressFiles:
         for text in whole.decode(errors="replace").splitlines():
             try:
                 lines.append(Progress.from_json(text))
-            except ValueError as error:  # cut short by a crash: no process was told of the line
+            except ValueError as error:  # a crash cut the line short, so its event was never reported elsewhere
                 log.warning("%s: %s", path, error)
         return lines

@@ -29,11 +29,11 @@ class Recorder:
     """Writes of a controller that still holds its leases. Raises LeaseLost after a takeover."""
 
     def __init__(
-        self, sessions: sessionmaker[Session], run: Run, lease: Lease, over_machines: StoreLease | None, clock: Clock
+        self, sessions: sessionmaker[Session], run: Run, lease: Lease, bucket_lease: StoreLease | None, clock: Clock
     ) -> None:
-        """`over_machines`: the lease in the bucket, which counts across machines. None: no bucket."""
+        """`bucket_lease`: the lease in the bucket, which counts across machines. None: no bucket."""
         self._sessions, self._run, self._lease, self._clock = sessions, run, lease, clock
-        self.over_machines = over_machines
+        self.bucket_lease = bucket_lease
         self.progress_files = ProgressFiles()
 
     @contextmanager
@@ -45,8 +45,8 @@ class Recorder:
             yield session
 
     def check_lease(self) -> None:
-        if self.over_machines is not None:
-            self.over_machines.check()
+        if self.bucket_lease is not None:
+            self.bucket_lease.check()
 
     def write_news(self, cloud: Mapping[str, NodeFact]) -> list[NodeRecord]:
         """Record the cloud's news of the run's nodes. Return the updated records."""

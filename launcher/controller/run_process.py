@@ -15,7 +15,7 @@ from launcher.controller.cloud_time import CloudTime
 from launcher.controller.controller import Controller, log
 from launcher.controller.price_watch import watch_prices
 from launcher.decide.run_budget import (
-    describe_brakes,
+    describe_limits,
 )
 from launcher.exit_codes import Failure
 from launcher.job.schema import Job
@@ -30,7 +30,8 @@ from launcher.storage.store_lease import LeaseLost, StoreLease
 from launcher.storage.stores import open_store, run_store
 
 PASS_SECONDS, CLOUD_PASS_SECONDS = 0.25, 0.5
-"""Wall time between passes. A pass sees a notice well within the engine's lease."""
+"""Wall time between passes, on the local infra and on clouds. Short enough that a pass sees a preemption notice well
+before the engine's leases expire."""
 
 LONGEST_PAUSE_SECONDS = 60.0
 """Longest pause after a failed pass. A locked ledger or a full disk makes passes fail, and the pause doubles up to this
@@ -54,17 +55,17 @@ def run_controller(
     job = Job.model_validate(run.job)
     cloud_time = CloudTime({cloud: build_limits(cloud) for cloud in job.clouds}) if job.clouds else None
     clock = clock or _clock_of(sessions, run, cloud_time)
-    over_machines = _store_lease(run, job)
-    if over_machines is not None:
-        over_machines.take()
+    bucket_lease = _store_lease(run, job)
+    if bucket_lease is not None:
+        bucket_lease.take()
     if provisioner is None:
-        check_lease = over_machines.check if over_machines is not None else lambda: None
+        check_lease = bucket_lease.check if bucket_lease is not None else lambda: None
         provisioner = provisioner_of(run, job, clock, check_lease)
-    controller = Controller(sessions, run, provisioner, clock, over_machines=over_machines, cloud_time=cloud_time)
-    if over_machines is not None:
-        over_machines.keep()
+    controller = Controller(sessions, run, provisioner, clock, bucket_lease=bucket_lease, cloud_time=cloud_time)
+    if bucket_lease is not None:
+        bucket_lease.keep()
     log.info(
-        "controller of %s, process %s: %s", run.name, os.getpid(), describe_brakes(controller.wanted, controller.sites)
+        "controller of %s, process %s: %s", run.name, os.getpid(), describe_limits(controller.wanted, controller.sites)
     )
     ended = threading.Event()
     if cloud_time is not None:
@@ -90,14 +91,14 @@ def run_controller(
         pause = min(LONGEST_PAUSE_SECONDS, pass_seconds * 2 ** min(trouble, 10))
         sleep(max(0.0, pause - (time.monotonic() - started)))
     ended.set()
-    if over_machines is not None:
-        over_machines.give_up()
+    if bucket_lease is not None:
+        bucket_lease.give_up()
     controller.close()  # last: from now on no other process waits for this controller
     log.info("%s is over; nothing of it is left running", run.name)
 
 
 def _clock_of(sessions: sessionmaker[Session], run: Run, cloud_time: CloudTime | None) -> Clock:
-    """Return the clock by which the controller meters.
+    """Return the clock by which the controller meters spending.
 
     Nodes on the local infra share this machine's clock, including its jumps. On clouds the controller uses the clouds'
     time, and never a time before the newest time in the ledger: a slow clock would forget spending.

@@ -13,7 +13,10 @@ REARM_MS = 60_000
 
 
 class SpendDeadlines:
-    """Computes the deadlines, and sends nodes a changed one. Money that a missing node left unspent extends them."""
+    """Computes the spend deadlines, and sends a node its deadline after a change.
+
+    Money left unspent while a node was missing extends the deadlines.
+    """
 
     def __init__(self, provisioner: Provisioner, is_cloud: bool) -> None:
         self._provisioner, self._is_cloud = provisioner, is_cloud
@@ -21,7 +24,9 @@ class SpendDeadlines:
         """By node: the deadline that was sent last (ms on the run's clock)."""
 
     def longest_ms(self, node: Node, facts: Facts, wanted: Wanted) -> int | None:
-        """Return the longest life of this node in ms: the time for which the money would pay for the node alone.
+        """Return the longest life of this node in ms.
+
+        The remaining money would pay for this node alone for that time.
 
         None: no limit.
         """
@@ -74,6 +79,6 @@ class SpendDeadlines:
             ),
         ]
         if self._is_cloud and wanted.deadline_ms is not None:
-            # leave the controller time to stop first
+            # Add the time of a stop, so that a live controller stops the run first.
             deadlines.append(wanted.deadline_ms + wanted.allowance_ms)
         return min((deadline_ms for deadline_ms in deadlines if deadline_ms is not None), default=None)

@@ -5,7 +5,7 @@ every pass: drain when metered + reserved reaches max_total
 on every node: a spend deadline, for the case that no controller is left
 
 The promise: in any order of events a run spends at most `max_total` plus one allowance (the cost of its nodes during
-a stop), and `overdraft` prints the allowance. Pure; integers; rounds against us.
+a stop), and `overdraft` prints the allowance. Pure. Amounts are integers, rounded up.
 """
 
 from collections.abc import Iterable
@@ -16,7 +16,10 @@ from launcher.money import HOUR_MS, dollars, hourly
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """The spending limits of a run. None: no limit, which a real cloud does not get."""
+    """Spending limits of a run, or of all runs together.
+
+    None: no limit. A job on a real cloud always sets both of its own limits.
+    """
 
     max_total: int | None
     max_hourly: int | None
@@ -94,8 +97,8 @@ def money_deadline_ms(*, now_ms: int, metered: int, max_total: int | None, plann
     """Return the time at which the money is used up if the whole plan runs from now on. None: never.
 
     At the spend deadline a node terminates itself without a controller. `planned_hourly` is the most that can run,
-    not the current cost, because running nodes are not told about later purchases. Each controller pass extends the
-    deadline.
+    not the current cost, because a purchase does not change the deadlines that running nodes already have. Each
+    controller pass extends the deadline.
     """
     if max_total is None or planned_hourly == 0:
         return None

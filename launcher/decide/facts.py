@@ -98,7 +98,10 @@ class NodeRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Others:
-    """The spending of all other runs in the ledger. The limits across all runs bind the sum."""
+    """The spending of all other runs in the ledger.
+
+    The limits across all runs apply to the sum of these runs and this run.
+    """
 
     metered: int = 0
     reserved: int = 0
@@ -117,7 +120,7 @@ class Facts:
     stage_ms: int
     """The time at which the run entered its stage."""
     planned_ms: int
-    """The time at which the run was last planned or resumed. Earlier failures are forgiven."""
+    """The time at which the run was last planned or resumed. Earlier failures do not count."""
     nodes: Sequence[NodeRecord]
     metered: int
     finished: EngineFinished | None = None
@@ -154,6 +157,7 @@ class Wanted:
     launch_rate: LaunchRate | None = None
     """The launch rate limit. None: no limit."""
     iteration_ms: int | None = None
-    """The predicted time of an iteration with the trainer alone. None: no prediction exists, or time costs nothing."""
+    """The predicted time of an iteration with the trainer alone. None: no prediction exists, or the run is on the local
+    infra, where time costs nothing."""
     all_runs: budget_guard.Limits = budget_guard.NO_LIMITS
     """The limits from the user's own configuration, which bind the sum over all runs."""

@@ -2,7 +2,8 @@
 
 attempts so far + options of every site -> buy this option | wait until then | no option left
 
-Two aims decide the rules: a run must not hang on a pool without capacity, and must not scatter over the world.
+A pool is an instance type in one zone (or in a whole region), spot or on-demand. Two aims decide the rules: a run must
+not hang on a pool without capacity, and must not scatter over the world.
 
 - A run is in the region of its newest trainer. Rollout nodes are bought in the same region only.
 - A pool that refused a request cools down. The cool-down doubles with each refusal, up to half an hour. Refusals of one
@@ -83,7 +84,7 @@ def next_trainer(tried: Tried, sites: Sequence[SiteOptions], rules: MoveRules, n
 def is_home_given_up(tried: Tried, rules: MoveRules, now_ms: int) -> bool:
     """Return whether the home region has had no trainer for `trainer_wait_ms`.
 
-    Rollout nodes then stop waiting for a trainer.
+    The home region's rollout nodes are then released, because they have no trainer to work for.
     """
     out_since_ms = tried.out_since_ms
     return tried.trainer is None and out_since_ms is not None and now_ms >= out_since_ms + rules.trainer_wait_ms
@@ -92,7 +93,7 @@ def is_home_given_up(tried: Tried, rules: MoveRules, now_ms: int) -> bool:
 def next_rollout(
     preferred: Option, nodes: int, tried: Tried, sites: Sequence[SiteOptions], rules: MoveRules, now_ms: int
 ) -> Move:
-    """Return the option for the next of `nodes` rollout nodes.
+    """Return the option for the next rollout node of a plan with `nodes` rollout nodes.
 
     The planned option `preferred` is taken if the pool is ready.
     """
@@ -165,7 +166,8 @@ def _least_refused(
 ) -> Move:
     """Return the ready option with the fewest refusals; the first in order wins a tie.
 
-    An option refused just now waits for the end of its gap.
+    A refused option is ready again after a gap, which grows with each refusal. If no option is ready, return a `Wait`
+    until the first gap ends, or until `gives_up_ms` if earlier.
     """
     refused = [[attempt for attempt in tried.trainers_refused if attempt.place == option.place] for option in options]
     ready_ms = [cooled_until_ms(here, first_ms, longest_ms) for here in refused]
@@ -179,7 +181,9 @@ def _least_refused(
 def _cheapest_ready(
     preferred: Option, nodes: int, options: Sequence[Option], tried: Tried, rules: MoveRules, now_ms: int
 ) -> Move:
-    """Return the planned pool if ready, else the cheapest ready pool.
+    """Return the planned option if its pool is ready, else the cheapest ready option.
+
+    If no pool is ready, return a `Wait`.
 
     With two zones or more, at most half of the nodes go to one zone.
     """

@@ -67,11 +67,11 @@ def _given_back(
             given_back += stand_ins
         elif stand_ins and len(stand_ins) == len(here):
             alone += [(slot, node) for node in stand_ins]
-    makes_room = any(node.is_leaving and node.market is Market.ON_DEMAND for node in live)
-    if given_back or makes_room or any(_is_starting_on_spot(node) for node in kept):
+    frees_budget = any(node.is_leaving and node.market is Market.ON_DEMAND for node in live)
+    if given_back or frees_budget or any(_is_starting_on_spot(node) for node in kept):
         return given_back
     for slot, stand_in in alone:
-        if _has_no_room_beside(slot, kept, tried, facts, wanted):
+        if _exceeds_hourly_limit(slot, kept, tried, facts, wanted):
             held = [node for node in facts.nodes if node.slot == slot.name]
             if needs_successor(slot, max(held, key=lambda node: node.generation), held, facts):
                 return [stand_in]
@@ -88,7 +88,7 @@ def _has_settled(node: NodeRecord, facts: Facts, tried: Tried) -> bool:
     return facts.now_ms >= node.happened["up"] + GIVE_BACK_AFTER_MS or tried.has_stayed(node.wanted, facts.now_ms)
 
 
-def _has_no_room_beside(slot: Slot, kept: Sequence[NodeRecord], tried: Tried, facts: Facts, wanted: Wanted) -> bool:
+def _exceeds_hourly_limit(slot: Slot, kept: Sequence[NodeRecord], tried: Tried, facts: Facts, wanted: Wanted) -> bool:
     """Return whether the hourly limit alone prevents a request for a spot node beside the stand-in."""
     move = place_of(slot, tried, kept, facts, wanted)
     if not isinstance(move, Option):

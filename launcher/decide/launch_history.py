@@ -1,4 +1,4 @@
-"""What a run's earlier launches say about zones and quotas: refusals, cool-down, quotas used up."""
+"""The earlier launches of a run as evidence on zones and quotas: refusals, cool-downs, quotas used up."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
@@ -16,7 +16,7 @@ region, because the run still pays for its spot nodes. Also used for a node with
 as soon as another node of the run has ended."""
 
 GIVE_BACK_AFTER_MS = 600_000
-"""Spot capacity that came back ten minutes ago is expected to stay. Milliseconds."""
+"""Time in ms for which spot capacity must be back before the capacity is expected to stay."""
 
 QUOTA_LAG_MS = 300_000
 """Time after a node's end during which the cloud may still count the node against a quota, in milliseconds."""
@@ -197,8 +197,8 @@ class Tried:
         """Return whether one of the run's nodes is testing if a pool has capacity again."""
         if self.has_stayed(option, now_ms):
             return False
-        is_asked = any(not attempt.was_up for attempt in self._live[option.place])
-        return is_asked or self.there_since_ms(option) is not None
+        is_requested = any(not attempt.was_up for attempt in self._live[option.place])
+        return is_requested or self.there_since_ms(option) is not None
 
     def taken_until_ms(self, option: Option, cool_down_ms: int) -> int:
         """Return the time until which a pool that preempted a node is avoided, if another pool is ready."""

@@ -12,7 +12,7 @@ UNKNOWN_MS = 600_000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Note:
-    """Record an event of a node. `fact` is set if the event is the node's end."""
+    """An event of a node, to be recorded in the ledger. `fact` is set if the event is the node's end."""
 
     node: str
     kind: str
@@ -35,23 +35,23 @@ def _news_of(node: NodeRecord, fact: NodeFact | None, now_ms: int) -> Iterator[N
             yield Note(node=node.name, kind="gone", at_ms=now_ms, evidence="the provisioner does not know it")
         return
     if fact.started_ms is not None and "up" not in node.happened:
-        yield Note(node=node.name, kind="up", at_ms=_believed_ms(node, fact.started_ms, now_ms))
+        yield Note(node=node.name, kind="up", at_ms=_plausible_ms(node, fact.started_ms, now_ms))
     if fact.ready_ms is not None and "ready" not in node.happened:
-        yield Note(node=node.name, kind="ready", at_ms=_believed_ms(node, fact.ready_ms, now_ms))
+        yield Note(node=node.name, kind="ready", at_ms=_plausible_ms(node, fact.ready_ms, now_ms))
     if fact.notice_deadline_ms is not None and "notice" not in node.happened:
         seconds = max(0, fact.notice_deadline_ms - now_ms) // 1000
         yield Note(node=node.name, kind="notice", at_ms=now_ms, evidence=f"preempted in {seconds} s (run's clock)")
     end = {NodeStatus.GONE: "gone", NodeStatus.DENIED: "denied", NodeStatus.NO_CAPACITY: "no_capacity"}.get(fact.status)
     if end is not None:
         kind = "released" if end == "gone" and "releasing" in node.happened and not fact.reclaimed else end
-        ended_ms = now_ms if fact.ended_ms is None else _believed_ms(node, fact.ended_ms, now_ms)
+        ended_ms = now_ms if fact.ended_ms is None else _plausible_ms(node, fact.ended_ms, now_ms)
         yield Note(node=node.name, kind=kind, at_ms=ended_ms, evidence=fact.evidence, fact=fact)
 
 
-def _believed_ms(node: NodeRecord, said_ms: int, now_ms: int) -> int:
+def _plausible_ms(node: NodeRecord, reported_ms: int, now_ms: int) -> int:
     """Limit a reported time to the interval between the node's request and now.
 
     The reporter's clock may be wrong.
-    A fact from the far future would be paid for at once, and would end the run.
+    A time in the far future would be charged at once, would use up the budget and end the run.
     """
-    return min(max(said_ms, node.requested_ms), now_ms)
+    return min(max(reported_ms, node.requested_ms), now_ms)

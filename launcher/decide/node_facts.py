@@ -23,7 +23,7 @@ QUOTA_WORDS = (
     "QUOTA_EXCEEDED",
     "quotaExceeded",
 )
-"""Error codes of AWS and Google Cloud for a quota without room for a further node."""
+"""Error codes of AWS and Google Cloud for a quota that is too small for another node."""
 
 QUOTA_OF_ZERO = re.compile(r"limit(?: of|:) 0(?:\.0*)?(?![.\d])", re.IGNORECASE)
 
@@ -31,7 +31,7 @@ QUOTA_OF_ZERO = re.compile(r"limit(?: of|:) 0(?:\.0*)?(?![.\d])", re.IGNORECASE)
 def is_quota_used_up(evidence: str) -> bool:
     """Return whether a cloud's error says that a quota is used up.
 
-    A quota of 0 does not count: no ending node frees a part.
+    A quota of 0 does not count, because the end of a node cannot free a part of a quota of 0.
     """
     return any(word in evidence for word in QUOTA_WORDS) and QUOTA_OF_ZERO.search(evidence) is None
 

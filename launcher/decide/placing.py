@@ -13,7 +13,12 @@ from launcher.placement.plan import Slot
 
 
 def place_of(slot: Slot, tried: Tried, after: Sequence[NodeRecord], facts: Facts, wanted: Wanted) -> Move:
-    """Return the offer to buy for a slot's next node. Offers above the hourly limit are not considered."""
+    """Return the offer to buy for a slot's next node, a wait, or `NothingLeft`.
+
+    Offers above the hourly limit are left out.
+
+    `after`: the nodes after the actions decided so far.
+    """
     if not facts.sites:
         return slot.option
     limit = wanted.limits.max_hourly
@@ -30,7 +35,8 @@ def place_of(slot: Slot, tried: Tried, after: Sequence[NodeRecord], facts: Facts
 def _within(facts: Facts, micro_usd_per_hour: int | None) -> Sequence[SiteOptions]:
     """Return the sites without offers above the price limit.
 
-    A list with only too expensive offers is kept: the refusal then names the amounts.
+    If every offer is too expensive, the sites are returned unchanged, so that the budget guard's refusal names the
+    amounts.
     """
     if micro_usd_per_hour is None:
         return facts.sites

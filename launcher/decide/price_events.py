@@ -37,10 +37,10 @@ def paid(nodes: Sequence[NodeRecord], cloud: Mapping[str, NodeFact], prices: Pri
             continue
         zone, instance_type = fact.zone or node.zone, fact.instance_type or node.instance_type
         is_as_known = (zone, instance_type) == (node.zone, node.instance_type)
-        said = _said_since(node.wanted, zone, instance_type, prices)
-        if is_as_known and (said is None or not has_moved(node, said)):
+        reported = _newer_price(node.wanted, zone, instance_type, prices)
+        if is_as_known and (reported is None or not has_moved(node, reported)):
             continue  # without newer information, the last known price continues
-        price = said or _offered(node.wanted, zone, instance_type)
+        price = reported or _offered(node.wanted, zone, instance_type)
         worst = Price(
             micro_usd_per_hour=node.wanted.on_demand_micro_usd_per_hour,
             source=f"unknown for {instance_type} in {zone}, so counted as on demand",
@@ -51,7 +51,7 @@ def paid(nodes: Sequence[NodeRecord], cloud: Mapping[str, NodeFact], prices: Pri
     return notes
 
 
-def _said_since(wanted: Option, zone: str, instance_type: str, prices: PriceNow) -> Price | None:
+def _newer_price(wanted: Option, zone: str, instance_type: str, prices: PriceNow) -> Price | None:
     """Return the clouds' current price if newer than the offer behind the purchase, else None."""
     placement = wanted.placement
     now = prices.of((placement.cloud, placement.region, zone, instance_type, placement.market))

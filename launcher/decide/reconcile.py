@@ -39,8 +39,8 @@ def decide(facts: Facts, wanted: Wanted) -> list[Action]:
     if stop is not None and not (facts.doubt is not None and facts.doubt.is_ahead):
         return [stop]
     if facts.doubt is not None:
-        is_said = facts.stage is Stage.RUNNING and facts.reason == facts.doubt.text
-        return [] if is_said else [Enter(stage=Stage.RUNNING, reason=facts.doubt.text)]
+        is_recorded = facts.stage is Stage.RUNNING and facts.reason == facts.doubt.text
+        return [] if is_recorded else [Enter(stage=Stage.RUNNING, reason=facts.doubt.text)]
     return _fill(facts, wanted, live, tried)
 
 

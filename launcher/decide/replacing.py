@@ -54,7 +54,7 @@ def _may_go_back(slot: Slot, held: Sequence[NodeRecord], facts: Facts) -> bool:
 def wait_ms(held: Sequence[NodeRecord], planned_ms: int) -> int:
     """Return the wait in ms of a slot whose last nodes died young.
 
-    Refused zones cool down by themselves and are skipped.
+    Nodes that the cloud refused do not count: a refused zone cools down by itself (failover.py).
     """
     streak = 0
     for node in sorted(held, key=lambda node: node.generation, reverse=True):

@@ -40,8 +40,8 @@ def budget_refusal(
 ) -> budget_guard.Refusal | None:
     """Return the budget limit that buying a node at this rate would break, or None.
 
-    The run's own limits are checked first, then the limits across all runs. `after`: the nodes after all earlier
-    actions.
+    The run's own limits are checked first, then the limits across all runs. `after`: the nodes after the actions
+    decided so far.
     """
     held = reserve_of(after, wanted.allowance_ms, facts.now_ms)
     hourly_now = hourly_of(after)
@@ -159,8 +159,8 @@ def _at_most(option: Option) -> int:
     return option.on_demand_micro_usd_per_hour + side_micro_usd_per_hour(option.placement.cloud, Market.ON_DEMAND)
 
 
-def describe_brakes(wanted: Wanted, sites: Sequence[SiteOptions] = ()) -> str:
-    """Return the budget guard of a run as text with amounts, for the log and the plan."""
+def describe_limits(wanted: Wanted, sites: Sequence[SiteOptions] = ()) -> str:
+    """Return the limits that the budget guard enforces on a run, as text with amounts, for the log and the plan."""
     total = "no total limit" if wanted.limits.max_total is None else f"at most {dollars(wanted.limits.max_total)}"
     per_hour = "no hourly limit" if wanted.limits.max_hourly is None else f"at most {hourly(wanted.limits.max_hourly)}"
     allowance = dollars(budget_guard.overdraft(_most_hourly(wanted, sites), wanted.allowance_ms))

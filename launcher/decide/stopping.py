@@ -25,8 +25,8 @@ The limit is three because one node may be faulty and two failures may be chance
 STANDSTILL_ITERATIONS, SHORTEST_STANDSTILL_MS = 10, 7_200_000
 """The limits after which a run without progress is ended, although its trainer answers. The run may stand still for 10
 times the predicted time of an iteration with the trainer alone, because predictions for models never run before have
-been wrong by a factor of 5. The minimum is 2 hours: the first iteration loads and evaluates the model, and no
-prediction counts either."""
+been wrong by a factor of 5. The minimum is 2 hours: the first iteration loads and evaluates the model, and the
+prediction covers neither."""
 
 
 def must_stop(facts: Facts, wanted: Wanted, live: Sequence[NodeRecord], tried: Tried) -> Enter | None:
@@ -60,7 +60,7 @@ def must_stop(facts: Facts, wanted: Wanted, live: Sequence[NodeRecord], tried: T
 
 
 def _standstill(facts: Facts, wanted: Wanted) -> Enter | None:
-    """Return the end of a run whose engine answers but makes no progress, else None."""
+    """Return the action that ends a run whose engine answers but makes no progress; None if no limit is reached."""
     if wanted.iteration_ms is None or facts.still_since_ms is None:
         return None
     still_ms = facts.now_ms - facts.still_since_ms

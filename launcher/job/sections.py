@@ -79,7 +79,7 @@ class Resources(Strict):
 
     @field_validator("rollout", mode="before")
     @classmethod
-    def _rollout_is_spot_unless_said(cls, value: Any) -> Any:
+    def _rollout_is_spot_by_default(cls, value: Any) -> Any:
         return {"use_spot": True, "num_nodes": 2} | value if isinstance(value, dict) else value
 
     @field_validator("trainer")

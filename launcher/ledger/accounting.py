@@ -3,7 +3,7 @@
 billing intervals (+ the open interval of a running node) -> charges -> phases of each charge -> sums
 
 The promise: integers only. A charge is rounded once and shared by largest remainder, so every split adds up to the same
-total to the micro-dollar. `RunCosts` refuses to exist otherwise.
+total to the micro-dollar. `RunCosts` raises ArithmeticError otherwise.
 
 The engine's `node_usage` events report the work of a node. Usage windows may overlap (a step redone under a newer
 lineage) or claim more time than the charge has. Neither changes a sum, because the charge is the amount that is shared
@@ -141,7 +141,7 @@ class NodeCost:
 
 @dataclass(frozen=True, kw_only=True)
 class RunCosts:
-    """Cost of a run. Every split adds up to `total`; a ledger with a split that does not is refused."""
+    """Cost of a run. Every split adds up to `total`. Raises ArithmeticError if a split does not."""
 
     nodes: tuple[NodeCost, ...]
 
@@ -208,11 +208,12 @@ def phases_of_charge(charge: Charge, seen_ms: int | None, usages: Sequence[Usage
     The cold start lasts from the start of billing until the node is first seen, or to the end if the node was never
     seen. After the cold start, the usage windows of the engine count. A window carries the time of the *report*. Work
     is reported when done, so the work may have begun before the window, and the last window of a node ends after the
-    node did. Windows therefore only decide which window claims a moment: the window of the newest lineage, and within a
-    lineage the window that ends last. The charge alone limits the time. Time covered by no window is idle.
+    node did. The bounds of the windows therefore decide only which report counts at a moment: the report of the newest
+    lineage, and within a lineage the report whose window ends last. The length of the charge limits the sum of all
+    phases. Time covered by no window is idle.
     """
     work_from = min(charge.end_ms, max(charge.start_ms, charge.end_ms if seen_ms is None else seen_ms))
-    told: defaultdict[str, int] = defaultdict(int)
+    reported_ms: defaultdict[str, int] = defaultdict(int)
     free = [(work_from, charge.end_ms)]
     for usage in sorted(usages, key=lambda usage: (usage.lineage, usage.to_ms, usage.from_ms), reverse=True):
         start, end = max(work_from, usage.from_ms), min(charge.end_ms, usage.to_ms)
@@ -220,14 +221,14 @@ def phases_of_charge(charge: Charge, seen_ms: int | None, usages: Sequence[Usage
         if claimed == 0:
             continue
         for phase, ms in usage.phase_ms.items():
-            told[phase] += ms * claimed // (end - start)
+            reported_ms[phase] += ms * claimed // (end - start)
         free = [
             piece
             for since, until in free
             for piece in ((since, min(until, start)), (max(since, end), until))
             if piece[0] < piece[1]
         ]
-    split = phases_of(charge.end_ms - work_from, told)
+    split = phases_of(charge.end_ms - work_from, reported_ms)
     split[Phase.COLD_START.value] = split.get(Phase.COLD_START.value, 0) + work_from - charge.start_ms
     return {phase: ms for phase, ms in split.items() if ms}
 
@@ -346,12 +347,12 @@ def _side_costs(session: Session, run: Run, charges: Mapping[int, tuple[Charge, 
     if run.infra == LOCAL:
         return []
     written = list(session.scalars(select(SideCost).where(SideCost.run_id == run.id).order_by(SideCost.id)))
-    told = {cost.node_id for cost in written}
+    recorded = {cost.node_id for cost in written}
     nodes = session.scalars(select(Node).where(Node.run_id == run.id).order_by(Node.id))
     return written + [
         cost
         for node in nodes
-        if node.id not in told and charges[node.id]
+        if node.id not in recorded and charges[node.id]
         for cost in side_costs(run, node, charges[node.id][0].start_ms, charges[node.id][-1].end_ms)
     ]
 
@@ -378,7 +379,7 @@ def run_costs(session: Session, run: Run, now_ms: int) -> RunCosts:
     """
     nodes = session.scalars(select(Node).where(Node.run_id == run.id).order_by(Node.id)).all()
     charges, prices = charges_of_run(session, run, now_ms), prices_of_run(session, run)
-    seen, usages = _told_by_engine(session, run)
+    seen, usages = _reported_by_engine(session, run)
     return RunCosts(
         nodes=tuple(
             _cost_of(node, charges[node.id], seen.get(node.name), usages[node.name], prices.get(node.id, []))
@@ -390,12 +391,12 @@ def run_costs(session: Session, run: Run, now_ms: int) -> RunCosts:
 def cost_until(session: Session, run: Run, at_ms: int) -> int:
     """Return the micro-dollars that `run` had spent by a moment.
 
-    For many moments, `run_costs(...).until` reads the ledger once.
+    Each call reads the ledger. For many moments, use `run_costs(...).until`, which reads the ledger once.
     """
     return run_costs(session, run, at_ms).until(at_ms)
 
 
-def _told_by_engine(session: Session, run: Run) -> tuple[dict[str, int], defaultdict[str, list[Usage]]]:
+def _reported_by_engine(session: Session, run: Run) -> tuple[dict[str, int], defaultdict[str, list[Usage]]]:
     """Return the time each node was first seen, and the usage windows of each node.
 
     Every lineage counts, because the time of every lineage was paid.

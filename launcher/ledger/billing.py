@@ -19,7 +19,7 @@ LOCAL = "local"
 
 FIRST_HOUR_MS = HOUR_MS
 
-EC2_TOOK_IT = "SpotInstanceTermination"
+EC2_PREEMPTED = "SpotInstanceTermination"
 """Text in EC2's state reason of an instance that EC2 itself preempted (Server.SpotInstanceTermination)."""
 
 
@@ -73,7 +73,7 @@ def first_hour_is_free(node: Node, start_ms: int, end_ms: int, evidence: str) ->
         node.cloud == "aws"
         and node.market == Market.SPOT
         and end_ms - start_ms < FIRST_HOUR_MS
-        and EC2_TOOK_IT in evidence
+        and EC2_PREEMPTED in evidence
     )
 
 
@@ -84,7 +84,10 @@ NOT_PRICED: Sequence[tuple[str, str]] = (("egress", "weights, checkpoints and lo
 def bill(
     node: Node, start_ms: int, end_ms: int, prices: Iterable[NodePrice], minimum_ms: int, basis: str, taken: str | None
 ) -> list[BillingInterval]:
-    """Return the closed bill of a node. `taken`: the cloud's text about a preemption; None for any other end."""
+    """Return the bill of an ended node, an interval for each price.
+
+    `basis`: `money_basis` of the run (models.py). `taken`: the cloud's text about a preemption; None for any other end.
+    """
     is_free = taken is not None and first_hour_is_free(node, start_ms, end_ms, taken)
     return [
         BillingInterval(

@@ -84,13 +84,13 @@ def _history(
 
 def _newest_facts(session: Session) -> dict[int, int]:
     """Return the time of the newest fact of each run: an answer of the cloud, or an event of the engine."""
-    told = session.execute(select(ProgressRow.run_id, func.max(ProgressRow.at_ms)).group_by(ProgressRow.run_id))
+    reported = session.execute(select(ProgressRow.run_id, func.max(ProgressRow.at_ms)).group_by(ProgressRow.run_id))
     seen = session.execute(
         select(Node.run_id, func.max(NodeEvent.at_ms))
         .join(NodeEvent, NodeEvent.node_id == Node.id)
         .group_by(Node.run_id)
     )
     newest: dict[int, int] = {}
-    for run_id, at_ms in [*told, *seen]:
+    for run_id, at_ms in [*reported, *seen]:
         newest[run_id] = max(at_ms, newest.get(run_id, at_ms))
     return newest

@@ -63,10 +63,10 @@ def record_prices(session: Session, points: Iterable[PricePoint]) -> int:
     if not rows:
         return 0
     keep = insert(PriceRow)
-    seen_again = func.max(PriceRow.last_seen_ms, keep.excluded.last_seen_ms)
+    latest_ms = func.max(PriceRow.last_seen_ms, keep.excluded.last_seen_ms)
     key = [column.key for column in POOL] + ["effective_ms", "micro_usd_per_hour"]
     before = _newest_id(session)
-    keep_once = keep.on_conflict_do_update(index_elements=key, set_={"last_seen_ms": seen_again})
+    keep_once = keep.on_conflict_do_update(index_elements=key, set_={"last_seen_ms": latest_ms})
     session.connection().execute(keep_once, rows)
     return _newest_id(session) - before
 
@@ -135,7 +135,10 @@ def _among(
 
 
 def _at_newest(session: Session, newest: Any) -> Sequence[Any]:
-    """Return the rows that match a selection of pools and the `newest_ms` of each."""
+    """Return the newest price rows of some pools.
+
+    `newest`: a query for the columns of each pool and the newest time, `newest_ms`, of a price in the pool.
+    """
     which = newest.subquery()
     same = [column == which.c[column.key] for column in POOL]
     return session.execute(

@@ -203,13 +203,13 @@ def progress_of(session: Session, run: Run, kind: str) -> list[ProgressRow]:
 def _voids(restart: ProgressRow, row: ProgressRow) -> bool:
     """Return whether a newer lineage began at or before the iteration of `row`.
 
-    A checkpoint and an evaluation are *of* a weight version, made by the batches before. A return to version 7 keeps
-    the events of version 7 true, but voids the training of batch 7.
+    A checkpoint and an evaluation belong to a weight version, which the batches before that version have trained. A
+    return to version 7 keeps the events of version 7 true, but voids the training of batch 7.
     """
     if restart.source != row.source or restart.lineage <= row.lineage:
         return False
-    first, told = int(restart.event["iteration"]), int(row.event["iteration"])
-    return told >= first if row.kind == "iteration_done" else told > first
+    first, reported = int(restart.event["iteration"]), int(row.event["iteration"])
+    return reported >= first if row.kind == "iteration_done" else reported > first
 
 
 # --- opening -----------------------------------------------------------------------------------------

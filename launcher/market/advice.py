@@ -31,16 +31,16 @@ RUN_HOURS = 4.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Said:
-    """Priors by pool, for the pools with advice."""
+class CloudPriors:
+    """Priors from the clouds' advice, by pool. Pools without advice are missing."""
 
     priors: Mapping[Pool, HazardPrior]
     odds: Mapping[Pool, LaunchOdds]
 
 
-def what_clouds_say(
+def cloud_priors(
     advice: Iterable[CapacityAdvice], now_ms: int, prior: HazardPrior = POOLED, run_hours: float = RUN_HOURS
-) -> Said:
+) -> CloudPriors:
     """Return priors from the newest advice of each pool; stale or impossible advice is skipped."""
     newest: dict[tuple[Pool, AdviceKind], CapacityAdvice] = {}
     for each in advice:
@@ -59,7 +59,7 @@ def what_clouds_say(
         elif (pool, AdviceKind.UPTIME_HOURS) not in newest:
             source = f"{each.source}; a VM that stops is taken to have run {run_hours:g} h (assumed)"
             priors[pool] = prior_of_preemption_rate(prior, each.value, run_hours, source)
-    return Said(priors=priors, odds=odds)
+    return CloudPriors(priors=priors, odds=odds)
 
 
 def _when(advice: CapacityAdvice) -> tuple[int, int, float]:

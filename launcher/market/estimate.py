@@ -10,7 +10,7 @@ class Basis(StrEnum):
     ASSUMED = "assumed"
     PRIOR = "prior"
     """From other machines, at another time: research notes, an earlier trace."""
-    SAID = "said by the cloud"
+    REPORTED = "said by the cloud"
     REPLAYED = "replayed"
     """Measured in a recorded trace, or on the local infra, which replays a trace."""
     MEASURED = "measured"

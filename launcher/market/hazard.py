@@ -120,11 +120,11 @@ class HazardCurve:
     per_hour: tuple[float, ...]
 
     def survives(self, hours: float) -> float:
-        """Return S(a) = exp(-integral of h from 0 to a): the share of nodes alive at this age."""
+        """Return S(a) = exp(-integral of h from 0 to a): the share of nodes alive at age a. h is the hazard."""
         return exp(-self.expected_preemptions(hours))
 
     def expected_preemptions(self, hours: float) -> float:
-        """Return the integral of h from 0 to `hours`."""
+        """Return the integral of the hazard h from age 0 to `hours`."""
         return _expected_preemptions(self.per_hour, hours)
 
     def taken_within(self, hours: float) -> float:
@@ -132,7 +132,7 @@ class HazardCurve:
         return 1.0 - self.survives(hours)
 
     def mean_life(self, until_hours: float = inf) -> float:
-        """Return E[min(L, H)] in hours: the integral of S from 0 to H."""
+        """Return E[min(L, H)] in hours, the integral of S from 0 to H. L: life of a node; H: `until_hours`."""
         return _mean_life(self.per_hour, until_hours)
 
     def scaled(self, factor: float) -> "HazardCurve":
@@ -200,28 +200,30 @@ def prior_of_uptime(prior: HazardPrior, uptime_hours: float, source: str) -> Haz
     """Return `prior` scaled to a cloud's uptime estimate (GCP's AdviceClient.capacity).
 
     The estimate is the time that *most* VMs are expected to run, read here as the median. The factor m with S(uptime) =
-    1/2 is m = ln 2 / (integral of h to the uptime). 1 h under a prior of .97 preemptions until then: m = .71.
+    1/2 is m = ln 2 / (integral of h to the uptime). Example: an uptime of 1 h, within which the prior expects .97
+    preemptions, gives m = .71.
     """
-    return _said(prior, log(2) / prior.curve.expected_preemptions(uptime_hours), source)
+    return _scaled(prior, log(2) / prior.curve.expected_preemptions(uptime_hours), source)
 
 
 def prior_of_preemption_rate(prior: HazardPrior, rate: float, mean_run_hours: float, source: str) -> HazardPrior:
     """Return `prior` scaled to GCP's preemption rate: the preempted share of the spot VMs that stopped.
 
     A share is no hazard; the conversion needs the mean run time r of the VMs. The factor m with P(L < r) = rate is m =
-    -ln(1 - rate) / (integral of h to r). Half of the VMs within 1 h: m = .71 as above. A rate of 0 counts as .001.
+    -ln(1 - rate) / (integral of h to r). Example: rate = 1/2 and r = 1 h give m = .71, as above. A rate of 0 counts as
+    .001.
     """
     taken = min(0.999, max(0.001, rate))
-    return _said(prior, -log(1 - taken) / prior.curve.expected_preemptions(mean_run_hours), source)
+    return _scaled(prior, -log(1 - taken) / prior.curve.expected_preemptions(mean_run_hours), source)
 
 
-def _said(prior: HazardPrior, factor: float, source: str) -> HazardPrior:
+def _scaled(prior: HazardPrior, factor: float, source: str) -> HazardPrior:
     """Return `prior` scaled by `factor`, with no more node-hours of weight than `prior` has.
 
     Observed preemptions then correct a rate near 0 as quickly as the prior itself.
     """
     reclaims = prior.reclaims * min(1.0, factor)
-    return HazardPrior(curve=prior.curve.scaled(factor), reclaims=reclaims, basis=Basis.SAID, source=source)
+    return HazardPrior(curve=prior.curve.scaled(factor), reclaims=reclaims, basis=Basis.REPORTED, source=source)
 
 
 # --- estimates -----------------------------------------------------------------------------------------
@@ -258,7 +260,7 @@ class Survival:
         return HazardCurve(per_hour=tuple(rates))
 
     def taken_within(self, hours: float) -> Estimate:
-        """Return P(L < hours), for more than 0 hours.
+        """Return P(L < hours), the probability that a node is preempted before this age. `hours` is above 0.
 
         The expected number of preemptions is a sum of Gammas. The interval comes from a single Gamma of the same mean
         and variance.
@@ -297,15 +299,15 @@ def learn(
 
     With one prior preemption at 1.27/h and five seen in one hour: 6 / (1 / 1.27 + 1) = 3.36/h.
     """
-    is_seen = any(seen.ms) or any(seen.reclaims)
+    is_observed = any(seen.ms) or any(seen.reclaims)
     return Survival(
         shapes=tuple(prior.reclaims + count for count in seen.reclaims),
         hours=tuple(
             prior.reclaims / hazard + ms / HOUR_MS for hazard, ms in zip(prior.curve.per_hour, seen.ms, strict=True)
         ),
         evidence=seen,
-        basis=basis if is_seen else prior.basis,
-        source=f"{source}; before that {prior.source}" if is_seen else prior.source,
+        basis=basis if is_observed else prior.basis,
+        source=f"{source}; before that {prior.source}" if is_observed else prior.source,
     )
 
 
@@ -324,8 +326,8 @@ def bursts(answers: Iterable[tuple[int, int]], within_ms: int = BURST_MS) -> int
     are refused at 9 s, one request at 30 s and one at 11 min: 2 bursts.
     """
     count, until_ms = 0, -1
-    for asked_ms, answered_ms in sorted(answers, key=lambda answer: (answer[1], answer[0])):
-        if not count or asked_ms >= until_ms:
+    for requested_ms, answered_ms in sorted(answers, key=lambda answer: (answer[1], answer[0])):
+        if not count or requested_ms >= until_ms:
             count, until_ms = count + 1, answered_ms + within_ms
     return count
 
@@ -357,13 +359,13 @@ class LaunchOdds:
     def estimate(self) -> Estimate:
         """Return the mean, with 1.64 standard deviations of the Beta as the interval, within 1 % and 100 %."""
         spread = Z90 * sqrt(self.mean * (1 - self.mean) / (self._launches + 1))
-        is_seen = self.successes + self.failures > 0
+        is_observed = self.successes + self.failures > 0
         return Estimate(
             mean=self.mean,
             low=max(0.01, self.mean - spread),
             high=min(1.0, self.mean + spread),
-            basis=Basis.MEASURED if is_seen else self.prior_basis,
-            source=f"our own ledger; before that {self.prior_source}" if is_seen else self.prior_source,
+            basis=Basis.MEASURED if is_observed else self.prior_basis,
+            source=f"our own ledger; before that {self.prior_source}" if is_observed else self.prior_source,
             events=self.successes + self.failures,
         )
 
@@ -460,7 +462,7 @@ class PoolHistory:
 
 def odds_of_obtainability(obtainability: float, source: str) -> LaunchOdds:
     """Return GCP's obtainability, 0 to 1 (AdviceClient.capacity), as the prior before the first launch."""
-    return LaunchOdds(prior=min(0.99, max(0.01, obtainability)), prior_basis=Basis.SAID, prior_source=source)
+    return LaunchOdds(prior=min(0.99, max(0.01, obtainability)), prior_basis=Basis.REPORTED, prior_source=source)
 
 
 def lives_of_trace(lines: Iterable[str]) -> tuple[Life, ...]:

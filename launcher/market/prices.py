@@ -40,7 +40,7 @@ LEAST_MICRO_USD_PER_HOUR = MICRO // 100
 CONSTANT_TYPES = 3
 """Number of instance types at the same price that marks a default value instead of a market."""
 
-DEAR_ROWS = 3
+OVERPRICED_ROWS = 3
 """Number of spot prices above on-demand from which the whole feed is suspect. Fewer are single wrong rows."""
 
 Product = tuple[str, str, str]
@@ -224,8 +224,8 @@ def believe(
             refused.append(Refusal(raw=raw, reason=str(error)))
     points, contradicting = _without_contradictions(points)
     limits = dict(on_demand or {}) | on_demand_prices(point for _, point in points)
-    points, dear = _without_dear_spot(points, limits, source)
-    refused += [*contradicting, *dear]
+    points, overpriced = _without_overpriced_spot(points, limits, source)
+    refused += [*contradicting, *overpriced]
     if not points:
         raise FeedRefused(
             f"{source}: not one of its {len(raws)} prices is believed; the first is {refused[0]}. Nothing was kept"
@@ -331,12 +331,12 @@ def _without_contradictions(rows: Iterable[Row]) -> tuple[list[Row], list[Refusa
 
     No rule could decide which of the prices holds. The same price reported twice counts once.
     """
-    said: defaultdict[object, dict[int, Row]] = defaultdict(dict)
+    by_moment: defaultdict[object, dict[int, Row]] = defaultdict(dict)
     for raw, point in rows:
-        said[point.pool, point.effective_ms].setdefault(point.micro_usd_per_hour, (raw, point))
+        by_moment[point.pool, point.effective_ms].setdefault(point.micro_usd_per_hour, (raw, point))
     kept: list[Row] = []
     refused = []
-    for prices in said.values():
+    for prices in by_moment.values():
         if len(prices) == 1:
             kept += prices.values()
             continue
@@ -347,7 +347,7 @@ def _without_contradictions(rows: Iterable[Row]) -> tuple[list[Row], list[Refusa
     return kept, refused
 
 
-def _without_dear_spot(
+def _without_overpriced_spot(
     rows: Sequence[Row], limits: Mapping[Product, int], source: str
 ) -> tuple[list[Row], list[Refusal]]:
     """Split the rows into kept rows and refusals: refuse a spot price above the on-demand price.
@@ -355,7 +355,7 @@ def _without_dear_spot(
     The compared prices have the same cloud, region and instance type. A spot price above the on-demand price is taken
     for the price of another product. Rows without a known on-demand price are kept. A past spot price is compared with
     today's on-demand price, and may be refused after a fall of the on-demand price. Raises FeedRefused if at least
-    `DEAR_ROWS` spot prices, and more than half of the compared prices, are refused.
+    `OVERPRICED_ROWS` spot prices, and more than half of the compared prices, are refused.
     """
     kept, refused, compared = [], [], 0
     for raw, point in rows:
@@ -370,7 +370,7 @@ def _without_dear_spot(
             refused.append(Refusal(raw=raw, reason=reason))
         else:
             kept.append((raw, point))
-    if len(refused) >= DEAR_ROWS and 2 * len(refused) > compared:
+    if len(refused) >= OVERPRICED_ROWS and 2 * len(refused) > compared:
         raise FeedRefused(
             f"{source}: {len(refused)} of {compared} spot prices are above the on-demand price of the same machine, "
             f"for one {refused[0]}. Nothing of it was kept"

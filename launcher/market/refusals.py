@@ -17,7 +17,8 @@ OF_CONSTRAINTS = {
     "compute.requireOsLogin": "SkyPilot and spotrl log in by keys in a machine's metadata, which OS Login turns off",
     "compute.skipDefaultNetworkCreation": "or name a network that is there in the job (network.gcp)",
 }
-"""Workarounds in the job, as an alternative to an exception by the administrator."""
+"""By organisation policy: a change to the job that avoids the policy, so that no administrator must make an
+exception."""
 
 ZONE_WORDS = ("No usable subnets matching availability zone",)
 """Texts of refusals that hold in one zone: a zone without a subnet tells nothing about the region's other zones."""

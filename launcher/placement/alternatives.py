@@ -105,7 +105,7 @@ def other_policies(needs: CloudRequirements, situation: Situation, expected: Out
         alternatives.append(
             Alternative(
                 what=f"policy {policy}: {rollout_nodes(choice.nodes)} in {choice.site.name}",
-                why_not=", ".join([difference(there.micro_usd, there.ms, expected), *_not_asked(needs, choice)]),
+                why_not=", ".join([difference(there.micro_usd, there.ms, expected), *_broken_rules(needs, choice)]),
                 micro_usd=there.micro_usd,
                 ms=there.ms,
             )
@@ -113,8 +113,8 @@ def other_policies(needs: CloudRequirements, situation: Situation, expected: Out
     return tuple(alternatives)
 
 
-def _not_asked(needs: CloudRequirements, choice: Choice) -> list[str]:
-    """Return the properties of another policy's choice that a plan of our own policy must not have."""
+def _broken_rules(needs: CloudRequirements, choice: Choice) -> list[str]:
+    """Return the rules of the `ours` policy that another policy's choice breaks, as text."""
     reasons = {
         "but more than half of its nodes in one zone": not is_spread(choice),
         "but on spot": needs.spot is Spot.NEVER and sum(choice.spot) > 0,

@@ -36,7 +36,7 @@ class Factors:
 
     @property
     def micro_usd(self) -> float:
-        """Return the product: the plan's dollars over the baseline's dollars."""
+        """Return the product of the factors: the plan's dollars over the baseline's dollars."""
         return self.iterations * self.hours_per_iteration * self.micro_usd_per_hour
 
 
@@ -57,7 +57,7 @@ class ExplorationShare:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PoolShare:
-    """A pool of the plan with its known figures."""
+    """A pool in which the plan buys nodes: the number of nodes, the price, and the estimates for the pool."""
 
     zone: str
     instance_type: str

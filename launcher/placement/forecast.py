@@ -2,9 +2,10 @@
 
 C = K [ T (P_T + sum over zones of n_z b_z) + e G m ]      (research notes cost 4.2)
 
-n_z slots in zone z are each at work for a share u_z of the time and cost b_z an hour by the clock
-(`launcher/placement/value.py`). T and K follow from the GPUs at work (`launcher/placement/iteration_time.py`). C is the
-objective of every plan: two choices are compared by C alone.
+K: iterations. T: hours of an iteration. P_T: the trainer's price per hour. e: traffic price per GB. G: GB of new
+weights. m: copies of the weights per iteration. n_z slots in zone z are each at work for a share u_z of the time and
+cost b_z an hour by the clock (`launcher/placement/value.py`). T and K follow from the GPUs at work
+(`launcher/placement/iteration_time.py`). C is the objective of every plan: two choices are compared by C alone.
 """
 
 from dataclasses import dataclass, replace

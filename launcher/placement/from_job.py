@@ -11,9 +11,10 @@ from launcher.placement.requirements import CloudRequirements, NodeRequirements,
 
 
 def cloud_requirements(job: Job, policy: str = "ours") -> CloudRequirements:
-    """Return the plan's request.
+    """Return the needs of a job, as the planner's input.
 
-    A job without timings requests all of the named nodes, because the useful number is unknown.
+    A job without timings needs all rollout nodes that the job file allows, because the number of nodes that pay is
+    unknown.
     """
     resources = job.resources
     min_nodes = resources.rollout.min_nodes

@@ -4,9 +4,11 @@ T = N gamma (1 / (R + S) + V / (R + S)^3) + T_train + t_sync      seconds of an 
 K = K(0) gain^-e                                                  iterations to the target
 c = T rate / (T(0) rate(0))                                       cost of an iteration; spot pays iff K / K(0) < 1 / c
 
-R: trainer GPUs. S: spot GPUs at work on average. V: the variance of the number of spot GPUs. With V = 0 and all spot
-GPUs always at work, the formulas are the closed forms of `engine.exploration.value`. In the reference recipe c > 1:
-spot beside the trainer makes each iteration dearer, and is bought for the iterations that exploration saves.
+N: images of an iteration. gamma: GPU-seconds of an image. K(0), T(0), rate(0): the values without spot nodes. gain, e:
+`gain_of` and `Recipe.gain_exponent`. R: trainer GPUs. S: spot GPUs at work on average. V: the variance of the number of
+spot GPUs. With V = 0 and all spot GPUs always at work, the formulas are the closed forms of `engine.exploration.value`.
+In the reference recipe c > 1: spot beside the trainer makes each iteration dearer, and is bought for the iterations
+that exploration saves.
 """
 
 from dataclasses import dataclass, replace
@@ -32,7 +34,7 @@ class Recipe:
     explores: bool
     """True if spot nodes try seeds while the trainer trains."""
     rho: float
-    """Correlation of the rewards with old weights and with new weights."""
+    """Correlation between an image's reward with old weights and the reward of the same seed with new weights."""
     gain_exponent: Estimate
     """e: the number of iterations falls with the e-th power of the variance gain of the trained rewards. 0:
     exploration saves nothing."""

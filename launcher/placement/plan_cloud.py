@@ -1,9 +1,9 @@
 """Plan a run on real clouds: the nodes to keep running, the expected cost, its interval, and the alternatives.
 
-ask + market -> sites -> a policy's choice -> outlook, interval, comparisons, alternatives
+needs + market -> sites -> a policy's choice -> outlook, interval, comparisons, alternatives
 
-Pure: the same ask and market give the same plan, for any order of the offers. No plan exceeds a cap: the listed rate,
-the expected cost and the expected time are within the limits of the ask. If no plan fits, the error names the limits
+Pure: the same needs and market give the same plan, for any order of the offers. No plan exceeds a cap: the listed rate,
+the expected cost and the expected time are within the limits of the needs. If no plan fits, the error names the limits
 that would fit. Money is integer micro-dollars, time integer milliseconds; expectations are rounded up.
 """
 
@@ -212,7 +212,10 @@ def _site_options(needs: CloudRequirements, sites: Sequence[Site], choice: Choic
 
 
 def _options_in(place: tuple[str, str], there: Sequence[Site], choice: Choice) -> SiteOptions:
-    """Return the options of a region in buying order: the planned trainer in the home region, else the cheapest."""
+    """Return the options of a region in buying order.
+
+    In the planned region the planned trainer comes first, in other regions the cheapest trainer.
+    """
     trainers = sorted(
         (site.trainer for site in there),
         key=lambda offer: (offer != choice.site.trainer, offer.micro_usd_per_hour, offer.instance_type),

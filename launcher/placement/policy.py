@@ -26,7 +26,7 @@ SPOTHEDGE_EXTRA = 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Situation:
-    """Facts that a policy may use. Before a run, only the ask and the sites are known."""
+    """Facts that a policy may use. Before a run, only the needs and the sites are known."""
 
     needs: CloudRequirements
     sites: tuple[Site, ...]
@@ -41,7 +41,7 @@ class Policy(Protocol):
     """Choose the nodes to keep running. The same situation gives the same answer."""
 
     def choose(self, situation: Situation) -> Choice | None:
-        """Return the choice within the caps of the ask; None if no choice keeps the caps."""
+        """Return the choice within the caps of the needs; None if no choice keeps the caps."""
 
 
 def build_policy(name: str) -> Policy:
@@ -74,16 +74,16 @@ class AllOnDemand:
 
 
 class CheapestFailover:
-    """All spot nodes in the zone with the lowest price. After a loss, all nodes in the next zone, anywhere."""
+    """All spot nodes in the zone with the lowest price. After a loss, all nodes go to the next zone of any region."""
 
     def choose(self, situation: Situation) -> Choice | None:
         return _most_that_fits(situation, lambda nodes: _in_one_zone(situation.sites, nodes, set(situation.lost)))
 
 
 class SkyPilotLike:
-    """A managed job's eager next region: cheapest zone first.
+    """The strategy of SkyPilot's managed jobs: start in the cheapest zone.
 
-    After a loss the whole cluster goes to another region.
+    After a loss the whole cluster goes to another region at once.
     """
 
     def choose(self, situation: Situation) -> Choice | None:
@@ -148,7 +148,7 @@ class Ours:
 def _in_one_zone(sites: tuple[Site, ...], nodes: int, lost: set[Pool]) -> Iterator[Choice]:
     """Yield a choice for every zone, with all nodes in the zone.
 
-    Zones with a recent loss count only if no zone is without.
+    Zones with a recent loss are used only if every zone had a recent loss.
     """
     pairs = [(site, index) for site in sites for index in range(len(site.zones))]
     good = [(site, index) for site, index in pairs if pool_of_offer(site.zones[index].offer) not in lost]

@@ -84,14 +84,14 @@ def untimed(
 
     Every figure of the recipe is a guess.
     """
-    picture_seconds = UNTIMED_SECONDS / 2 / (prompts * images_per_prompt)
+    image_seconds = UNTIMED_SECONDS / 2 / (prompts * images_per_prompt)
     return Recipe(
         cost=IterationCost(
             prompts=prompts,
             images_per_prompt=images_per_prompt,
             reserved_gpus=1,
-            rollout_gpu_seconds=picture_seconds,
-            candidate_gpu_seconds=picture_seconds,
+            rollout_gpu_seconds=image_seconds,
+            candidate_gpu_seconds=image_seconds,
             train_seconds=UNTIMED_SECONDS / 2,
             max_candidates=max_candidates,
         ),

@@ -88,9 +88,9 @@ class CloudRequirements:
     max_total_micro_usd: int | None = None
     deadline_ms: int | None = None
     floor_nodes: int = 0
-    """Rollout nodes expected to be at work; on-demand nodes fill the gap that spot leaves."""
+    """Smallest average number of rollout nodes at work. If spot alone gives fewer, on-demand nodes are added."""
     min_rollout_nodes: int = 0
-    """Rollout nodes that are bought at least, even if the plan expects no saving."""
+    """Smallest number of rollout nodes to buy, even if the plan expects no saving."""
     horizon_ms: int = HORIZON_MS
     lost_work_ms: int = LOST_WORK_MS
     policy: str = "ours"
@@ -185,7 +185,7 @@ class Site:
 
 
 def sites_of(needs: CloudRequirements, market: MarketView) -> tuple[tuple[Site, ...], tuple[LeftOut, ...]]:
-    """Return every site that the ask allows, by name; and the regions without a site, with the reason."""
+    """Return every site that the needs allow, by name; and the regions without a site, with the reason."""
     by_region: dict[tuple[str, str], list[Offer]] = {}
     for offer in _each_once(market.offers):
         if offer.cloud in needs.clouds:

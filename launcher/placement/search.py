@@ -68,7 +68,7 @@ def is_above_floor(needs: CloudRequirements, choice: Choice) -> bool:
 
 
 Part = tuple[int, int, int, int]
-"""Bound in micro-dollars, number of the site, spot nodes, nodes on demand."""
+"""A part: lower bound of its cost in micro-dollars, index of the site, spot nodes, on-demand nodes."""
 
 
 class _Search:
@@ -110,22 +110,22 @@ class _Search:
         """Try every distribution of the part's spot nodes over the zones of the site."""
         _, number, spot, on_demand = part
         here, steady = self.sites[number], self.sites[number].site.on_demand
-        begun = _Begun(0.0, float(here.site.trainer.micro_usd_per_hour), 0.0, 0.0, 0)
+        placed = _Placed(0.0, float(here.site.trainer.micro_usd_per_hour), 0.0, 0.0, 0)
         if on_demand and steady is not None:
-            begun = _Begun(
+            placed = _Placed(
                 rate=on_demand * steady.value.micro_usd_per_hour,
-                listed=begun.listed + on_demand * steady.offer.micro_usd_per_hour,
+                listed=placed.listed + on_demand * steady.offer.micro_usd_per_hour,
                 there=float(on_demand),
                 gpus=on_demand * steady.offer.gpus * steady.value.useful_share,
                 copies=1,
             )
-        self._fill(part, begun, [], spot)
+        self._fill(part, placed, [], spot)
 
-    def _fill(self, part: Part, begun: "_Begun", counts: list[int], left: int) -> None:
-        """Put `left` nodes into the zones after the first `len(counts)`, cheapest hour first."""
+    def _fill(self, part: Part, placed: "_Placed", counts: list[int], left: int) -> None:
+        """Try every way to put `left` spot nodes into the zones after the first `len(counts)`, cheapest hour first."""
         _, number, spot, on_demand = part
         here, zone, cap = self.sites[number], len(counts), self.sites[number].cap(spot)
-        bound = self._bound(here, spot, begun, zone, left)
+        bound = self._bound(here, spot, placed, zone, left)
         if bound is None or (self.best is not None and bound > self.best[0]):
             return
         if left == 0:
@@ -136,7 +136,7 @@ class _Search:
             most = min(most, counts[-1])  # of two equal zones, the first gets as many nodes or more
         for count in range(most, max(0, left - cap * (here.zones - zone - 1)) - 1, -1):
             counts.append(count)
-            self._fill(part, here.more(begun, zone, count), counts, left - count)
+            self._fill(part, here.more(placed, zone, count), counts, left - count)
             counts.pop()
 
     def _consider(self, number: int, counts: Sequence[int], on_demand: int) -> None:
@@ -151,29 +151,31 @@ class _Search:
         if self.best is None or key < self.best:
             self.best, self.choice = key, choice
 
-    def _bound(self, here: "_Columns", spot: int, begun: "_Begun", zone: int, left: int) -> int | None:
-        """Return a lower bound in micro-dollars for all choices that begin like `begun`; None if none is allowed.
+    def _bound(self, here: "_Columns", spot: int, placed: "_Placed", zone: int, left: int) -> int | None:
+        """Return a lower bound in micro-dollars for all choices that begin like `placed`; None if none is allowed.
 
         The bound prices the remaining nodes like the cheapest zones from `zone` on, and takes their usefulness from the
         most useful zones. All spot nodes count as steady as the steadiest zone, spread evenly.
         """
         cap = here.cap(spot)
         useful = -here.useless.least(zone, left, cap)
-        if (begun.there + useful) * SLACK < self.needs.floor_nodes:
+        if (placed.there + useful) * SLACK < self.needs.floor_nodes:
             return None
         micro_usd, ms = cost(
             here.recipe,
             here.site.trainer.micro_usd_per_hour,
-            (begun.gpus + useful * self.needs.rollout.gpus) * SLACK,
+            (placed.gpus + useful * self.needs.rollout.gpus) * SLACK,
             here.least_variance[spot] / SLACK,
-            (begun.rate + here.rates.least(zone, left, cap)) / SLACK,
-            begun.copies + (ceil(left / cap) if left else 0),
+            (placed.rate + here.rates.least(zone, left, cap)) / SLACK,
+            placed.copies + (ceil(left / cap) if left else 0),
         )
-        listed = (begun.listed + here.prices.least(zone, left, cap)) / SLACK
+        listed = (placed.listed + here.prices.least(zone, left, cap)) / SLACK
         return micro_usd if self.caps.keep(listed, micro_usd - 1, ms - 1) else None
 
     def _fastest_ms(self, here: "_Columns", share: float) -> list[int]:
-        """Return the least time by the number of rollout nodes, each at work for `share` of the time.
+        """Return the shortest time to the target in ms: item n is the time with n rollout nodes.
+
+        Each node is at work for `share` of the time.
 
         The result is cached, because many sites have the same values.
         """
@@ -187,7 +189,7 @@ class _Search:
 
 
 @dataclass(frozen=True, slots=True)
-class _Begun:
+class _Placed:
     """Sums over the nodes placed so far."""
 
     rate: float
@@ -218,22 +220,22 @@ class _Columns:
     def cap(self, spot: int) -> int:
         return most_in_one_zone(spot, self.zones)
 
-    def more(self, begun: _Begun, zone: int, count: int) -> _Begun:
+    def more(self, placed: _Placed, zone: int, count: int) -> _Placed:
         """Return the sums with `count` more nodes in a zone."""
         if not count:
-            return begun
+            return placed
         there = -count * self.useless.each[zone]
-        return _Begun(
-            begun.rate + count * self.rates.each[zone],
-            begun.listed + count * self.prices.each[zone],
-            begun.there + there,
-            begun.gpus + there * self.site.zones[zone].offer.gpus,
-            begun.copies + 1,
+        return _Placed(
+            placed.rate + count * self.rates.each[zone],
+            placed.listed + count * self.prices.each[zone],
+            placed.there + there,
+            placed.gpus + there * self.site.zones[zone].offer.gpus,
+            placed.copies + 1,
         )
 
     @cached_property
     def least_variance(self) -> list[float]:
-        """Return the least variance by the number of nodes."""
+        """Return lower bounds of the variance of the GPUs at work: item n is the bound for n spot nodes."""
         if not self.zones:
             return [0.0]
         steadiest = [min(pool.gpu_spread for pool in self.site.zones)] * self.zones
@@ -245,7 +247,7 @@ class _Column:
 
     def __init__(self, each: Sequence[float]) -> None:
         self.each = each
-        self._least = [sorted(each[begun:]) for begun in range(len(each) + 1)]
+        self._least = [sorted(each[placed:]) for placed in range(len(each) + 1)]
         self._sums = [list(accumulate(least, initial=0.0)) for least in self._least]
 
     def least(self, zone: int, left: int, cap: int) -> float:

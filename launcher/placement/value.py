@@ -85,7 +85,10 @@ def billed_hours(terms: NodeTerms) -> float:
 
 
 def micro_usd_per_life(terms: NodeTerms) -> float:
-    """Return B = p E[min(L, H) 1{billed}] + w P(L < H), where w is the price of the work that a preemption loses."""
+    """Return B = p E[min(L, H) 1{billed}] + w P(L < H): the cost of one life.
+
+    p: the node's price per hour. w: the price of the work that a preemption loses.
+    """
     taken = terms.hazards.taken_within(terms.horizon_hours)
     return terms.micro_usd_per_hour * (billed_hours(terms) + terms.lost_work_hours * taken)
 
@@ -132,12 +135,15 @@ def outage_hours(share_at_work: float) -> float:
 
 
 def useful_share(terms: NodeTerms) -> float:
-    """Return U over the cycle: the share of time that a slot has a node at work."""
+    """Return `useful_hours` / `cycle_hours`: the share of time that a slot has a node at work."""
     return useful_hours(terms) / cycle_hours(terms)
 
 
 def micro_usd_per_slot_hour(terms: NodeTerms) -> float:
-    """Return B over the cycle: the cost of a slot in an hour by the clock, with its empty or free hours."""
+    """Return `micro_usd_per_life` / `cycle_hours`: a slot's average cost per hour.
+
+    Hours without a node or a bill count.
+    """
     return micro_usd_per_life(terms) / cycle_hours(terms)
 
 
@@ -175,9 +181,10 @@ def square_root_rule(
 ) -> float:
     """Return n* = max(0, sqrt(a (P_T - s P^) / (b P^)) - s): the number of nodes with the cheapest iteration.
 
-    From d/dn (a / (n + s) + b) (P_T + n P^) = 0, for a single zone and no saving by exploration. s is the trainer's own
-    part in rollouts, in nodes. a = 6 node-hours, b = 1 h, P_T / P^ = 3.5, s = 0: 4.6. A saving by exploration raises
-    n*. In the reference recipe (428 GPU-s, 253 s, s = 4) n* is 0 for spot at 69 % off.
+    a: `rollout_node_hours`. b: `train_hours`. P_T: the trainer's price. P^: the price of a rollout node. From d/dn (a /
+    (n + s) + b) (P_T + n P^) = 0, for a single zone and no saving by exploration. s is the trainer's own part in
+    rollouts, in nodes. a = 6 node-hours, b = 1 h, P_T / P^ = 3.5, s = 0: 4.6. A saving by exploration raises n*. In the
+    reference recipe (428 GPU-s, 253 s, s = 4) n* is 0 for spot at 69 % off.
     """
     rest = trainer_micro_usd_per_hour - assist_nodes * node_micro_usd_per_hour
     if rest <= 0:
@@ -187,7 +194,10 @@ def square_root_rule(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Marginal:
-    """Effect of one more node on the cost of finishing, in micro-dollars."""
+    """Effect of one more node on the cost of finishing, in micro-dollars.
+
+    With n nodes the run takes h_n hours and costs r_n an hour.
+    """
 
     saved: int
     """(h_n - h_n+1) r_n: everything else is paid for fewer hours."""
@@ -203,7 +213,7 @@ class Marginal:
 def marginal_node(hours_now: float, hours_then: float, rate_now: float, rate_then: float) -> Marginal:
     """Return the effect of one more node. Rates are in micro-dollars an hour.
 
-    100 h at $10/h, 80 h at $12/h: saves $200, costs $160.
+    Example: from 100 h at $10/h to 80 h at $12/h, the node saves $200 and costs $160.
     """
     return Marginal(saved=round((hours_now - hours_then) * rate_now), paid=round(hours_then * (rate_then - rate_now)))
 
@@ -225,7 +235,7 @@ def most_in_one_zone(nodes: int, zones: int) -> int:
 
     A zone may preempt all of its nodes at once, so no zone holds more than half.
 
-    3 of 5 nodes; all 5 in a single zone.
+    Example: 3 of 5 nodes with two zones or more; all 5 with a single zone.
     """
     return nodes if zones < 2 else ceil(nodes / 2)
 
@@ -253,10 +263,12 @@ def gpu_variance(
 
 
 def cools_until_ms(stock_outs_ms: Sequence[int], since_ms: int | None = None, jitter: float = 0.0) -> int | None:
-    """Return the end of a pool's cool-down, or None if the last launch came or the pool was never asked.
+    """Return the end of a pool's cool-down, or None if the last launch succeeded or no node of the pool was ever
+    requested.
 
     t + min(30 min, 10 min (1 + jitter / 2) 2^(k - 1)) for k bursts of refusals in a row after `since_ms`, the last
-    successful launch. `jitter` in [0, 1) keeps controllers from retrying at the same time. Second burst at noon: 12:20.
+    successful launch. `jitter` in [0, 1) keeps controllers from retrying at the same time. Example: after a second
+    burst at noon, the end is 12:20.
     """
     refusals = [at for at in stock_outs_ms if since_ms is None or at > since_ms]
     if not refusals:
@@ -275,7 +287,9 @@ ZONE_MICRO_USD_PER_GB = 20_000
 
 
 def copies_micro_usd(copy_bytes: int, copies: int, micro_usd_per_gb: int = ZONE_MICRO_USD_PER_GB) -> float:
-    """Return e G m: the cost of sending new weights, once to each zone; the nodes of a zone pass the weights on.
+    """Return e G m: the cost of sending G GB of new weights to m zones, at a traffic price of e per GB.
+
+    The weights are sent once to each zone; the nodes of a zone pass the weights on.
 
     40 GB to another cloud, one copy: $4.00. A LoRA of .38 GB to two zones: 1.5 cents.
     """

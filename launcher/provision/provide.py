@@ -66,7 +66,7 @@ def controller_address() -> str:
 def ssh_from(job: Job) -> str:
     """Return the addresses that may reach nodes by SSH, as CIDR.
 
-    Empty if a network of the job decides for all clouds.
+    Empty if the job names a network on every cloud: then the rules of these networks decide.
     """
     if job.ssh_from is not None or not job.network.is_reached_from_here(job.clouds):
         return job.ssh_from or ""

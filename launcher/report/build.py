@@ -54,15 +54,15 @@ def build_report(
     end_ms = _ended_ms(session, run) or now_ms
     target, curve = target_of(session, run, costs, target_reward)
     preemptions = preemption_lines(session, run, costs)
-    pictures = images_of(session, run, target.metric)
+    images = images_of(session, run, target.metric)
     started = progress_of(session, run, EngineStarted.KIND)
     status = current_status(session, run)
     saved = [savings_of(costs, preemptions)]
     if against is not None:
         # `against` has its own clock, so count its costs only up to its last evaluation.
-        told = max((row.at_ms for row in progress_of(session, against, Evaluated.KIND)), default=against.created_ms)
+        until_ms = max((row.at_ms for row in progress_of(session, against, Evaluated.KIND)), default=against.created_ms)
         theirs, _ = target_of(
-            session, against, run_costs(session, against, told), target.value, target.metric, guard_limits(run)
+            session, against, run_costs(session, against, until_ms), target.value, target.metric, guard_limits(run)
         )
         saved.insert(0, saving_against(target, against.name, theirs))
     return Report(
@@ -106,8 +106,8 @@ def build_report(
         price_effect=price_effect_of(costs),
         saved=tuple(saved),
         prices=price_sources_of(nodes_of(session, run)),
-        pictures_before=pictures[0] if pictures else None,
-        pictures_after=pictures[-1] if len(pictures) > 1 else None,
+        pictures_before=images[0] if images else None,
+        pictures_after=images[-1] if len(images) > 1 else None,
         start_ms=run.created_ms,
         end_ms=max([end_ms, *(charge.end_ms for node in costs.nodes for charge in node.charges)]),
         notes=NOT_MODELLED if run.infra == LOCAL else NOT_MODELLED_ON_CLOUDS,

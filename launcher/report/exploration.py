@@ -57,17 +57,17 @@ def exploration_words(exploration: Exploration | None) -> str:
     """Return one or two sentences about the run's exploration."""
     if exploration is None:
         return "Exploration: none; each prompt's first seeds were trained."
-    said = f"Exploration: {exploration.candidates:,} candidates for {exploration.batches} batches"
-    said += f", {dollars(exploration.micro_usd)} of the cost."
+    text = f"Exploration: {exploration.candidates:,} candidates for {exploration.batches} batches"
+    text += f", {dollars(exploration.micro_usd)} of the cost."
     if exploration.spearman is None:
-        return f"{said} How well old weights rank seeds is not known yet."
+        return f"{text} How well old weights rank seeds is not known yet."
     how = "corrected by a random control slice" if exploration.corrected else "uncorrected"
     interval = f"{exploration.low:.2f} to {exploration.high:.2f}"
-    said += f" Old weights ranked seeds with a Spearman correlation of {exploration.spearman:.2f} ({interval}, {how})"
+    text += f" Old weights ranked seeds with a Spearman correlation of {exploration.spearman:.2f} ({interval}, {how})"
     if exploration.realised_gain is not None:
-        said += (
+        text += (
             f"; the rewards that were trained differed x{exploration.realised_gain:.1f} as much as a random choice's"
         )
     if exploration.predicted_gain is not None:
-        said += f" (x{exploration.predicted_gain:.1f} was predicted)"
-    return f"{said}." if exploration.explores_on else f"{said}. It was not worth it, and was switched off."
+        text += f" (x{exploration.predicted_gain:.1f} was predicted)"
+    return f"{text}." if exploration.explores_on else f"{text}. It was not worth it, and was switched off."

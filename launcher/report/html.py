@@ -57,7 +57,7 @@ def render_html(report: Report, read: Callable[[str], bytes | None]) -> str:
         pictures=[
             (word, sheet, picture)
             for word, sheet in (("Before", report.pictures_before), ("After", report.pictures_after))
-            if sheet is not None and (picture := _picture(sheet, read))
+            if sheet is not None and (picture := _image_uri(sheet, read))
         ],
     )
 
@@ -93,7 +93,7 @@ def _shares(split: Mapping[str, int], total: int) -> list[Share]:
     ]
 
 
-def _picture(sheet: Pictures, read: Callable[[str], bytes | None]) -> str | None:
+def _image_uri(sheet: Pictures, read: Callable[[str], bytes | None]) -> str | None:
     """Return the contact sheet as a data URI; None if no store has the file or the file is not a PNG."""
     data = read(sheet.path)
     if data is None or not data.startswith(PNG):

@@ -62,7 +62,11 @@ def preemption_lines(session: Session, run: Run, costs: RunCosts) -> tuple[Preem
 
 
 def paid_by(later: Sequence[NodeCost], taken: set[str]) -> list[NodeCost]:
-    """Return the successors with cold starts caused by the preemption: up to the first one seen or preempted."""
+    """Return the successors whose cold start this preemption caused.
+
+    `later`: the later nodes of the slot. The last successor is the first with a call from a worker, or in `taken` (the
+    preempted nodes).
+    """
     paid = []
     for cost in later:
         paid.append(cost)
@@ -82,8 +86,8 @@ def _time_of_steps(session: Session, run: Run, costs: RunCosts) -> tuple[int, in
     done = session.scalars(
         select(ProgressRow).where(ProgressRow.run_id == run.id, ProgressRow.kind == IterationDone.KIND)
     )
-    pictures = sum(trained + int(row.event["explored"]) for row in done)
-    return ms, pictures * int(sampler.get("steps", 0))
+    images = sum(trained + int(row.event["explored"]) for row in done)
+    return ms, images * int(sampler.get("steps", 0))
 
 
 def _value(lost_steps: int, ms: int, steps: int, micro_usd_per_hour: int) -> int:

@@ -1,4 +1,4 @@
-"""What the same nodes would have cost on demand."""
+"""The cost of the same nodes on demand, and the saving against that cost."""
 
 from collections.abc import Sequence
 
@@ -23,7 +23,10 @@ NOT_MODELLED_ON_CLOUDS = (
 
 
 def savings_of(costs: RunCosts, preemptions: Sequence[PreemptionLine]) -> Saving:
-    """Return the saving against all nodes on demand: the same node-time, minus the cold starts after preemptions."""
+    """Return the saving against all nodes on demand.
+
+    The baseline is the same node-time at on-demand prices, without the cold starts after preemptions.
+    """
     taken = {line.node for line in preemptions}
     caused: dict[str, NodeCost] = {}
     for line in preemptions:

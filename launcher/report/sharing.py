@@ -9,7 +9,7 @@ Event = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sharing:
-    """Regroups of a whole run."""
+    """The regroups of a whole run: their number, their nodes, and the sizes of the groups."""
 
     regroups: int
     nodes: int

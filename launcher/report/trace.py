@@ -62,12 +62,12 @@ class _Trace:
         trainers = [node for node in self._nodes.values() if node.role == "trainer"]
         for row in progress_of(self._session, self._run, IterationDone.KIND):
             # The event belongs to the newest trainer requested before the event.
-            asked = [node for node in trainers if node.requested_ms <= row.at_ms]
-            if asked:
+            earlier = [node for node in trainers if node.requested_ms <= row.at_ms]
+            if earlier:
                 begun = row.at_ms - row.event["wall_seconds"] * 1000 * self._run.clock_factor
                 numbers = {"reward": row.event["reward_mean"], "explored": row.event["explored"]}
                 name = f"iteration {row.event['iteration']}"
-                yield self._span(self._pids[asked[-1].name], ITERATIONS, name, begun, row.at_ms) | {"args": numbers}
+                yield self._span(self._pids[earlier[-1].name], ITERATIONS, name, begun, row.at_ms) | {"args": numbers}
 
     def _evaluations(self) -> Iterator[dict[str, Any]]:
         for row in progress_of(self._session, self._run, Evaluated.KIND):

@@ -16,15 +16,19 @@ from launcher.market.prices import PricePoint, time_ms
 from launcher.services.refresh_catalog import merged, offers_from
 
 
-def on_offer(tables: Iterable[Offer], said: Iterable[PricePoint], now_ms: int) -> tuple[Offer, ...]:
-    """Return the offers in places that a cloud knows, judged together. `said`: the latest price of each pool."""
-    said = sorted(said, key=lambda point: point.observed_ms)
+def on_offer(tables: Iterable[Offer], latest: Iterable[PricePoint], now_ms: int) -> tuple[Offer, ...]:
+    """Return the usable offers of `tables`, each at the newer of its own price and its price in `latest`.
+
+    Left out: places that do not exist on the cloud, GPUs too old for nodes, expired prices. `latest`: the latest price
+    of each pool.
+    """
+    latest = sorted(latest, key=lambda point: point.observed_ms)
     listed = buyable(tables)
     seen = {key(offer): time_ms(offer.observed_at) or 0 for offer in listed}
     newer = [
-        offer for offer in offers_from(said).offers if (time_ms(offer.observed_at) or 0) >= seen.get(key(offer), 0)
+        offer for offer in offers_from(latest).offers if (time_ms(offer.observed_at) or 0) >= seen.get(key(offer), 0)
     ]
-    names = {(point.region, point.zone_id): point.zone for point in said if point.zone_id and point.zone}
+    names = {(point.region, point.zone_id): point.zone for point in latest if point.zone_id and point.zone}
     offers = [offer for offer in merged(listed, newer) if not is_too_old(offer.accelerator)]
     return without_expired(
         (replace(offer, zone=names.get((offer.region, offer.zone_id), offer.zone)) for offer in offers), now_ms

@@ -2,7 +2,7 @@
 
 Pure.
 
-The promise: a price that differs from the list says so in `source`, and therefore on every line of every plan.
+The promise: a price that differs from the list price is marked in `source`, and therefore on every line of every plan.
 """
 
 from collections.abc import Iterable, Sequence

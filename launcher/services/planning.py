@@ -10,7 +10,7 @@ from sqlalchemy.orm import Session, sessionmaker
 from launcher.job.schema import Job
 from launcher.ledger.exposure import pool_histories
 from launcher.ledger.prices import capacity_advice, latest_prices
-from launcher.market.advice import STALE_MS, what_clouds_say
+from launcher.market.advice import STALE_MS, cloud_priors
 from launcher.market.offers import current_catalog
 from launcher.placement.cloud_plan import CloudPlan
 from launcher.placement.from_job import cloud_requirements
@@ -28,10 +28,10 @@ def cloud_plan(sessions: sessionmaker[Session], job: Job, catalogs: Path, now_ms
     catalog fails.
     """
     with sessions() as session:
-        said = latest_prices(session, clouds=job.clouds)
+        latest = latest_prices(session, clouds=job.clouds)
         histories = pool_histories(session, now_ms)
-        advice = what_clouds_say(capacity_advice(session, since_ms=now_ms - STALE_MS), now_ms)
-    listed = on_offer(current_catalog(catalogs).all_offers(), said, now_ms)
+        advice = cloud_priors(capacity_advice(session, since_ms=now_ms - STALE_MS), now_ms)
+    listed = on_offer(current_catalog(catalogs).all_offers(), latest, now_ms)
     reached = [offer for offer in listed if job.network.reaches(offer.cloud, offer.region)]
     offers = as_you_pay(reached, job.price_overrides, job.discounts, now_ms)
     market = market_view(offers, histories.values(), now_ms=now_ms, priors=advice.priors, believed_odds=advice.odds)

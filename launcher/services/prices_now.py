@@ -12,7 +12,7 @@ from launcher.services.own_prices import as_you_pay
 
 def prices_now(session: Session, job: Job, now_ms: int) -> PriceNow:
     """Return the clouds' latest prices, adjusted to the user's overrides and discounts."""
-    said = on_offer((), latest_prices(session, clouds=job.clouds), now_ms)
+    offers = on_offer((), latest_prices(session, clouds=job.clouds), now_ms)
     return PriceNow(
         {
             (
@@ -22,7 +22,7 @@ def prices_now(session: Session, job: Job, now_ms: int) -> PriceNow:
                 offer.instance_type,
                 offer.market,
             ): Price(micro_usd_per_hour=offer.micro_usd_per_hour, source=offer.source, observed_at=offer.observed_at)
-            for offer in as_you_pay(said, job.price_overrides, job.discounts, now_ms)
+            for offer in as_you_pay(offers, job.price_overrides, job.discounts, now_ms)
             if offer.quality in USABLE
         }
     )

@@ -91,9 +91,9 @@ def merged(known: Iterable[Offer], fresh: Iterable[Offer]) -> tuple[Offer, ...]:
     Drop a region-wide price once per-zone prices exist, because the region-wide price would list a zone twice.
     """
     fresh = tuple(fresh)
-    told_apart = {_product(offer) for offer in fresh if offer.zone not in ("", offer.region)}
+    with_zone_prices = {_product(offer) for offer in fresh if offer.zone not in ("", offer.region)}
     rows = {key(offer): offer for offer in (*known, *fresh)}
-    kept = (offer for offer in rows.values() if offer.zone != offer.region or _product(offer) not in told_apart)
+    kept = (offer for offer in rows.values() if offer.zone != offer.region or _product(offer) not in with_zone_prices)
     return judge(sorted(kept, key=key))
 
 

@@ -78,7 +78,7 @@ class StoreLease:
         boot_ms: Callable[[], int] = boot_ms,
     ) -> None:
         self._open, self._run, self._wall_ms, self._boot_ms = open_bucket, run, wall_ms, boot_ms
-        self._asked_ms = boot_ms()
+        self._requested_ms = boot_ms()
         """Time of the last request to the bucket, answered or not (milliseconds since this machine was started)."""
         self._opened: ObjectStore | None = None
         self._holder = blake2b(token.encode(), digest_size=8).hexdigest()
@@ -133,7 +133,7 @@ class StoreLease:
 
         A process that was frozen or asleep renews first: its renewal thread may not have run yet.
         """
-        if self.lost is None and self._boot_ms() - self._asked_ms >= DOUBT_SECONDS * 1000:
+        if self.lost is None and self._boot_ms() - self._requested_ms >= DOUBT_SECONDS * 1000:
             self.renew()
         if self.lost is not None:
             raise LeaseLost(
@@ -145,7 +145,7 @@ class StoreLease:
         """Renew the lease once. Sets `lost` if another holder has the lease."""
         with self._renewing:
             self._renew()
-            self._asked_ms = self._boot_ms()
+            self._requested_ms = self._boot_ms()
 
     def _renew(self) -> None:
         try:

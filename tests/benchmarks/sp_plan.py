@@ -410,7 +410,7 @@ Milliseconds of planning: processor time, median of {options.times} fleets (wors
 (other work on the machine slows it; the first one is no slower than the next):
 {by_fleet}.
 All but the last two have 1,000 nodes of 8 places; `all different`: other workers live, other groups and other requests
-at other steps on each. Small fleets are looked at node by node and larger ones by kind (`LOOKED_AT_SINGLY`); whether
+at other steps on each. Small fleets are looked at node by node and larger ones by kind (`PLANNED_SINGLY`); whether
 that is as good for a large fleet as looking at each node is not shown here.
 What it changed: a forecast used to count on a later regrouping even when GPUs were idle already, so that waiting was
 always as good as acting and nobody acted; work that no group of a partition could serve was forecast better than any

@@ -77,7 +77,7 @@ def test_every_live_worker_is_in_one_group_of_its_node_whatever_was_there(live, 
     now = [WorkerGroup(members=tuple(members)) for members in now]
     asked = {"step_seconds": TABLE, "regroup_seconds": 0.05, "waiting": demand, "in_flight": running}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planner, "LOOKED_AT_SINGLY", 8 if singly else 0)
+        patch.setattr(planner, "PLANNED_SINGLY", 8 if singly else 0)
         planned = plan_groups(sorted(live), groups=now, **asked)
         assert sorted(worker for one in planned for worker in one.members) == sorted(live)
         for one in planned:
@@ -95,7 +95,7 @@ def test_every_live_worker_is_in_one_group_of_its_node_whatever_was_there(live, 
 def test_planned_again_nothing_moves(live, demand, singly):
     asked = {"step_seconds": TABLE, "regroup_seconds": 0.05, "waiting": demand}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planner, "LOOKED_AT_SINGLY", 8 if singly else 0)
+        patch.setattr(planner, "PLANNED_SINGLY", 8 if singly else 0)
         planned = plan_groups(sorted(live), **asked)
         assert plan_groups(sorted(live), groups=planned, **asked) == planned
 

@@ -766,14 +766,14 @@ def test_exploration_waits_for_the_tail_and_is_not_made_twice_itself():
 
 def test_a_worker_gets_only_what_it_has_room_for():
     queue = queue_with(task(4, shape=4), task(2, Kind.EXPLORE, shape=2))
-    assert pull(queue, room=3).attempts[0].request.kind is Kind.EXPLORE
-    assert pull(queue, "b/0", room=4).attempts[0].request.kind is Kind.TRAIN
+    assert pull(queue, most_images=3).attempts[0].request.kind is Kind.EXPLORE
+    assert pull(queue, "b/0", most_images=4).attempts[0].request.kind is Kind.TRAIN
 
 
 def test_work_that_is_too_large_for_a_worker_is_said_once():
     queue = queue_with(task(4, shape=4))
     for _ in range(3):
-        assert pull(queue, room=3) == Wait()
+        assert pull(queue, most_images=3) == Wait()
     (warning,) = [event.text for event in queue.events if isinstance(event, Warned)]
     assert "room for 3" in warning
     assert "needs 4" in warning

@@ -212,7 +212,7 @@ CALLS = [
         seq=9,
         holds=HeldWeights(version=7, average=True, digest="abc"),
         kinds=(Kind.TRAIN, Kind.EXPLORE),
-        room=2,
+        most_images=2,
         group=GroupReport(epoch=4, torn=(3,), believed={1: 1.0, 2: 0.6}),
     ),
     Pull(**CALLER, seq=9),

@@ -9,7 +9,7 @@ from scipy.stats import gamma
 
 from launcher.ledger.exposure import pool_histories
 from launcher.ledger.models import NodeEvent
-from launcher.market.advice import what_clouds_say
+from launcher.market.advice import cloud_priors
 from launcher.market.estimate import Basis
 from launcher.market.hazard import (
     BUCKET_STARTS_MS,
@@ -155,7 +155,7 @@ def test_the_ends_are_those_of_a_gamma(shape):
 def test_a_clouds_uptime_is_the_median_life():
     said = prior_of_uptime(POOLED, 6.0, "GCP AdviceClient.capacity")
     assert said.curve.survives(6.0) == pytest.approx(0.5)
-    assert said.basis is Basis.SAID
+    assert said.basis is Basis.REPORTED
     assert said.curve.per_hour[0] / said.curve.per_hour[-1] == pytest.approx(1.27 / 0.06)  # the shape stays
 
 
@@ -203,10 +203,10 @@ def test_the_newest_credible_advice_is_believed_and_an_uptime_before_a_rate():
         said(AdviceKind.OBTAINABILITY, 0.8),
     ]
     for order in (advice, advice[::-1]):
-        believed = what_clouds_say(order, now_ms=10)
+        believed = cloud_priors(order, now_ms=10)
         assert believed.priors[pool].curve.survives(6.0) == pytest.approx(0.5)
         assert believed.odds[pool].mean == pytest.approx(0.8)
-    (rate,) = what_clouds_say([said(AdviceKind.PREEMPTION_RATE, 0.3)], now_ms=10, run_hours=2.0).priors.values()
+    (rate,) = cloud_priors([said(AdviceKind.PREEMPTION_RATE, 0.3)], now_ms=10, run_hours=2.0).priors.values()
     assert rate.curve.taken_within(2.0) == pytest.approx(0.3)
     assert "assumed" in rate.source
 
@@ -244,7 +244,7 @@ def test_what_a_cloud_says_of_its_capacity_is_believed_before_the_first_launch()
     said = odds_of_obtainability(0.9, "GCP AdviceClient.capacity")
     pool = Pool(cloud="gcp", region="r", zone="z", instance_type="i")
     history = PoolHistory(pool=pool, launches=1, stock_outs_ms=(5, 6 + BURST_MS))
-    assert said.estimate().basis is Basis.SAID
+    assert said.estimate().basis is Basis.REPORTED
     assert history.odds(said).mean == pytest.approx((1.8 + 1) / 5)
 
 

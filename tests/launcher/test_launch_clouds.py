@@ -13,7 +13,7 @@ import pytest
 
 from launcher.cli.main import run
 from launcher.exit_codes import ExitCode
-from launcher.market.advice import STALE_MS, what_clouds_say
+from launcher.market.advice import STALE_MS, cloud_priors
 from launcher.market.hazard import POOLED, Pool
 from launcher.market.offers import read_catalog
 from launcher.market.prices import AdviceKind, CapacityAdvice, iso
@@ -243,18 +243,18 @@ POOL = Pool(cloud="gcp", region="us-east4", zone="us-east4-a", instance_type="a3
 
 
 def test_an_estimated_uptime_is_the_median_life_that_is_believed():
-    said = what_clouds_say([advice(10)], NOW_MS)
+    said = cloud_priors([advice(10)], NOW_MS)
     assert said.priors[POOL].curve.survives(10) == pytest.approx(0.5)
     assert said.priors[POOL].source == "gcp AdviceClient"
     assert said.odds == {}
 
 
 def test_obtainability_is_the_odds_of_a_launch():
-    assert what_clouds_say([advice(0.3, AdviceKind.OBTAINABILITY)], NOW_MS).odds[POOL].mean == pytest.approx(0.3)
+    assert cloud_priors([advice(0.3, AdviceKind.OBTAINABILITY)], NOW_MS).odds[POOL].mean == pytest.approx(0.3)
 
 
 def test_the_newest_estimate_counts_and_an_old_one_does_not():
-    said = what_clouds_say([advice(10, age_ms=1), advice(99, age_ms=2)], NOW_MS)
+    said = cloud_priors([advice(10, age_ms=1), advice(99, age_ms=2)], NOW_MS)
     assert said.priors[POOL].curve.survives(10) == pytest.approx(0.5)
-    assert what_clouds_say([advice(10, age_ms=STALE_MS + 1)], NOW_MS).priors == {}
+    assert cloud_priors([advice(10, age_ms=STALE_MS + 1)], NOW_MS).priors == {}
     assert POOLED.curve.survives(10) != pytest.approx(0.5)

@@ -73,8 +73,10 @@ def no_fence_on_commit(self: WorkerCalls, call: Commit, blobs: Any, now_ms: int)
     return self._queue._pending(call.node)
 
 
-@mutant(Queue, "_meet", "that a newer process of this worker has called in")
-def old_boot_accepted(self: Queue, worker: str, name: str, boot: int, now_ms: int, real: Any = Queue._meet) -> Any:
+@mutant(Queue, "_calling_worker", "that a newer process of this worker has called in")
+def old_boot_accepted(
+    self: Queue, worker: str, name: str, boot: int, now_ms: int, real: Any = Queue._calling_worker
+) -> Any:
     known = self.state.members.workers.get(worker)
     return real(self, worker, name, max(boot, known.boot if known else 0), now_ms)
 
@@ -287,7 +289,7 @@ def heartbeat_renews_nothing(self: Queue, worker: str, node: str, leases: Any, *
 
 @mutant(Queue, "_order", "how much room a worker has")
 def room_ignored(
-    self: Queue, member: Any, now_ms: int, holds: Any, kinds: Any, room: Any, real: Any = Queue._order
+    self: Queue, member: Any, now_ms: int, holds: Any, kinds: Any, most_images: Any, real: Any = Queue._order
 ) -> Reply:
     return real(self, member, now_ms, holds, kinds, None)  # type: ignore[no-any-return]
 

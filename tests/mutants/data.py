@@ -165,7 +165,7 @@ FAULTS: dict[str, Fault] = {
         Fault(
             name="a-redone-iteration-stays",
             forgets="that the first iteration after a checkpoint is done again",
-            patches=((store, "_voids", changed(store._voids, "told >= first", "told > first")),),
+            patches=((store, "_voids", changed(store._voids, "reported >= first", "reported > first")),),
             found_by="tests/launcher/ledger/test_store.py::"
             "test_the_iteration_that_a_run_goes_back_to_is_void_until_it_is_done_again",
         ),

@@ -101,7 +101,7 @@ _ALL = (
     Fault(
         name="every_time_is_believed",
         forgets="that clocks of clouds and nodes may be wrong",
-        patches=((node_events, "_believed_ms", lambda node, said_ms, now_ms: said_ms),),
+        patches=((node_events, "_plausible_ms", lambda node, reported_ms, now_ms: reported_ms),),
         found_by=f"{TIME}a_fact_from_the_far_future_or_the_far_past_ends_no_run",
     ),
     Fault(

@@ -30,7 +30,7 @@ HOME_REGION = "us-east-1"
 
 PAGE = 1000
 
-NOT_SAID = "not said"
+UNKNOWN_REGION = "not said"
 """Region of an unreadable product. The product is refused for any choice of regions."""
 
 SHARED_LINUX: Mapping[str, str] = {
@@ -75,13 +75,13 @@ class AwsSpot:
         self._client = _clients(patience or Patience())
 
     def fetch(self, now_ms: int) -> Fetched:
-        with _said(self.name):
+        with _errors_named(self.name):
             regions = self._regions or enabled_regions(self._client("ec2", HOME_REGION))
         prices, failures = ask_all(regions, self._of_region)
         return Fetched(prices=tuple(prices), failures=tuple(failures))
 
     def _of_region(self, region: str) -> Iterator[RawPrice]:
-        with _said(f"{self.name}, {region}"):
+        with _errors_named(f"{self.name}, {region}"):
             client = self._client("ec2", region)
             pages = client.get_paginator("describe_spot_price_history").paginate(
                 ProductDescriptions=["Linux/UNIX"],
@@ -122,12 +122,12 @@ class AwsOnDemand:
 
     def fetch(self, now_ms: int) -> Fetched:
         prices, failures = ask_all(self._types, self._of_type)
-        regions = self._regions and self._regions | {NOT_SAID}
+        regions = self._regions and self._regions | {UNKNOWN_REGION}
         wanted = (price for price in prices if not regions or price.region in regions)
         return Fetched(prices=tuple(wanted), failures=tuple(failures))
 
     def _of_type(self, instance_type: str) -> Iterator[RawPrice]:
-        with _said(f"{self.name}, {instance_type}"):
+        with _errors_named(f"{self.name}, {instance_type}"):
             client = self._client("pricing", HOME_REGION)
             pages = client.get_paginator("get_products").paginate(
                 ServiceCode="AmazonEC2",
@@ -153,7 +153,7 @@ def on_demand_of(product: str, instance_type: str) -> Iterator[RawPrice]:
         dimensions = [(term, row) for term in terms for row in term["priceDimensions"].values()]
         region, sku = attributes["regionCode"], whole["product"]["sku"]
     except (ValueError, KeyError, TypeError, AttributeError):
-        yield _on_demand(NOT_SAID, instance_type, price=product, currency="USD", unit="Hrs", effective="", sku="")
+        yield _on_demand(UNKNOWN_REGION, instance_type, price=product, currency="USD", unit="Hrs", effective="", sku="")
         return
     for term, row in dimensions:
         by_currency = row.get("pricePerUnit") or {}
@@ -251,7 +251,7 @@ def _who(found: str) -> str:
 
 
 @contextmanager
-def _said(what: str) -> Iterator[None]:
+def _errors_named(what: str) -> Iterator[None]:
     """Translate the client's errors into the launcher's errors."""
     try:
         from botocore import exceptions as aws

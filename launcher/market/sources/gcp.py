@@ -50,7 +50,7 @@ class GcpCatalog:
         self._access = _Access(environ, BILLING_ENDPOINT, patience or Patience())
 
     def fetch(self, now_ms: int) -> Fetched:
-        with _said(self.name):
+        with _errors_named(self.name):
             from google.cloud import billing_v1
 
             client = billing_v1.CloudCatalogClient(transport="rest", **self._access.options())
@@ -87,7 +87,7 @@ class GcpAdvice:
     def fetch(self, now_ms: int) -> Fetched:
         if not self._types:
             return Fetched(notes=(f"{self.name}: not asked, it knows no N1 machine with a GPU",))
-        with _said(self.name):
+        with _errors_named(self.name):
             from google.cloud import compute_v1
 
             project = self._access.project()
@@ -117,7 +117,7 @@ class GcpAdvice:
         self, compute: Any, client: Any, project: str, pool: tuple[str, str], now_ms: int
     ) -> Iterator[RawPrice | CapacityAdvice]:
         zone, instance_type = pool
-        with _said(f"{ADVICE_HISTORY}, {instance_type} in {zone}"):
+        with _errors_named(f"{ADVICE_HISTORY}, {instance_type} in {zone}"):
             history = client.capacity_history(
                 project=project,
                 region=region_of(zone),
@@ -256,7 +256,7 @@ class _Access:
 
 
 @contextmanager
-def _said(what: str) -> Iterator[None]:
+def _errors_named(what: str) -> Iterator[None]:
     """Translate the client's errors into the launcher's errors."""
     try:
         from google.api_core import exceptions

@@ -73,7 +73,7 @@ DESCRIPTION = re.compile(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """A number of units of one SKU in an instance type."""
+    """A part of an instance type: a number of units of one SKU."""
 
     name: str
     unit: str

@@ -17,8 +17,8 @@ AGENT, PRELOADED = "engine.node.agent", "engine.entrypoints.processes"
 class AgentStarter:
     """Starts agents without waiting. The starter process begins with the first agent.
 
-    A dead or stopped (SIGSTOP) starter is replaced. Nodes not yet started by the old starter are found without an
-    agent.
+    A dead or stopped (SIGSTOP) starter is replaced. A node that the old starter had not started yet is found without an
+    agent, and counts as ended.
     `log`: file for the starter's errors.
     """
 
@@ -38,10 +38,10 @@ class AgentStarter:
         if self._process is None or self._process.poll() is not None:
             self._process = self._begin()
         try:
-            self._tell(self._process, order)
+            self._send(self._process, order)
         except BrokenPipeError:  # the starter died just now
             self._process = self._begin()
-            self._tell(self._process, order)
+            self._send(self._process, order)
         try:
             create_time = psutil.Process(self._process.pid).create_time()
         except psutil.NoSuchProcess:
@@ -70,6 +70,6 @@ class AgentStarter:
                 start_new_session=True,  # Ctrl-C is meant for the controller
             )
 
-    def _tell(self, process: subprocess.Popen[bytes], order: bytes) -> None:
+    def _send(self, process: subprocess.Popen[bytes], order: bytes) -> None:
         assert process.stdin is not None
         os.write(process.stdin.fileno(), order)

@@ -98,9 +98,9 @@ def _end_of_stopped(node: NodeRecords, pid: int, now_ms: int) -> NodeFact | None
 
 def _last_moment(node: NodeRecords, now_ms: int) -> int:
     """Return the end time of a dead agent: its own report, else now, but never after its spend deadline."""
-    said = node.read("exit.json")
-    if said is not None:
-        return int(said["at_ms"])
+    recorded = node.read("exit.json")
+    if recorded is not None:
+        return int(recorded["at_ms"])
     deadline = (node.read("money.json") or {}).get("deadline_ms")
     deadline = deadline or (node.read("node.json") or {}).get("money_deadline_ms")
     return now_ms if deadline is None else min(now_ms, int(deadline))

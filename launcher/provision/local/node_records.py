@@ -46,7 +46,7 @@ class NodeRecords:
         return is_known and request.get("ordinal") is not None
 
     def fact_of_running(self, request: dict[str, Any]) -> NodeFact:
-        """Return the fact of a node that has not ended. An existing agent is billed from the request on."""
+        """Return the fact of a node that has not ended. A node with an agent is billed from its request on."""
         agent, ready = self.read("agent.json"), self.read("ready.json")
         notice = self.read("notice.json")
         return NodeFact(

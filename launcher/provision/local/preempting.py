@@ -20,7 +20,8 @@ def preempt_when_due(node: NodeRecords, planned: ScheduledPreemption, fact: Node
     end_ms = fact.ready_ms + planned.lifetime_ms
     if manner.with_notice:
         if fact.notice_deadline_ms is None and now_ms >= end_ms - planned.notice_ms:
-            # The local cloud does nothing without a controller, and still gives the whole notice.
+            # While no controller ran, no notice was written. A late notice still gives the node the whole notice
+            # period.
             node.write("notice.json", {"deadline_ms": max(end_ms, now_ms + planned.notice_ms)})
             return node.fact_of_running(node.requested() or {})
         end_ms = fact.notice_deadline_ms or end_ms + planned.notice_ms

@@ -123,7 +123,10 @@ class LocalProvisioner:
         node.write("spawned.json", {**starter, "at_ms": self._clock.now_ms()})
 
     def _ordinal(self, market: Market) -> int | None:
-        """Return a new spot node's ordinal in the order of purchase, which decides the node's lifetime."""
+        """Return a new spot node's ordinal in the order of purchase, which decides the lifetime.
+
+        None: an on-demand node.
+        """
         if market is not Market.SPOT:
             return None
         requests = (node.read("request.json") or {} for node in self._nodes())

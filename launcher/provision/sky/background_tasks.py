@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 AGAIN_SECONDS, LONGEST_AGAIN_SECONDS, LONGEST_LOOK_SECONDS = 1.0, 60.0, 5.0
 """Retry gaps in seconds. A failed task runs again after 1 s, 2 s, 4 s, ... 60 s. A failed look runs again after at most
-5 s, because much waits for a look."""
+5 s, because other tasks wait for its answer."""
 
 NOT_YET_SECONDS = 2.0
 
@@ -28,7 +28,7 @@ class NotYet(Failure):
 
 @dataclass(slots=True)
 class BackgroundTasks:
-    """Background tasks of a thread that never waits. `pool` has threads of its own."""
+    """Runs the tasks of a thread that never waits, in the threads of `pool`."""
 
     pool: Executor
     monotonic: Callable[[], float] = time.monotonic

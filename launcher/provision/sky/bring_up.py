@@ -23,7 +23,8 @@ LAUNCH_SECONDS = 1800.0
 
 LAUNCH_TRIES = 5
 LAUNCH_GAP_MS, LONGEST_LAUNCH_GAP_MS = 10_000, 120_000
-"""Tries per node for launches that fail without a reason from the cloud, and the gap between tries, which doubles."""
+"""Limits for launches that fail without a reason from the cloud: the number of tries per node, and the first and the
+longest gap between tries. The gap doubles after each try."""
 
 SET_UP_SECONDS = 30.0
 """Time between two queries to SkyPilot for the set-up. Each query costs an SSH session and seconds of CPU."""

@@ -4,7 +4,7 @@
 
 The digest covers everything, so equal inputs give one bundle on any machine and in any year, and a node set up from a
 different bundle is detected. The wheel holds exactly the files that run here, installed or in a checkout.
-No secret travels: names with a leading dot are not sent (credentials, environments and caches live there), and a file
+No secret is sent: names with a leading dot are not sent (credentials, environments and caches live there), and a file
 with a private key is refused.
 """
 
@@ -120,7 +120,8 @@ def _wheel() -> bytes:
     whole = io.BytesIO()
     with zipfile.ZipFile(whole, "w") as archive:
         for name, content in members.items():
-            # Stored, not deflated, and dated at the epoch of zip: two zlibs, two days, one digest.
+            # Store the file uncompressed, with zip's earliest date: the digest must not depend on the zlib version or
+            # the day.
             archive.writestr(zipfile.ZipInfo(name), content)
     return whole.getvalue()
 
@@ -175,7 +176,7 @@ def _copy_work(workdir: Path, to: Path, model: Path | None) -> None:
 
 
 def _work_files(folder: Path, model: Path | None) -> Iterator[Path]:
-    """Yield regular files; a link to a file counts as a file.
+    """Yield regular files. A link to a file counts as a file. Raises WorkdirRefused for a link to a folder.
 
     A link to a folder could lead anywhere, even back here.
     """

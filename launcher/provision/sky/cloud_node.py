@@ -34,7 +34,7 @@ class Link(Protocol):
     trouble: str
 
     @property
-    def heard_s(self) -> float | None: ...
+    def seconds_since_message(self) -> float | None: ...
     def run(self, spec: NodeSpec) -> None: ...
     def rearm(self, left_ms: int) -> None: ...
     def notice(self, deadline_ms: int) -> None: ...
@@ -58,7 +58,7 @@ class SettingUp:
 
 @dataclass(slots=True)
 class Sightings:
-    """The part of the last inventories that speaks of a node's end."""
+    """Signs of a node's end in the last inventories."""
 
     missing: int = 0
     """Inventory reads in a row that did not find the VM."""
@@ -69,20 +69,24 @@ class Sightings:
 
 @dataclass(slots=True)
 class AgentContact:
-    """The connection to a node's agent, and the orders and the silence on the connection."""
+    """The connection to a node's agent, the orders last sent to the agent, and the length of the agent's silence."""
 
     link: Link | None = None
     last_sent: NodeSpec | None = None
     sent_at: float = 0.0
     deadline_ms: int | None = None
-    """The newest spend deadline; None: that of the start instructions."""
+    """The newest spend deadline; None: the deadline in the start instructions holds."""
     silent: float = 0.0
     exit_since: float | None = None
 
     @property
     def is_answering(self) -> bool:
         """Return whether the node has answered lately."""
-        return self.link is not None and self.link.heard_s is not None and self.link.heard_s <= SILENT_SECONDS
+        return (
+            self.link is not None
+            and self.link.seconds_since_message is not None
+            and self.link.seconds_since_message <= SILENT_SECONDS
+        )
 
     def close(self) -> None:
         """End the connection. The agent continues."""
@@ -147,7 +151,7 @@ class CloudNode:
 
     @property
     def notice_ms(self) -> int | None:
-        """Return the time of the preemption by the earliest notice."""
+        """Return the earliest announced time of the node's preemption; None without a notice."""
         notice, stopping = self.files.read(NoticeRecord), self.files.read(StoppingRecord)
         known = [one.deadline_ms for one in (notice, stopping) if one is not None]
         return min((one for one in known if one is not None), default=None)

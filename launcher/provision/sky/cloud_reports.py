@@ -22,7 +22,7 @@ STOPPED_SECONDS = 120.0
 GONE_LOOKS = 2
 """Inventory reads in a row that must miss a VM before the VM counts as gone. New VMs may be missing for a moment."""
 
-NEVER_SEEN_LOOKS = 15
+NEVER_FOUND_LOOKS = 15
 """Inventory reads after which a VM that SkyPilot logged in to, and no read found, counts as gone."""
 
 STOPPING_NOTICE_MS = 30_000
@@ -56,7 +56,7 @@ class CloudReports:
         if known is None and not node.files.has("login"):
             return instance  # no VM existed yet, or only remains of a SkyPilot attempt
         if instance is not None and instance.state is InstanceState.STOPPING:
-            self._is_stopping(node, instance)
+            self._record_stopping(node, instance)
             return instance
         node.sightings.missing += 1
         if instance is not None or node.sightings.missing >= GONE_LOOKS or node.files.has("stopping"):
@@ -64,7 +64,7 @@ class CloudReports:
             if last is not None:
                 patient = node.sightings.missing * LOOK_SECONDS < STOPPED_SECONDS
                 self.tasks.do(node.name, partial(self._learn_end, node, last, patient))
-            elif node.sightings.missing > NEVER_SEEN_LOOKS:
+            elif node.sightings.missing > NEVER_FOUND_LOOKS:
                 evidence = "SkyPilot says that it is up, and its cloud lists no machine of it"
                 node.begin_end(EndingRecord(status=NodeStatus.GONE, evidence=evidence))
         return instance
@@ -83,12 +83,12 @@ class CloudReports:
             )
             node.begin_end(EndingRecord(status=NodeStatus.DENIED, evidence=evidence))
 
-    def _is_stopping(self, node: CloudNode, instance: Instance) -> None:
+    def _record_stopping(self, node: CloudNode, instance: Instance) -> None:
         """Record a notice if none came, and end the node if the VM keeps stopping."""
         now = self.around.monotonic()
         if node.sightings.stopping_since is None:
             node.sightings.stopping_since = now
-        # before the login, SkyPilot itself stops VMs of a failed launch
+        # Before the login, SkyPilot itself stops VMs of a failed launch.
         if not node.files.has("stopping") and node.files.has("login"):
             deadline_ms = self.around.clock.now_ms() + STOPPING_NOTICE_MS
             node.files.write(StoppingRecord(deadline_ms=deadline_ms, reason=instance.reason))
@@ -117,7 +117,7 @@ class CloudReports:
         if patient and not end.reclaimed and not node.files.has("login"):
             return  # SkyPilot terminates a VM after a failed set-up
         notice_ms, now_ms = node.notice_ms, self.around.clock.now_ms()
-        # A stopping VM without another notice is a notice that came too late to act.
+        # If the first sign of a preemption was a stopping VM, the node had no time to act, so it had no notice.
         had_notice = notice_ms is not None and node.files.has("notice")
         node.begin_end(
             EndingRecord(

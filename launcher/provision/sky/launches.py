@@ -68,7 +68,11 @@ class Launches:
         node.files.write(LaunchRecord(request_id=request, at_ms=now_ms, tries=tries))
 
     def _adopt(self, node: CloudNode) -> bool:
-        """Adopt a request or cluster left by a launch before a crash. VMs without either are found by the launch."""
+        """Adopt a request or cluster left by a launch before a crash, and return True.
+
+        Without either, terminate VMs of this name in other regions and return False. The next launch finds a VM in the
+        node's own region.
+        """
         now_ms = self.around.clock.now_ms()
         request = self.around.sky.pending(node.name).get(node.name)
         if request is not None:

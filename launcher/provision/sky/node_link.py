@@ -45,10 +45,13 @@ class Login:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Money:
-    """The node's money left in ms, and the time of the message. A repeated message subtracts the time since."""
+    """The time in ms that the node's money lasted at `at_boot_ms`.
+
+    A repeated message subtracts the time passed since.
+    """
 
     left_ms: int
-    told: int
+    number: int
     at_boot_ms: int
 
     def left_now_ms(self) -> int:
@@ -73,13 +76,13 @@ class NodeLink:
         self._secrets = dict(secrets or {})
         self._lock = threading.Lock()
         self._spec: NodeSpec | None = None
-        self._spec_told = self._told = 0
+        self._spec_number = self._last_number = 0
         self._money: _Money | None = None
         self._notice_ms: int | None = None
         self._wants = 0
-        """Counter of order changes, compared with the counter last sent."""
+        """Number of order changes so far. The thread sends the orders again when the number has changed."""
         self._closed = threading.Event()
-        self._heard: float | None = None
+        self._last_message_at: float | None = None
         self._looked = time.monotonic()
         self._open_tunnel: tuple[str, int] | None = None
         self.trouble = ""
@@ -96,13 +99,13 @@ class NodeLink:
         """
         with self._lock:
             if self._spec != spec:
-                self._spec, self._spec_told = spec, self._now_told()
+                self._spec, self._spec_number = spec, self._next_number()
                 self._wants += 1
 
     def rearm(self, left_ms: int) -> None:
         """Send the node the time that its money lasts from now, in ms."""
         with self._lock:
-            self._money = _Money(left_ms=left_ms, told=self._now_told(), at_boot_ms=boot_ms())
+            self._money = _Money(left_ms=left_ms, number=self._next_number(), at_boot_ms=boot_ms())
             self._wants += 1
 
     def notice(self, deadline_ms: int) -> None:
@@ -118,21 +121,24 @@ class NodeLink:
         return self._open_tunnel if spec is not None and spec.coordinator_port == port else None
 
     @property
-    def heard_s(self) -> float | None:
+    def seconds_since_message(self) -> float | None:
         """Return the seconds since the node's last message; None: the node has never answered.
 
-        Counted up to the thread's last step: while this process stands still, no node is silent.
+        The time is counted up to the thread's last step, so a pause of this process does not count as a node's silence.
         """
-        return None if self._heard is None else max(0.0, self._looked - self._heard)
+        return None if self._last_message_at is None else max(0.0, self._looked - self._last_message_at)
 
     def close(self) -> None:
         """End the connection soon. The agent continues."""
         self._closed.set()
 
-    def _now_told(self) -> int:
-        """Return a number above all earlier numbers, also of earlier processes, if the clocks are right."""
-        self._told = max(self._told + 1, time.time_ns() // 1_000_000)
-        return self._told
+    def _next_number(self) -> int:
+        """Return a number for a new order, above the numbers of all earlier orders.
+
+        The number is the time in ms, so a later process continues with higher numbers if its clock is right.
+        """
+        self._last_number = max(self._last_number + 1, time.time_ns() // 1_000_000)
+        return self._last_number
 
     # --- the thread -------------------------------------------------------------------------------
 
@@ -149,7 +155,7 @@ class NodeLink:
                 self._open_tunnel = None
                 if line is not None:
                     line.end()
-                    gap = FIRST_GAP_SECONDS if line.heard is not None else gap
+                    gap = FIRST_GAP_SECONDS if line.last_report_at is not None else gap
             # Half of the gap is random, so that the nodes of a run do not all reconnect at once.
             until = time.monotonic() + gap * random.uniform(0.5, 1.0)
             while time.monotonic() < until and not self._closed.wait(0.1):
@@ -157,11 +163,14 @@ class NodeLink:
             gap = min(gap * 2, LONGEST_GAP_SECONDS)
 
     def _carry(self, line: SshLine) -> None:
-        """Serve a connection until its end."""
-        told, again, tunnel_looked = -1, None, 0.0
+        """Write the node's reports to the mirror and send orders, until `close` or until the tunnel must change.
+
+        Raises BrokenLine when the connection ends or stalls.
+        """
+        sent, again, tunnel_looked = -1, None, 0.0
         while not self._closed.is_set():
             for report in line.reports():
-                self._heard = line.heard
+                self._last_message_at = line.last_report_at
                 if isinstance(report, Trouble):
                     self.trouble, again = report.text, time.monotonic() + AGAIN_SECONDS
                     continue
@@ -173,12 +182,12 @@ class NodeLink:
             if line.tunnel != self._tunnel():
                 return
             if again is not None and now >= again:
-                told, again = -1, None
-            if told != self._wants:
-                told = self._wants
+                sent, again = -1, None
+            if sent != self._wants:
+                sent = self._wants
                 line.send(*self._orders())
             if (
-                line.heard is not None
+                line.last_report_at is not None
                 and line.tunnel
                 and not self._open_tunnel
                 and now >= tunnel_looked + TUNNEL_SECONDS
@@ -188,14 +197,17 @@ class NodeLink:
                     self._open_tunnel = ("127.0.0.1", line.local_port)
 
     def _orders(self) -> list[Order]:
-        """Return all current orders, each time: the node ignores known orders."""
+        """Return all current orders.
+
+        Every call returns all of them, because the node ignores orders that it has already.
+        """
         with self._lock:
             orders: list[Order] = []
             if self._spec is not None:
                 spec = self._spec.model_dump(mode="json")
-                orders.append(RunAgent(spec=spec, number=self._spec_told, secrets=self._secrets))
+                orders.append(RunAgent(spec=spec, number=self._spec_number, secrets=self._secrets))
             if self._money is not None:
-                orders.append(SetTimeLeft(left_ms=self._money.left_now_ms(), number=self._money.told))
+                orders.append(SetTimeLeft(left_ms=self._money.left_now_ms(), number=self._money.number))
             if self._notice_ms is not None:
                 orders.append(AnnouncePreemption(deadline_ms=self._notice_ms, source="the cloud's API"))
             return orders

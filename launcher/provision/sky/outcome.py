@@ -96,13 +96,13 @@ def outcome_of(error: str, log: str) -> Outcome:
 
     A lack of capacity in one zone outweighs a refusal in another: a request elsewhere, or later, may succeed.
     """
-    said = f"{error}\n{log}"
-    if any(word in said for word in NO_CAPACITY_WORDS):
-        return Outcome(failed=Failed.NO_CAPACITY, text=_sentence(said, NO_CAPACITY_WORDS))
-    if any(word in said for word in UNREACHABLE_WORDS):
-        return Outcome(failed=Failed.UNKNOWN, text=_sentence(said, UNREACHABLE_WORDS))
-    if any(word in said for word in DENIED_WORDS):
-        return Outcome(failed=Failed.DENIED, text=_where_to_ask(_sentence(said, DENIED_WORDS)))
+    output = f"{error}\n{log}"
+    if any(word in output for word in NO_CAPACITY_WORDS):
+        return Outcome(failed=Failed.NO_CAPACITY, text=_sentence(output, NO_CAPACITY_WORDS))
+    if any(word in output for word in UNREACHABLE_WORDS):
+        return Outcome(failed=Failed.UNKNOWN, text=_sentence(output, UNREACHABLE_WORDS))
+    if any(word in output for word in DENIED_WORDS):
+        return Outcome(failed=Failed.DENIED, text=_where_to_ask(_sentence(output, DENIED_WORDS)))
     if error.startswith("CommandError"):
         return Outcome(failed=Failed.SETUP, text=f"{error.strip()}\n{log.strip()}"[-LOG_CHARACTERS:])
     return Outcome(failed=Failed.UNKNOWN, text=f"{error.strip()}\n{log.strip()}"[-LOG_CHARACTERS:])

@@ -148,7 +148,7 @@ class RegionView(NodeView):
 # --- the agent's files ----------------------------------------------------------------------------
 
 Milliseconds = Annotated[int, BeforeValidator(int)]
-"""Also of a number with a fraction, or of digits in a text."""
+"""Integer milliseconds. A number with a fraction, or a text of digits, is converted."""
 
 
 class AgentRecord(NodeRecord):

@@ -28,7 +28,7 @@ class SetUp:
 
 
 def ask_set_up(login: Login) -> SetUp:
-    """Read the set-up state over one SSH session, bounded in time. Raises MachineUnreachable."""
+    """Read the set-up state over one SSH session, bounded in time. Raises InstanceUnreachable."""
     options = {
         "BatchMode": "yes",
         "IdentitiesOnly": "yes",

@@ -69,7 +69,11 @@ class Sky:
         from sky import skypilot_config
 
         task = sky.Task.from_yaml_config(task_of(launch))
-        with self._lock, _said("launch"), skypilot_config.override_skypilot_config(config_of(launch.region_setup)):
+        with (
+            self._lock,
+            _errors_named("launch"),
+            skypilot_config.override_skypilot_config(config_of(launch.region_setup)),
+        ):
             return str(sky.launch(task, cluster_name=launch.name))
 
     def poll(self, requests: Sequence[str]) -> dict[str, Outcome | None]:
@@ -77,7 +81,7 @@ class Sky:
         if not requests:
             return {}
         sky = self._sky()
-        with _said("status of requests"):
+        with _errors_named("status of requests"):
             _start_unless_it_answers()
             payloads = sky.api_status(list(requests), all_status=True)
         known = {payload.request_id: str(payload.status) for payload in payloads}
@@ -89,7 +93,7 @@ class Sky:
         Launches survive our process.
         """
         self._sky()
-        with _said("requests under way"):
+        with _errors_named("requests under way"):
             _start_unless_it_answers()
             return self._under_way(prefix)
 
@@ -105,7 +109,7 @@ class Sky:
         url = common.get_server_url()
         if common.is_api_server_local(url) and not _listens(url):
             return []
-        with _said("requests under way"):
+        with _errors_named("requests under way"):
             under_way = self._under_way("")
         found = {name: one for name, one in under_way.items() if any(is_node_of(name, run) for run in runs)}
         for request in found.values():
@@ -122,14 +126,14 @@ class Sky:
     def clusters(self, prefix: str) -> dict[str, str]:
         """Return the recorded clusters and their status as SkyPilot believes (INIT, UP, STOPPED)."""
         sky = self._sky()
-        with _said("clusters"):
+        with _errors_named("clusters"):
             records = sky.get(sky.status(refresh=sky.StatusRefreshMode.NONE))
         return {record.name: record.status.value for record in records if record.name.startswith(prefix)}
 
     def login(self, name: str) -> SkyLogin | None:
         """Return the login. None: SkyPilot has no such cluster, or no address yet."""
         sky = self._sky()
-        with _said(f"login of {name}"):
+        with _errors_named(f"login of {name}"):
             records = sky.get(sky.status([name], refresh=sky.StatusRefreshMode.NONE, _include_credentials=True))
         if not records or records[0].handle is None:
             return None
@@ -147,7 +151,7 @@ class Sky:
         SkyPilot runs the set-up after the launch.
         """
         sky = self._sky()
-        with _said(f"set-up of {name}"):
+        with _errors_named(f"set-up of {name}"):
             try:
                 statuses = sky.get(sky.job_status(name))
             except (sky.exceptions.ClusterDoesNotExist, sky.exceptions.ClusterNotUpError) as error:
@@ -165,13 +169,13 @@ class Sky:
     def cancel(self, request: str) -> None:
         """Cancel a launch. VMs that the launch already started stay and must be terminated."""
         sky = self._sky()
-        with _said("cancel"):
+        with _errors_named("cancel"):
             sky.get(sky.api_cancel([request], silent=True))
 
     def down(self, name: str) -> None:
         """Terminate a cluster and remove its record. Idempotent. Blocks as long as the cloud takes (10 s and more)."""
         sky = self._sky()
-        with _said(f"down of {name}"):
+        with _errors_named(f"down of {name}"):
             try:
                 sky.get(sky.down(name, purge=True))
             except (ValueError, sky.exceptions.ClusterDoesNotExist):
@@ -183,7 +187,7 @@ class Sky:
         A missing cluster is not an error: the VM needs no timer, and the cloud will report the VM gone.
         """
         sky = self._sky()
-        with _said(f"autostop of {name}"):
+        with _errors_named(f"autostop of {name}"):
             try:
                 sky.get(sky.autostop(name, minutes, down=True, wait_for=_wait_for_nothing()))
             except (sky.exceptions.ClusterDoesNotExist, sky.exceptions.ClusterNotUpError) as error:
@@ -269,7 +273,7 @@ def is_node_of(cluster: str, run: str) -> bool:
 
 
 @contextlib.contextmanager
-def _said(what: str) -> Iterator[None]:
+def _errors_named(what: str) -> Iterator[None]:
     """Raise SkyUnreachable with our text if the server does not answer."""
     import requests
     from sky import exceptions
@@ -301,7 +305,10 @@ def __getattr__(name: str) -> Any:
         return provision.TemplateSpec(template_path=f"{cloud}-ray.yml.j2", variables={"credentials": {}})
 
     class GoogleBootstrap:
-        """SkyPilot's bootstrap without its identity: SkyPilot creates and attaches an identity with all permissions."""
+        """SkyPilot's preparation of a region, with the run's own service account.
+
+        SkyPilot's own preparation creates and attaches a service account with wide permissions.
+        """
 
         @staticmethod
         def bootstrap_instances(region: str, cluster_name_on_cloud: str, config: Any) -> Any:

@@ -145,7 +145,7 @@ class SkyProvisioner:
             self._inventory.find_instance(node)
 
     def rearm(self, name: str, money_deadline_ms: int) -> None:
-        """Send the node a new spend deadline. SkyPilot's own timer on the VM follows."""
+        """Send the node a new spend deadline. SkyPilot's own timer on the VM is set anew later (watch.py)."""
         node = self._nodes.get(name)
         if node is None or node.files.has("ended"):
             return

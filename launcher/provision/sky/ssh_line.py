@@ -10,7 +10,7 @@ import time
 
 from engine.protocol.console import Have, Heartbeat, Order, Report, decode_report, encode_order
 
-BEAT_SECONDS = 1.0
+HEARTBEAT_SECONDS = 1.0
 SILENCE_SECONDS = 5.0
 """Seconds without a heartbeat after which the connection is ended and made anew."""
 CONNECT_SECONDS = 30.0
@@ -52,8 +52,8 @@ class SshLine:
         )
         for handle in (self._in, self._out, self._err):
             os.set_blocking(handle, False)
-        self.heard: float | None = None
-        self._began = self._beaten = time.monotonic()
+        self.last_report_at: float | None = None
+        self._began = self._heartbeat_sent = time.monotonic()
         self._unread, self._words = b"", b""
         self._unsent = bytearray()
         self.send(have)
@@ -63,10 +63,13 @@ class SshLine:
             self._unsent += json.dumps(encode_order(order)).encode() + b"\n"
 
     def reports(self) -> list[Report]:
-        """Return the reports of a tenth of a second. Raises BrokenLine when the connection ends or stalls."""
+        """Wait at most a tenth of a second, and return the reports received.
+
+        Raises BrokenLine when the connection ends or stalls.
+        """
         now = time.monotonic()
-        if now - self._beaten >= BEAT_SECONDS and len(self._unsent) < UNSENT_BYTES:
-            self._beaten = now
+        if now - self._heartbeat_sent >= HEARTBEAT_SECONDS and len(self._unsent) < UNSENT_BYTES:
+            self._heartbeat_sent = now
             self.send(Heartbeat())
         readable, writable, _ = select.select([self._out, self._err], [self._in] if self._unsent else [], [], 0.1)
         if writable:
@@ -78,13 +81,15 @@ class SshLine:
             data = os.read(self._out, 1 << 18)
             if not data:
                 raise BrokenLine(self._last_words())
-            self.heard = time.monotonic()
+            self.last_report_at = time.monotonic()
             *lines, self._unread = (self._unread + data).split(b"\n")
             # A login shell may print lines of its own; skip these.
             read = (decode_report(json.loads(line)) for line in lines if line.startswith(b"{"))
             return [report for report in read if report is not None]
-        # Only if nothing waits to be read: this process itself may have stood still.
-        since, patience = (self._began, CONNECT_SECONDS) if self.heard is None else (self.heard, SILENCE_SECONDS)
+        # Judge the silence only when no data is waiting. After a pause of this process, reports are waiting to be read.
+        since, patience = (
+            (self._began, CONNECT_SECONDS) if self.last_report_at is None else (self.last_report_at, SILENCE_SECONDS)
+        )
         if now - since > patience:
             raise BrokenLine(f"the remote console sent nothing for {now - since:.0f} s {self._last_words()}".strip())
         return []

@@ -1,4 +1,6 @@
-"""The means of every step in a node's life: the run's common facts, SkyPilot, the clouds, the clocks, the lease."""
+"""The objects that every step in a node's life uses: the run's common facts, SkyPilot, the clouds, the clocks, the
+lease.
+"""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -35,7 +37,7 @@ class Purchases:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Surroundings:
-    """The means of every step. Nothing here changes.
+    """The objects that every step uses. Immutable.
 
     `check_lease` raises LeaseLost after a takeover. The call comes before each purchase, and before a node or the setup
     of a region is removed.

@@ -44,7 +44,7 @@ class Launch:
 def task_of(launch: Launch) -> dict[str, Any]:
     """Return SkyPilot's task: one resource, a set-up, no `run`.
 
-    Secrets are not part: the order to the agent carries secrets.
+    The task holds no secrets. Secrets are sent with the order that starts the agent.
     """
     want, labels = launch.want, dict(launch.labels)
     resources: dict[str, Any] = {
@@ -89,13 +89,16 @@ def config_of(setup: RegionSetup) -> dict[str, Any]:
 
 
 def network_config(setup: RegionSetup) -> dict[str, Any]:
-    """Return the configuration of a network named in the job. Every key is set, so no key of the user's own applies."""
+    """Return the configuration of a network named in the job.
+
+    Every key is set, so that no value of the user's own SkyPilot configuration applies to the node.
+    """
     named = setup.named
-    told: dict[str, Any] = {
+    network: dict[str, Any] = {
         "vpc_name": setup.network,
         "subnet_names": list(setup.subnets) or None,
         "use_internal_ips": not named.public_addresses,
         "ssh_proxy_command": named.ssh_proxy or None,
     }
     # Without a proxy, SkyPilot would reach private AWS addresses through the Session Manager, unless disabled.
-    return told | {"vpc_names": None, "use_ssm": False} if setup.cloud == "aws" else told
+    return network | {"vpc_names": None, "use_ssm": False} if setup.cloud == "aws" else network

@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class UnknownInstances:
-    """Reports VMs without a request, and terminates VMs that live on."""
+    """Reports VMs without a request, and terminates VMs that still run after the recorded end of their node."""
 
     around: Surroundings
     tasks: BackgroundTasks
@@ -24,7 +24,10 @@ class UnknownInstances:
     inventory: CloudInventory
 
     def report(self) -> list[NodeFact]:
-        """Return VMs with the run's label and without a request. Terminate VMs that live on after their end."""
+        """Return VMs with the run's label and without a request.
+
+        Terminate VMs that still run after the recorded end of their node.
+        """
         facts = []
         for observed in self.inventory.all_known():
             for instance in observed.instances:

@@ -175,7 +175,11 @@ class AgentWatch:
             node.agent.silent = 0.0
             return
         node.agent.silent += this_pass.seconds
-        patience = FIRST_WORD_SECONDS if node.agent.link is None or node.agent.link.heard_s is None else LOST_SECONDS
+        patience = (
+            FIRST_WORD_SECONDS
+            if node.agent.link is None or node.agent.link.seconds_since_message is None
+            else LOST_SECONDS
+        )
         if not any(other.agent.is_answering for other in self.nodes.all()):
             patience *= ALL_SILENT
         if node.agent.silent < patience or instance is None or not self.inventory.is_fresh(node.region):

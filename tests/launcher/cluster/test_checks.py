@@ -243,7 +243,7 @@ def test_missing_permissions_are_named_as_far_as_a_line_goes():
 
 
 def test_permissions_that_nobody_can_say_are_a_warning():
-    line = permissions(FakeLimits(said=Permissions(unsaid=("iam:PassRole",), why="you may not simulate")))
+    line = permissions(FakeLimits(said=Permissions(unchecked=("iam:PassRole",), why="you may not simulate")))
     assert line.verdict is Verdict.WARN
     assert "1 could not be asked about (you may not simulate)" in line.found
 
@@ -578,7 +578,7 @@ def test_what_iam_does_not_say_is_tried_without_doing_it():
     limits, _ = aws(may_simulate=False, denied={"ec2:RunInstances"})
     said = limits.permissions()
     assert said.missing == ("ec2:RunInstances",)
-    assert "iam:PassRole" in said.unsaid
+    assert "iam:PassRole" in said.unchecked
     assert "SimulatePrincipalPolicy" in said.why
 
 

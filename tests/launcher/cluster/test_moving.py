@@ -534,7 +534,7 @@ def test_a_controller_whose_lease_went_to_another_machine_neither_buys_nor_ends(
     bucket, wall = MemoryStore(), HandClock()
     ours, theirs = (StoreLease(lambda: bucket, "demo", who, wall.now_ms) for who in ("ours", "theirs"))
     stage = Stage(sessions)
-    stage.controller.recorder.over_machines = ours
+    stage.controller.recorder.bucket_lease = ours
     ours.take()
     stage.passes(3)
     wall.pass_ms(round(LEASE_SECONDS * 1000) + 1)
@@ -552,7 +552,7 @@ def test_a_lease_that_is_lost_in_the_midst_of_a_pass_stops_the_purchase(sessions
     bucket, wall = MemoryStore(), HandClock()
     ours, theirs = (StoreLease(lambda: bucket, "demo", who, wall.now_ms) for who in ("ours", "theirs"))
     stage = Stage(sessions)
-    stage.controller.recorder.over_machines = ours
+    stage.controller.recorder.bucket_lease = ours
     ours.take()
 
     def loses_it(*_):

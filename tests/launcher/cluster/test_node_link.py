@@ -137,15 +137,15 @@ def ssh_of(node: Node) -> int:
 
 def test_the_agent_starts_and_its_files_come_here(node):
     link = node.link()
-    assert link.heard_s is None
+    assert link.seconds_since_message is None
     link.run(node.spec())
     wait_until(lambda: node.here("ready.json"))
     assert node.here("agent.json") == node.there("agent.json")
     lines = node.mirror / "progress/trainer.jsonl"
     wait_until(lambda: lines.exists() and lines.read_text().count("\n") > 20)
     assert (node.folder / "progress/trainer.jsonl").read_bytes().startswith(lines.read_bytes())
-    assert link.heard_s is not None
-    assert link.heard_s < 2
+    assert link.seconds_since_message is not None
+    assert link.seconds_since_message < 2
     assert link.trouble == ""
 
 
@@ -181,7 +181,7 @@ def test_the_same_order_again_is_one_agent_from_any_process(node):
     agent = node.agent()
     other = node.link()
     other.run(node.spec(money_left_ms=5))  # money is no reason to start anew
-    wait_until(lambda: other.heard_s is not None)
+    wait_until(lambda: other.seconds_since_message is not None)
     time.sleep(0.5)
     assert node.agent() == agent
     assert node.there("started.json")["pid"] == agent
@@ -348,21 +348,21 @@ def test_a_machine_that_is_away_is_waited_for_and_the_trouble_has_words(node, tm
     link = node.link(other.login)
     link.run(node.spec(role="rollout"))
     wait_until(lambda: "Connection refused" in link.trouble)
-    assert link.heard_s is None
+    assert link.seconds_since_message is None
     other.start()
     try:
         wait_until(lambda: node.here("ready.json"))
         assert link.trouble == ""
         other.stop()
         wait_until(lambda: link.trouble)
-        assert link.heard_s is not None
+        assert link.seconds_since_message is not None
     finally:
         other.stop()
 
 
 def test_a_machine_with_another_key_is_not_entered(node, tmp_path, sshd):
     link = node.link()
-    wait_until(lambda: link.heard_s is not None)
+    wait_until(lambda: link.seconds_since_message is not None)
     link.close()
     known = node.mirror / "known_hosts"
     impostor = Sshd(tmp_path / "impostor")
@@ -501,7 +501,7 @@ while True:
     before = time.monotonic()
     time.sleep(0.002)
     if time.monotonic() - before > 3:
-        print(link.heard_s, flush=True)
+        print(link.seconds_since_message, flush=True)
 """
 
 

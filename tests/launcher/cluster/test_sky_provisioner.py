@@ -257,7 +257,7 @@ class FakeLink:
 
     def __init__(self, login, mirror):
         self.login, self.mirror = login, mirror
-        self.heard_s, self.trouble = 0.0, ""
+        self.seconds_since_message, self.trouble = 0.0, ""
         self.specs, self.money, self.notices, self.closed = [], [], [], False
 
     def run(self, spec):
@@ -888,17 +888,17 @@ def test_an_api_that_does_not_answer_proves_nothing(stage):
     stage.bring_up(NODE)
     stage.cloud.unreachable = stage.sky.down_for_good = True
     assert stage.passes(300, step=1)[NODE].status is NodeStatus.UP  # its line is good
-    stage.links[NODE].heard_s = 400.0
+    stage.links[NODE].seconds_since_message = 400.0
     fact = stage.passes(900, step=1)[NODE]
     assert (fact.status, fact.evidence) == (NodeStatus.UNKNOWN, "aws does not answer")
-    stage.cloud.unreachable, stage.links[NODE].heard_s = False, 0.0
+    stage.cloud.unreachable, stage.links[NODE].seconds_since_message = False, 0.0
     assert stage.passes(10)[NODE].status is NodeStatus.UP
 
 
 def test_a_silent_node_that_the_cloud_calls_running_is_ended_after_a_while(stage):
     stage.bring_up(TRAINER)
     stage.bring_up(NODE)
-    stage.links[NODE].heard_s, stage.links[NODE].trouble = 30.0, "ssh: timed out"
+    stage.links[NODE].seconds_since_message, stage.links[NODE].trouble = 30.0, "ssh: timed out"
     assert stage.passes(60)[NODE].status is NodeStatus.UP
     fact = stage.passes(60)[NODE]
     assert fact.status is NodeStatus.GONE
@@ -910,7 +910,7 @@ def test_a_firewall_rule_that_was_removed_is_named(stage):
     stage.bring_up(TRAINER)
     stage.bring_up(NODE)
     stage.cloud.missing_rules = ("security group spotrl-run lacks the rule: tcp 22 (SSH) from 203.0.113.7/32",)
-    stage.links[NODE].heard_s = 30.0
+    stage.links[NODE].seconds_since_message = 30.0
     assert "tcp 22 (SSH) from 203.0.113.7/32" in stage.passes(120)[NODE].evidence
 
 
@@ -925,7 +925,7 @@ def test_an_agent_that_cannot_reach_its_trainer_says_which_rule_is_missing(stage
 
 def test_when_nobody_is_heard_it_may_be_us(stage):
     stage.bring_up(TRAINER)
-    stage.links[TRAINER].heard_s = 30.0
+    stage.links[TRAINER].seconds_since_message = 30.0
     assert stage.passes(200)[TRAINER].status is NodeStatus.UP
     assert stage.passes(250)[TRAINER].status is NodeStatus.GONE
 
@@ -933,7 +933,7 @@ def test_when_nobody_is_heard_it_may_be_us(stage):
 def test_time_that_we_slept_through_is_not_silence(stage):
     stage.bring_up(TRAINER)
     stage.bring_up(NODE)
-    stage.links[NODE].heard_s = 30.0
+    stage.links[NODE].seconds_since_message = 30.0
     stage.time.ms += 3_600_000  # SIGSTOP, or a closed lid
     assert stage.passes(30)[NODE].status is NodeStatus.UP
 

@@ -16,7 +16,7 @@ from launcher.decide.budget_guard import Limits
 from launcher.decide.facts import OVER, Facts, NodeRecord, Stage, Wanted
 from launcher.decide.failover import LaunchRate
 from launcher.decide.reconcile import decide
-from launcher.decide.run_budget import bound_micro_usd, bound_of_plan, describe_brakes
+from launcher.decide.run_budget import bound_micro_usd, bound_of_plan, describe_limits
 from launcher.ledger.billing import interval_micro_usd
 from launcher.market.side_prices import MINIMUM_BILLED_MS, side_micro_usd_per_hour
 from launcher.money import dollars
@@ -231,4 +231,4 @@ def test_the_bound_is_what_the_plan_prints():
         sites=storm.sites,
     )
     assert bound_of_plan(plan) == bound
-    assert f"never more than {dollars(bound)}" in describe_brakes(storm.wanted, storm.sites)
+    assert f"never more than {dollars(bound)}" in describe_limits(storm.wanted, storm.sites)
