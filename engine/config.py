@@ -9,7 +9,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
-from engine.algorithm_config import AlgorithmConfig
+from engine.algorithm_config import AlgorithmConfig, recommended
 from engine.strict import Positive, Strict
 
 SHIPPED = {"digits-ocr": "digits", "shapes": "shapes"}
@@ -396,6 +396,13 @@ class EngineConfig(Strict):
                 f"test_prompts is {self.test_prompts!r}, but {self.prompts} has held-out prompts of its own; "
                 "leave it out, or give prompts a file as well"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _auto_means_the_recommended_algorithm(self) -> Self:
+        if self.algorithm.name == "auto":
+            name = recommended(self.model.name).name
+            self.__dict__["algorithm"] = self.algorithm.model_copy(update={"name": name})
         return self
 
     @model_validator(mode="after")

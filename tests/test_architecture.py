@@ -18,6 +18,7 @@ ROOT = Path(__file__).parent.parent
 CONTRACT = {
     "engine.events",
     "engine.config",
+    "engine.algorithm_config",
     "engine.strict",
     "engine.node_spec",
     "engine.clock",

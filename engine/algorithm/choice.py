@@ -20,5 +20,7 @@ def objective_of(config: AlgorithmConfig, old: OldPolicy, reference: ReferencePo
             return GrpoGuard(config, reference)
         case "diffusion-nft":
             return DiffusionNft(config, old, reference)
+        case "auto":
+            raise ValueError("algorithm.name is auto; EngineConfig replaces it by the recommended algorithm")
         case _:
             assert_never(config.name)

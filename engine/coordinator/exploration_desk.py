@@ -79,7 +79,9 @@ class ExplorationDesk:
             weights=WeightsKey(version=order.version),
             sampler=order.sampler,
             steps=order.steps,
-            shape=order.shape,
+            # A counted budget repeats bit for bit, so every forward pass has the full shape. Otherwise a pass has the
+            # shape of its candidates, because a full pass may not fit into the idle time.
+            shape=order.shape if order.counted is not None else min(order.shape, len(requests)),
             dtype=order.dtype,
             scorer=order.scorer,
         )

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from launcher.cli.layout import columns, fitted
-from launcher.cli.plan_text import place_table
+from launcher.cli.plan_text import algorithm_text, place_table
 from launcher.decide.run_budget import bound_of_plan
 from launcher.job.schema import Job
 from launcher.market.estimate import Estimate
@@ -30,6 +30,7 @@ def _lines(job: Job, plan: CloudPlan, now_ms: int) -> Iterator[str]:
     yield from _prices(plan, now_ms)
     yield ""
     yield from _sums(job, plan)
+    yield f"  {algorithm_text(job)}"
     yield from _exploration(job, plan)
     yield from _factors(plan.factors)
     yield ""

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from typing import Any
 
+from engine.algorithm_config import recommended
 from launcher.cli.layout import columns, fitted
 from launcher.job.schema import FASTEST_CLOCK, Job
 from launcher.money import dollars, duration, hourly
@@ -57,12 +58,21 @@ def _plan_lines(job: Job, plan: Plan) -> Iterator[str]:
         yield "  no budget.max_total: the run ends with its iterations or target"
     if job.target:
         yield f"  until {job.target.metric} {job.target.value:g}, or {job.iterations} iterations; how long is not known"
+    yield f"  {algorithm_text(job)}"
     yield f"  {exploration_text(job)}"
     if job.runtime.sp_degree != 1:
         yield f"  {sharing_text(job)}"
     sources = Counter((slot.placement.price_source, slot.placement.price_observed_at) for slot in plan.slots)
     for (source, observed_at), _ in sources.most_common():
         yield f"  prices ({plan.money_basis}): {source}, {observed_at}"
+
+
+def algorithm_text(job: Job) -> str:
+    """Return a sentence on the job's algorithm, and on the recommended one."""
+    best = recommended(job.model.name)
+    if job.algorithm.name == best.name:
+        return f"algorithm {best.name}, as recommended: {best.reason}"
+    return f"algorithm {job.algorithm.name}; recommended is {best.name}: {best.reason}"
 
 
 def exploration_text(job: Job) -> str:
@@ -88,10 +98,11 @@ def exploration_text(job: Job) -> str:
             f"exploration {mode}: {each} candidates a prompt, which everybody waits for; the {keep} that are trained "
             f"should differ x{outlook.gain:.1f} as much"
         )
+    most = "at most " if job.exploration.wait == "idle" else ""
     return (
-        f"exploration {mode}: {each} candidates a prompt, tried on spot nodes while the trainer trains; the {keep} "
-        f"that are trained should differ x{outlook.gain:.1f} as much, if old weights rank seeds with rho {outlook.rho} "
-        "(assumed; the run measures it)"
+        f"exploration {mode}: {most}{each} candidates a prompt, tried on spot nodes while the trainer trains; the "
+        f"{keep} that are trained should differ x{outlook.gain:.1f} as much, if old weights rank seeds with rho "
+        f"{outlook.rho} (assumed; the run measures it)"
     )
 
 

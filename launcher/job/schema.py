@@ -4,6 +4,7 @@ The promise: a job that loads can be planned and sent to every node unchanged.
 """
 
 import re
+from math import sqrt
 from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal, Self
 
@@ -52,8 +53,8 @@ class Job(EngineConfig):
     clouds to buy from."""
     clock_factor: Literal["auto"] | Annotated[float, Field(gt=0.0, le=3600.0)] = "auto"
     """Local infra: simulated seconds per second, so that hours of a spot market take minutes. `auto`: 60 on a
-    machine with two free cores, and less on a machine that is slow or busy at launch, so that the run costs about as
-    much on every machine. The factor never changes during a run."""
+    machine with two free cores, and less on a machine that is slow or busy at launch (half at a quarter of the speed),
+    so that a slow machine does not use up the budget. The factor never changes during a run."""
     resources: Resources = Resources()
     """Nodes of the trainer and of the rollout workers."""
     spot: Literal["auto", "only", "never"] = "auto"
@@ -246,5 +247,9 @@ class Job(EngineConfig):
 
 
 def auto_clock_factor(slowness: float) -> float:
-    """Return the clock factor for a machine that takes `slowness` times as long as the reference machine."""
-    return max(SLOWEST_CLOCK, float(round(FASTEST_CLOCK / max(1.0, slowness))))
+    """Return the clock factor for a machine that takes `slowness` times as long as the reference machine.
+
+    The square root is a compromise. A factor divided by the slowness gives the same simulated hours everywhere, but a
+    machine that is busy at launch is often free a moment later, and the run would end before its first preemption.
+    """
+    return max(SLOWEST_CLOCK, float(round(FASTEST_CLOCK / sqrt(max(1.0, slowness)))))

@@ -1,9 +1,10 @@
-"""learning: does the quickstart job learn, whatever its seed?
+"""learning: does Flow-GRPO learn the quickstart's task, whatever its seed?
 
     python -m tests.benchmarks.learning --json
 
-Runs `sky_yamls/quickstart.yaml` through `spotrl launch`, reclaims and all, once per seed. The gain is exact match on
-512 held-out strings after the run minus before it: same ODE sampler, same noise, averaged weights both times.
+Runs `learning.yaml` (Flow-GRPO on the quickstart's task) through `spotrl launch`, with preemptions, once per seed. The
+gain is exact match on 512 held-out strings after the run minus before it, with the same ODE sampler, the same noise and
+averaged weights both times.
 """
 
 import argparse
@@ -16,14 +17,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from tests.benchmarks.page import ROOT, load_now, publish
+from tests.benchmarks.page import load_now, publish
 
 
 def run_seed(seed: int, folder: Path) -> dict[str, Any]:
     """One quickstart; its result.json."""
     result = folder / f"result-{seed}.json"
     command = [
-        *(sys.executable, "-m", "launcher.cli.main", "launch", str(ROOT / "sky_yamls" / "quickstart.yaml"), "--yes"),
+        *(sys.executable, "-m", "launcher.cli.main", "launch", str(Path(__file__).with_suffix(".yaml")), "--yes"),
         *("--name", f"learning-{seed}", "--set", f"seed={seed}", "--on-exit", "down", "--result", str(result)),
         # All held-out strings each time, as the results on record: fewer on the way end a run at another iteration.
         *("--set", "evaluation.on_the_way=512"),
@@ -61,7 +62,7 @@ def main() -> None:
     deviation = statistics.stdev(values) if len(values) > 1 else 0.0
     publish(
         "learning",
-        question="does the quickstart job learn, whatever its seed?",
+        question="does Flow-GRPO learn the quickstart's task, whatever its seed?",
         command="python -m tests.benchmarks.learning --json",
         result={
             "gain_mean": statistics.mean(values),

@@ -23,7 +23,7 @@ def test_the_quickstart_is_what_the_readme_says(tmp_path):
     job = load_job(Path(str(files("sky_yamls") / "quickstart.yaml"))).job
     assert (job.name, job.infra, job.iterations, job.clock_factor) == ("quickstart", "local", 45, "auto")
     assert (job.algorithm.prompts_per_batch, job.algorithm.images_per_prompt) == (12, 4)
-    assert (job.sampler.name, job.sampler.steps, job.sampler.noise_level) == ("flow-sde", 8, 0.7)
+    assert (job.algorithm.name, job.sampler.steps, job.sampler.noise_level) == ("diffusion-nft", 8, 0.0)
     assert job.exploration.budget == CandidateBudget(candidates=144)
     assert (job.target.metric, job.target.value, job.target.evaluations) == ("exact_match", 0.78, 3)
     assert (job.evaluation.prompts, job.evaluation.every) == (512, 3)
