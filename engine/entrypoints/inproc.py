@@ -16,7 +16,7 @@ from engine.coordinator.coordinator import Coordinator
 from engine.coordinator.open import open_coordinator
 from engine.models.adapter import DiTAdapter
 from engine.models.load import load_adapter, trainable
-from engine.prompts import prompt_source
+from engine.prompts import PromptSource, prompt_source
 from engine.protocol.codec import Blobs
 from engine.protocol.request import Exit
 from engine.rewards.load import load_student
@@ -64,11 +64,12 @@ def build_inproc(
     reward: Reward,
     workers: int,
     make_adapter: Callable[[], DiTAdapter] | None = None,
+    prompts: PromptSource | None = None,
 ) -> InprocRun:
     """Build a run with `workers` spot workers, its journal, checkpoints and progress under `folder`.
 
     `make_adapter` gives the trainer and every worker a separate model, all with equal weights. The default loads the
-    model named by the config.
+    model named by the config. `prompts`: None for the prompts named by the config.
     """
     make_adapter = make_adapter or (lambda: load_adapter(config.model, device_of(config.runtime.device, 0)))
     progress = ProgressLog(folder / "progress" / "coordinator.jsonl", run=run, source="coordinator", clock=clock)
@@ -102,5 +103,5 @@ def build_inproc(
         metrics=MetricsLog(folder / "metrics"),
         clock=clock,
     )
-    loop = Loop(config, context, make_adapter(), reward, prompt_source(config, None))
+    loop = Loop(config, context, make_adapter(), reward, prompts or prompt_source(config, None))
     return InprocRun(coordinator=coordinator, loop=loop, workers=spot)

@@ -2,7 +2,7 @@
 
     python -m tests.benchmarks.reclaim_learning --json
 
-Runs the quickstart job for a fixed number of batches and without a target, once per seed with the reclaims of the
+Runs the job of `learning` for a fixed number of batches and without a target, once per seed with the reclaims of the
 bundled trace and once without any. Rewards are compared at equal iterations; dollars as the ledger has them.
 """
 
@@ -18,9 +18,11 @@ from typing import Any
 
 from engine.events import Evaluated
 from launcher.ledger.store import find_run, open_ledger, progress_of
-from tests.benchmarks.page import ROOT, load_now, publish
+from tests.benchmarks.page import load_now, publish
 
 METRIC = "exact_match"
+
+JOB = Path(__file__).with_name("learning.yaml")
 
 
 def run_once(name: str, seed: int, trace: str, iterations: int, folder: Path) -> dict[str, Any]:
@@ -29,7 +31,7 @@ def run_once(name: str, seed: int, trace: str, iterations: int, folder: Path) ->
     changed = [f"seed={seed}", f"iterations={iterations}", f"reclaims.trace={trace}", "target=null"]
     changed.append("evaluation.on_the_way=512")  # a curve of all held-out strings
     command = [
-        *(sys.executable, "-m", "launcher.cli.main", "launch", str(ROOT / "sky_yamls" / "quickstart.yaml"), "--yes"),
+        *(sys.executable, "-m", "launcher.cli.main", "launch", str(JOB), "--yes"),
         *("--name", name, "--on-exit", "down", "--result", str(result)),
         *(word for change in changed for word in ("--set", change)),
     ]

@@ -32,7 +32,7 @@ from launcher.job.load import load_job
 from tests.benchmarks.page import ROOT
 
 REWARDS = ROOT / "tests/data/rewards"
-JOBS = {"digits-ocr": "quickstart.yaml", "shapes": "shapes.yaml"}
+JOBS = {"digits-ocr": "tests/benchmarks/learning.yaml", "shapes": "sky_yamls/shapes.yaml"}
 PROMPTS = 36
 """Three rounds of the mix of shapes."""
 SEEDS = 64
@@ -54,7 +54,7 @@ class Task:
     """A built-in task as its job file has it: the shipped base, its sampler and its reward, in this process."""
 
     def __init__(self, name: str) -> None:
-        self.config: EngineConfig = load_job(ROOT / "sky_yamls" / JOBS[name]).job.engine()
+        self.config: EngineConfig = load_job(ROOT / JOBS[name]).job.engine()
         self.adapter = load_adapter(self.config.model)
         self.parameters = trainable(self.adapter)
         self.reward = load_reward(self.config.reward, None)
@@ -105,7 +105,7 @@ def recording(name: str, prompts: int, seeds: int) -> str:
         f"# python -m tests.benchmarks.record_rewards --task {name} --prompts {prompts} --seeds {seeds}\n"
         f"# measured {time.strftime('%Y-%m-%d')} in {took:.0f} s on a CPU: {prompts} prompts of batch 0 x {seeds} "
         f"seeds (index 0 on) of run seed {task.config.seed}\n"
-        f"# shipped base (weights {weights}), sampler {plan.signature} of sky_yamls/{JOBS[name]}, "
+        f"# shipped base (weights {weights}), sampler {plan.signature} of {JOBS[name]}, "
         f"reward {task.config.reward.name}; strict is its exact_match\n"
         f"# {versions}\n"
     )

@@ -25,7 +25,7 @@ def test_the_quickstart_is_what_the_readme_says(tmp_path):
     assert (job.algorithm.prompts_per_batch, job.algorithm.images_per_prompt) == (12, 4)
     assert (job.algorithm.name, job.sampler.steps, job.sampler.noise_level) == ("diffusion-nft", 8, 0.0)
     assert job.exploration.budget == CandidateBudget(candidates=144)
-    assert (job.target.metric, job.target.value, job.target.evaluations) == ("exact_match", 0.78, 3)
+    assert (job.target.metric, job.target.value, job.target.evaluations) == ("exact_match", 0.95, 3)
     assert (job.evaluation.prompts, job.evaluation.every) == (512, 3)
     assert (job.resources.trainer.use_spot, job.resources.rollout.use_spot) == (False, True)
     assert (job.resources.rollout.accelerator, job.resources.rollout.gpus, job.resources.rollout.num_nodes) == (
