@@ -61,7 +61,7 @@ STARTED_FIRST = (
     "tests/end_to_end",
     "tests/engine/test_ray_runtime.py",
     "tests/conformance",
-    "tests/engine/test_machine.py",
+    "tests/engine/test_node_agent_on_cloud.py",
     "tests/engine/test_loop.py",
     "tests/launcher/cluster/test_node_link.py",
 )

@@ -60,7 +60,7 @@ WIDTHS = {"full": 0.9, "half": 0.45}
 """Share of the picture's width that a word takes."""
 
 
-def picture_of(text: str, width: float, size: int = 512) -> Tensor:
+def image_of(text: str, width: float, size: int = 512) -> Tensor:
     """Draw lines of text in the middle of a white picture [3, size, size] in [-1, 1], the longest as wide as asked."""
     at_100 = ImageFont.load_default(100)
     longest = max(at_100.getlength(line) for line in text.splitlines())
@@ -75,11 +75,11 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=512, help="rows and columns of a picture")
     size = parser.parse_args().size
     reward, prompts = OcrReward("ocr"), [f'a sign that says "{word}"' for word in WORDS]
-    reward(picture_of("loads", 0.9, size)[None], ["loads"])
+    reward(image_of("loads", 0.9, size)[None], ["loads"])
     for name, width in WIDTHS.items():
-        pictures = torch.stack([picture_of(word, width, size) for word in WORDS])
+        images = torch.stack([image_of(word, width, size) for word in WORDS])
         begun = time.process_time()
-        scores = reward(pictures, prompts)
+        scores = reward(images, prompts)
         milliseconds = 1000 * (time.process_time() - begun) / len(WORDS)
         exact = statistics.mean(score.metrics["exact_match"] for score in scores)
         mean = statistics.mean(score.reward for score in scores)

@@ -70,7 +70,7 @@ def agent(node: str, number: signal.Signals) -> Disturbance:
         if number == signal.SIGKILL:
             fleet.agents[node].wait()
             # The launcher would see the node gone and start its successor.
-            fleet.tell_lost(node)
+            fleet.report_lost(node)
             fleet.start(f"{node}-g2")
 
     return disturb

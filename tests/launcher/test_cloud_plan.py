@@ -131,7 +131,7 @@ def test_a_plan_is_in_one_region_and_spreads_its_spot_nodes():
     assert plan.maximum_micro_usd_per_hour == 28 * USD + 7 * USD * sum(nodes.values())
 
 
-def test_every_figure_says_where_it_comes_from():
+def test_every_figure_names_its_source():
     plan = plan_cloud(an_ask(), view(*EAST))
     assert all(slot.placement.price_source and slot.placement.price_observed_at for slot in plan.slots)
     assert "assumed" in plan.basis
@@ -145,7 +145,7 @@ def test_every_figure_says_where_it_comes_from():
     assert any("never trained Qwen-Image" in note for note in plan.notes)
 
 
-def test_the_reference_recipe_pays_more_per_iteration_for_spot_and_says_what_that_must_save():
+def test_the_reference_plan_states_what_its_dearer_iterations_must_save():
     plan = plan_cloud(an_ask(), view(*EAST))
     pays = plan.spot_pays
     assert pays is not None
@@ -157,7 +157,7 @@ def test_the_reference_recipe_pays_more_per_iteration_for_spot_and_says_what_tha
     assert alone.iterations == pytest.approx(pays.iterations_share)
 
 
-def test_without_hazards_the_plan_prices_an_iteration_as_the_notes_do():
+def test_without_hazards_an_iteration_costs_as_much_as_in_the_notes():
     """Papers 6.2: 8 spot GPUs at 69 % off beside 4 make an iteration cost x1.30."""
     market = steady(TRAINER, offer("a", 7 * 0.31), offer("b", 7 * 0.31))
     needs = an_ask(recipe=replace(qwen_image_512(), copy_bytes=0), policy="spothedge")
@@ -171,13 +171,13 @@ def test_without_hazards_the_plan_prices_an_iteration_as_the_notes_do():
     assert (on_demand.iterations, on_demand.hours_per_iteration) == pytest.approx((1, 1))
 
 
-def test_the_three_factors_multiply_to_the_dollars():
+def test_the_cost_factors_multiply_to_the_cost_of_the_plan():
     plan = plan_cloud(an_ask(), view(*EAST))
     for factors in plan.factors:
         assert factors.micro_usd == pytest.approx(plan.cost.expected / factors.their_micro_usd)
 
 
-def test_where_exploration_is_no_use_the_trainer_stays_alone_and_the_plan_says_why():
+def test_without_a_gain_from_exploration_only_the_trainer_is_planned():
     plan = plan_cloud(an_ask(recipe=qwen_image_512(explores=False)), view(*EAST))
     assert [slot.name for slot in plan.slots] == ["trainer"]
     assert plan.spot_pays is not None
@@ -188,7 +188,7 @@ def test_where_exploration_is_no_use_the_trainer_stays_alone_and_the_plan_says_w
     assert "the last one saves" in more.why_not
 
 
-def test_a_plan_without_exploration_buys_what_the_square_root_rule_says():
+def test_a_plan_without_exploration_follows_the_square_root_rule():
     """Steady nodes at $2 in one zone, $7 for a trainer's GPU, 20 s of training beside 428 GPU-seconds of rollouts."""
     plan = plan_cloud(
         an_ask(
@@ -202,7 +202,7 @@ def test_a_plan_without_exploration_buys_what_the_square_root_rule_says():
     assert abs(where(plan)["a"] - by_rule) < 1
 
 
-def test_alternatives_are_never_better_and_say_why_not():
+def test_alternatives_are_never_better_and_give_their_reason():
     west = tuple(replace(each, region="west", micro_usd_per_hour=each.micro_usd_per_hour + USD) for each in EAST)
     plan = plan_cloud(an_ask(), view(*EAST, *west, offer("d", 2.0, region="far")))
     names = [other.what for other in plan.alternatives]
@@ -215,7 +215,7 @@ def test_alternatives_are_never_better_and_say_why_not():
     assert any(each.what == "gcp far" and "no trainer" in each.why for each in plan.left_out)
 
 
-def test_prices_that_are_not_believed_are_left_out_by_name():
+def test_doubtful_prices_are_left_out_by_name():
     bad = offer("bad", 0.7, quality=Quality.TENTH_OF_ON_DEMAND)
     dear = offer("dear", 7.0)
     plan = plan_cloud(an_ask(), view(*EAST, bad, dear))
@@ -225,7 +225,7 @@ def test_prices_that_are_not_believed_are_left_out_by_name():
     assert "no cheaper than on demand" in reasons["h100-1 in dear"]
 
 
-def test_a_zone_without_capacity_is_left_alone_for_a_while():
+def test_a_zone_without_capacity_is_avoided_for_a_while():
     pool = pool_of_offer(EAST[2])
     history = PoolHistory(pool=pool, stock_outs_ms=(START_MS,))
     at_once = market_view(EAST, [history], now_ms=START_MS + MINUTE_MS)
@@ -236,24 +236,24 @@ def test_a_zone_without_capacity_is_left_alone_for_a_while():
     assert pool not in later.cooling
 
 
-def test_a_sole_zone_takes_all_nodes_and_the_plan_warns():
+def test_a_single_zone_gets_all_nodes_and_the_plan_warns():
     plan = plan_cloud(an_ask(), view(TRAINER, ON_DEMAND, offer("only", 1.0)))
     assert where(plan)["only"] > 1
     assert any("may take all of them" in note for note in plan.notes)
 
 
-def test_an_instance_that_is_not_sold_on_demand_is_bounded_by_its_share_of_a_larger_one():
+def test_a_type_without_on_demand_price_is_bounded_by_a_larger_types_share():
     plan = plan_cloud(an_ask(), view(TRAINER, offer("a", 2.0), offer("b", 2.0)))  # 4 GPUs for $28
     assert {slot.on_demand_micro_usd_per_hour for slot in plan.slots[1:]} == {7 * USD}
 
 
-def test_a_larger_trainer_is_taken_and_said_where_no_smaller_one_is_sold():
+def test_a_larger_trainer_is_planned_with_a_note_if_no_smaller_one_is_sold():
     plan = plan_cloud(an_ask(), view(offer("", 55, gpus=8), ON_DEMAND, *EAST[2:]))
     assert plan.slots[0].placement.gpus == 8
     assert any("has 8 GPUs: 4 are paid for idle" in note for note in plan.notes)
 
 
-def test_a_trainer_with_one_gpu_is_preferred_and_the_plan_says_that_only_one_is_used():
+def test_a_trainer_with_one_gpu_is_preferred_because_only_one_is_used():
     needs = an_ask(recipe=shipped_recipe(), trainer=NodeRequirements(accelerator="H100", gpus=1), trainer_gpus_named=8)
     one, eight = offer("", 7, gpus=1), offer("", 55, gpus=8)
     plan = plan_cloud(needs, view(one, eight, *EAST[2:]))
@@ -271,7 +271,7 @@ def test_infra_narrows_the_zones(infra):
     assert set(where(plan)) == {"b"}
 
 
-def test_spot_never_only_and_auto():
+def test_spot_modes_never_only_and_auto_choose_the_capacity_type():
     needs = an_ask(floor_nodes=2)
     never = plan_cloud(replace(needs, spot=Spot.NEVER), view(*EAST))
     assert {slot.placement.market for slot in never.slots} == {Market.ON_DEMAND}
@@ -280,14 +280,14 @@ def test_spot_never_only_and_auto():
     assert {slot.placement.market for slot in only.slots[1:]} == {Market.SPOT}
 
 
-def test_below_the_floor_on_demand_nodes_fill_up():
+def test_on_demand_nodes_fill_up_to_the_floor():
     """Zones that have something one time in fifty do not keep four nodes there."""
     scarce = {pool_of_offer(each): LaunchOdds(failures=98) for each in EAST}
     plan = plan_cloud(an_ask(floor_nodes=4, max_rollout_nodes=4), view(*EAST, odds=scarce))
     assert where(plan) == {"east, any zone": 4}
 
 
-def test_a_deadline_buys_what_money_alone_would_not():
+def test_a_deadline_buys_nodes_that_do_not_pay_for_themselves():
     needs = an_ask(recipe=qwen_image_512(explores=False))
     slow = plan_cloud(needs, view(*EAST))
     fast = plan_cloud(replace(needs, deadline_ms=slow.time.expected * 9 // 10), view(*EAST))
@@ -296,7 +296,7 @@ def test_a_deadline_buys_what_money_alone_would_not():
     assert fast.time.expected <= slow.time.expected * 9 // 10
 
 
-def test_the_bound_counts_the_dearest_site_disks_stand_ins_and_what_stopping_takes():
+def test_the_bound_counts_the_dearest_site_disks_stand_ins_and_stopping():
     """Two slots: a trainer and a rollout node; the other region is twice as dear."""
     dear = tuple(replace(each, region="west", micro_usd_per_hour=each.micro_usd_per_hour * 2) for each in EAST)
     side = side_micro_usd_per_hour("gcp", Market.ON_DEMAND)
@@ -309,7 +309,7 @@ def test_the_bound_counts_the_dearest_site_disks_stand_ins_and_what_stopping_tak
     assert bound_of_plan(plan_cloud(needs, view(*EAST)).as_plan()) is None
 
 
-def test_an_hourly_limit_bounds_what_spot_nodes_cost_if_their_prices_rise_to_on_demand():
+def test_an_hourly_limit_bounds_spot_nodes_at_on_demand_prices():
     """A spot node for $2 that costs $7 on demand: within $40/h of them, $140/h at most."""
     side = side_micro_usd_per_hour("gcp", Market.ON_DEMAND)
     limits = {"max_hourly_micro_usd": 60 * USD, "max_total_micro_usd": 9_000 * USD}
@@ -319,7 +319,7 @@ def test_an_hourly_limit_bounds_what_spot_nodes_cost_if_their_prices_rise_to_on_
     assert bound_of_plan(plan) == pytest.approx(9_000 * USD + at_once / 12, abs=2)
 
 
-def test_a_plan_is_kept_by_the_ledger_like_a_local_one():
+def test_a_cloud_plan_survives_the_ledger():
     plan = plan_cloud(an_ask(max_total_micro_usd=3_000 * USD), view(*EAST))
     kept = json.loads(json.dumps(plan_json(plan.as_plan())))
     assert slots_from(kept) == plan.slots
@@ -328,7 +328,7 @@ def test_a_plan_is_kept_by_the_ledger_like_a_local_one():
     assert sites_from({"slots": []}) == ()
 
 
-def test_a_plan_says_where_the_run_may_move_its_own_cloud_first_then_cheapest_first():
+def test_a_plan_lists_failover_sites_own_cloud_first_then_by_price():
     def elsewhere(cloud: str, region: str, factor: float) -> tuple[Offer, ...]:
         return tuple(
             replace(each, cloud=cloud, region=region, micro_usd_per_hour=round(each.micro_usd_per_hour * factor))
@@ -351,7 +351,7 @@ def test_a_plan_says_where_the_run_may_move_its_own_cloud_first_then_cheapest_fi
     assert (here, "dear") not in [site.place for site in too_dear.sites]
 
 
-def test_a_script_gets_integers_of_money_and_time():
+def test_json_plans_have_integers_of_money_and_time():
     def numbers(value: Any, name: str = "") -> list[tuple[str, Any]]:
         if isinstance(value, dict):
             return [found for key, each in value.items() for found in numbers(each, key)]
@@ -383,7 +383,7 @@ def test_a_script_gets_integers_of_money_and_time():
         ({"deadline_ms": HOUR_MS}, "past the deadline of 1h"),
     ],
 )
-def test_limits_that_nothing_keeps_are_refused_with_what_would_do(limits, words):
+def test_impossible_limits_are_refused_with_limits_that_would_work(limits, words):
     needs = an_ask(**limits)
     if "max_hourly_micro_usd" in limits:
         needs = replace(needs, recipe=qwen_image_512(explores=False))
@@ -392,21 +392,21 @@ def test_limits_that_nothing_keeps_are_refused_with_what_would_do(limits, words)
     assert words in str(caught.value)
 
 
-def test_the_remedy_of_a_refusal_is_enough():
+def test_the_remedy_named_in_a_refusal_works():
     free = plan_cloud(an_ask(), view(*EAST))
     with pytest.raises(BudgetError):
         plan_cloud(an_ask(max_total_micro_usd=free.cost.expected - 1), view(*EAST))
     assert plan_cloud(an_ask(max_total_micro_usd=free.cost.expected), view(*EAST)).cost == free.cost
 
 
-def test_a_gpu_that_nobody_sells_is_refused_with_where_was_looked():
+def test_a_gpu_that_no_cloud_sells_is_refused_with_the_searched_places():
     with pytest.raises(PlacementError, match=r"4 x B200 or more on demand \(looked in gcp east\)"):
         plan_cloud(an_ask(trainer=NodeRequirements(accelerator="B200", gpus=4)), view(*EAST))
     with pytest.raises(PlacementError, match="spotrl catalog refresh"):
         plan_cloud(an_ask(clouds=("aws",)), view(*EAST))
 
 
-def test_a_policy_that_does_not_exist_is_refused_with_those_that_do():
+def test_an_unknown_policy_is_refused_with_the_known_ones():
     with pytest.raises(ValueError, match="cheapest-failover"):
         build_policy("magic")
 
@@ -421,7 +421,7 @@ def chosen(name: str, needs: CloudRequirements, *offers: Offer, **more: Any) -> 
     return Counter({f"{pool.offer.region} {pool.offer.zone}".strip(): count for pool, count in choice.pools})
 
 
-def test_each_policy_goes_where_it_would():
+def test_each_policy_chooses_its_own_zones():
     needs = an_ask(max_rollout_nodes=4)
     assert chosen("all-on-demand", needs, *EAST) == {"east": 4}
     assert chosen("cheapest-failover", needs, *EAST) == {"east a": 4}
@@ -429,7 +429,7 @@ def test_each_policy_goes_where_it_would():
     assert chosen("spothedge", needs, *EAST) == {"east a": 2, "east b": 1, "east c": 1}
 
 
-def test_after_a_loss_each_policy_goes_elsewhere():
+def test_each_policy_avoids_a_zone_after_a_loss():
     needs = an_ask(max_rollout_nodes=4)
     west = tuple(replace(each, region="west", micro_usd_per_hour=each.micro_usd_per_hour + 1) for each in EAST)
     lost = (pool_of_offer(EAST[2]),)
@@ -440,7 +440,7 @@ def test_after_a_loss_each_policy_goes_elsewhere():
     assert "east a" not in chosen("ours", needs, *EAST, lost=lost)
 
 
-def test_spothedge_bridges_on_demand_until_spot_is_there():
+def test_spothedge_bridges_on_demand_until_spot_nodes_are_ready():
     needs = an_ask(max_rollout_nodes=4)
     assert chosen("spothedge", needs, *EAST, missing=4)["east"] == 3  # min(N, missing), N = 4 - 1
     assert chosen("spothedge", needs, *EAST, missing=1)["east"] == 1
@@ -465,7 +465,7 @@ def test_every_policy_keeps_the_caps():
 # --- from the ledger to the plan ----------------------------------------------------------------------
 
 
-def test_five_preemptions_change_the_estimate_and_the_plan_goes_to_another_zone():
+def test_five_preemptions_move_the_plan_to_another_zone():
     """Five nodes in each of two zones ran for 12 minutes. Then it turns out that those of zone a were taken back."""
     offers = (
         replace(TRAINER, region="us-east-1"),
@@ -580,13 +580,13 @@ def everything(needs: CloudRequirements, market: MarketView, caps: Caps) -> int 
 
 @settings(max_examples=60, deadline=None)
 @given(asks, markets(regions=1))
-def test_the_plan_is_the_best_of_all_that_keep_the_caps(needs, market):
+def test_the_plan_is_the_cheapest_of_all_within_the_caps(needs, market):
     plan = plan_or_none(needs, market)
     assert (None if plan is None else plan.cost.expected) == everything(needs, market, Caps.of(needs))
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_in_four_zones_with_eight_nodes_it_is_the_best_too(seed):
+def test_the_plan_is_the_cheapest_in_four_zones_with_eight_nodes_too(seed):
     draw = random.Random(seed)
     zones = [offer(zone, round(draw.uniform(1.0, 3.0), 2)) for zone in "abcd"]
     lived = {each: [Life(ms=draw.randint(1, 300) * MINUTE_MS, reclaimed=True) for _ in range(4)] for each in zones}
@@ -652,7 +652,7 @@ def test_more_money_or_time_never_makes_a_plan_worse(needs, market, dollars, an_
 
 @settings(max_examples=150, deadline=None)
 @given(asks, markets(), st.data())
-def test_a_zone_that_gets_dearer_is_never_bought_more(needs, market, data):
+def test_a_dearer_zone_never_gets_more_node_hours(needs, market, data):
     """In node-hours, which is what a price is of. Not where the hourly limit binds: it buys fewer nodes for longer."""
     needs = replace(needs, max_hourly_micro_usd=None)
     spot = [number for number, each in enumerate(market.offers) if each.market is Market.SPOT]
@@ -672,7 +672,7 @@ def test_a_zone_that_gets_dearer_is_never_bought_more(needs, market, data):
 
 @settings(max_examples=60, deadline=None)
 @given(asks, markets(), st.randoms())
-def test_a_plan_is_a_pure_function_of_what_is_asked_and_offered(needs, market, shuffled):
+def test_a_plan_is_a_pure_function_of_request_and_offers(needs, market, shuffled):
     more = (  # two that are not believed, two zones and two instance types at one price, a second trainer
         offer("y", 0.7, quality=Quality.TENTH_OF_ON_DEMAND),
         offer("z", 7.0, quality=Quality.SAME_AS_ON_DEMAND),
@@ -692,7 +692,7 @@ def test_a_plan_is_a_pure_function_of_what_is_asked_and_offered(needs, market, s
     assert plan_or_none(needs, market) == plan_or_none(needs, mixed)
 
 
-def test_of_two_prices_for_the_same_thing_the_dearer_one_counts():
+def test_the_dearer_of_two_prices_for_the_same_offer_counts():
     twice = (*EAST, replace(EAST[2], micro_usd_per_hour=6 * USD))
     assert plan_cloud(an_ask(), view(*twice)) == plan_cloud(an_ask(), view(*reversed(twice)))
     assert where(plan_cloud(an_ask(max_rollout_nodes=1, recipe=ROLLING), view(*twice))) == {"b": 1}
@@ -709,7 +709,7 @@ def two_clouds(seed: int = 1) -> MarketView:
     return MarketView(offers=tuple(offers))
 
 
-def test_two_clouds_200_offers_and_16_nodes_are_planned_in_a_moment():
+def test_two_clouds_200_offers_and_16_nodes_are_planned_quickly():
     market, needs = two_clouds(), an_ask(max_rollout_nodes=15)
     assert len(market.offers) == 200
 
@@ -721,7 +721,7 @@ def test_two_clouds_200_offers_and_16_nodes_are_planned_in_a_moment():
     assert min(seconds() for _ in range(5)) < 0.1  # the benchmark holds 0.05; this is a shared machine
 
 
-def test_a_search_says_what_other_sites_would_cost_at_least():
+def test_a_search_gives_a_lower_bound_for_other_sites():
     needs, market = an_ask(), two_clouds(seed=2)
     sites, _ = sites_of(needs, market)
     found = cheapest_choice(needs, sites, Caps())
@@ -736,7 +736,7 @@ def test_a_search_says_what_other_sites_would_cost_at_least():
     assert min(exact) == found.micro_usd == outlook(needs, found.choice).micro_usd
 
 
-def test_an_empty_history_leaves_the_prior():
+def test_an_empty_history_gives_the_prior():
     pool = Pool(cloud="gcp", region="east", zone="a", instance_type="h100-1")
     seen = market_view(EAST, [PoolHistory(pool=pool)], now_ms=START_MS)
     assert seen.survival[pool].basis is Basis.PRIOR

@@ -53,7 +53,7 @@ def said(capsys) -> str:
         ("pull", RUN, "--to", "a-file/weights"),
     ],
 )
-def test_a_place_that_cannot_be_written_is_named(home, tmp_path, capsys, words):
+def test_an_output_path_that_cannot_be_written_is_named(home, tmp_path, capsys, words):
     (tmp_path / "a-file").write_text("")
     a_manifest(home, {"iteration": 1, "files": {"weights.safetensors": "0", "ema.safetensors": "0"}})
     assert run(words) == ExitCode.FAILURE
@@ -73,7 +73,7 @@ def test_a_damaged_manifest_is_named_by_pull(home, capsys, manifest):
     assert "the manifest of checkpoint l0001-i000001" in said(capsys)
 
 
-def test_escape_sequences_of_a_node_are_shown_and_not_done(home, capsys):
+def test_escape_sequences_in_node_text_are_shown_and_not_executed(home, capsys):
     with writing(open_ledger(home / "ledger.sqlite")) as session:
         made = find_run(session, RUN)
         made.job = {**made.job, "iterations": 5}
@@ -89,7 +89,7 @@ def test_escape_sequences_of_a_node_are_shown_and_not_done(home, capsys):
 
 
 @pytest.mark.parametrize("place", ["a-file", "a-file/below", "x" * 300, "/proc/none"])
-def test_a_home_that_cannot_be_used_is_named(tmp_path, monkeypatch, capsys, place):
+def test_an_unusable_home_folder_is_named(tmp_path, monkeypatch, capsys, place):
     (tmp_path / "a-file").write_text("")
     monkeypatch.setenv("SPOTRL_HOME", str(tmp_path / place))
     assert run(["ls"]) == ExitCode.FAILURE
@@ -106,7 +106,7 @@ def damage(ledger, how):
 
 
 @pytest.mark.parametrize("how", ["garbage", "truncated", "a folder"])
-def test_a_damaged_ledger_is_named_and_what_to_ask_then(home, capsys, how):
+def test_a_damaged_ledger_is_named_with_a_remedy(home, capsys, how):
     for file in home.glob("ledger.sqlite-*"):
         file.unlink()
     damage(home / "ledger.sqlite", how)
@@ -116,7 +116,7 @@ def test_a_damaged_ledger_is_named_and_what_to_ask_then(home, capsys, how):
     assert "spotrl reap" in words
 
 
-def test_the_database_of_another_program_is_left_as_it_is(tmp_path, monkeypatch, capsys):
+def test_the_database_of_another_program_is_not_changed(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("SPOTRL_HOME", str(tmp_path))
     connection = sqlite3.connect(tmp_path / "ledger.sqlite")
     connection.execute("CREATE TABLE recipes (name TEXT)")
@@ -140,7 +140,7 @@ def test_the_database_of_another_program_is_left_as_it_is(tmp_path, monkeypatch,
         ("--iterations", "99999999999", "iterations"),
     ],
 )
-def test_a_number_that_no_run_can_have_is_refused(home, tmp_path, capsys, flag, value, words):
+def test_an_impossible_option_value_is_refused(home, tmp_path, capsys, flag, value, words):
     (tmp_path / "job.yaml").write_text("name: a\nbudget: {max_total: $10}\n")
     assert run(["launch", "job.yaml", "--dry-run", flag, value]) == ExitCode.INVALID_JOB
     assert words in said(capsys)
@@ -176,7 +176,7 @@ def test_an_engine_that_is_not_ours_is_named_by_its_file(tmp_path):
     assert "Traceback" not in done.stderr
 
 
-def test_the_engine_that_came_with_the_launcher_is_taken():
+def test_the_launcher_uses_its_own_engine():
     check_engine_is_ours()
     check_engine_is_ours(str(OURS))
 
@@ -192,7 +192,7 @@ def test_a_ledger_locked_by_another_process_is_no_damaged_ledger(home, capsys, m
     other.close()
 
 
-def test_json_answers_errors_as_json(home, capsys):
+def test_errors_are_json_with_the_json_option(home, capsys):
     assert run(["status", "nobody", "--json"]) == ExitCode.FAILURE
     told = capsys.readouterr()
     assert printed("error", told.out) == {"error": told.err.removeprefix("Error: ").strip(), "exit_code": 1}
@@ -206,7 +206,7 @@ def test_an_error_keeps_its_exit_code(capsys):
     assert said(capsys) == "Error: no credentials\n"
 
 
-def test_a_fault_of_our_own_says_where_its_traceback_is(capsys):
+def test_an_internal_error_names_the_file_of_its_traceback(capsys):
     with pytest.raises(KeyError) as caught:
         raise KeyError("slot")
     assert endings.ending(caught.value, []) == ExitCode.FAILURE
@@ -216,7 +216,7 @@ def test_a_fault_of_our_own_says_where_its_traceback_is(capsys):
     os.unlink(path)
 
 
-def test_a_reader_that_left_and_a_full_device_end_no_command_in_a_traceback(tmp_path, monkeypatch):
+def test_a_closed_pipe_and_a_full_device_cause_no_traceback(tmp_path, monkeypatch):
     monkeypatch.setenv("SPOTRL_HOME", str(tmp_path))
     command = [sys.executable, "-m", "launcher.cli.main", "ls"]
     with open("/dev/full", "w") as full:
@@ -232,7 +232,7 @@ def test_a_reader_that_left_and_a_full_device_end_no_command_in_a_traceback(tmp_
 
 
 @pytest.mark.parametrize(("typed", "ours"), [("stop", "down"), ("ps", "ls"), ("cancel", "down")])
-def test_a_command_of_other_tools_names_ours(capsys, typed, ours):
+def test_a_command_known_from_other_tools_names_ours(capsys, typed, ours):
     assert run([typed]) == ExitCode.USAGE
     assert f"did you mean `spotrl {ours}`?" in capsys.readouterr().err
 

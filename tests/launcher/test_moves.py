@@ -100,12 +100,12 @@ def rollout(told: Told, now_ms=NOW, preferred=R1.rollout[0], nodes=2, sites=SITE
 # --- the trainer --------------------------------------------------------------------------------------
 
 
-def test_a_run_begins_where_its_plan_begins():
+def test_a_run_begins_at_the_first_site_of_its_plan():
     assert next_trainer(Tried(), SITES, RULES, NOW) == R1.trainer[0]
     assert site_of_run(Tried(), SITES) == R1
 
 
-def test_a_refused_trainer_is_asked_for_again_at_home_with_growing_gaps():
+def test_a_refused_trainer_is_requested_again_at_home_with_growing_gaps():
     told = Told().trainer(R1.trainer[0], Outcome.REFUSED, at=NOW)
     assert isinstance(next_trainer(Tried(told.attempts), SITES, RULES, NOW), Wait)
     wait = next_trainer(Tried(told.attempts), SITES, RULES, NOW)
@@ -122,7 +122,7 @@ def test_another_type_of_the_region_is_tried_before_the_first_is_tried_again():
     assert next_trainer(Tried(told.attempts), (two, R2), RULES, NOW) == two.trainer[1]
 
 
-def test_a_region_that_is_out_for_the_trainers_wait_loses_the_run_to_the_next_of_its_cloud_then_to_the_other():
+def test_a_region_without_trainer_capacity_fails_over_within_its_cloud_first():
     told = Told().trainer(R1.trainer[0], Outcome.REFUSED, at=NOW)
     late = NOW + RULES.trainer_wait_ms
     assert not is_home_given_up(Tried(told.attempts), RULES, late - 1)
@@ -136,7 +136,7 @@ def test_a_region_that_is_out_for_the_trainers_wait_loses_the_run_to_the_next_of
     assert home_of(Tried(Told().trainer(AWS.trainer[0], Outcome.LIVE, at=late, was_up=True).attempts), SITES) == AWS
 
 
-def test_everywhere_out_waits_and_asks_the_least_refused_first():
+def test_without_capacity_anywhere_the_least_refused_site_is_tried_first():
     told = Told()
     for where in SITES:
         told.trainer(where.trainer[0], Outcome.REFUSED, at=NOW)
@@ -147,7 +147,7 @@ def test_everywhere_out_waits_and_asks_the_least_refused_first():
     assert next_trainer(Tried(told.attempts), SITES, RULES, later) == R2.trainer[0]
 
 
-def test_a_quota_moves_the_run_at_once_and_the_last_one_ends_it_by_name():
+def test_a_quota_denial_fails_over_at_once_and_the_last_one_ends_the_run():
     told = Told().trainer(R1.trainer[0], Outcome.DENIED, at=NOW, evidence="quota NVIDIA_L4_GPUS is 0 in r1")
     assert next_trainer(Tried(told.attempts), SITES, RULES, NOW) == R2.trainer[0]
     told.trainer(R2.trainer[0], Outcome.DENIED, at=NOW, evidence="quota NVIDIA_L4_GPUS is 0 in r2")
@@ -159,7 +159,7 @@ def test_a_quota_moves_the_run_at_once_and_the_last_one_ends_it_by_name():
     assert next_trainer(Tried(told.attempts, NOW + 1), SITES, RULES, NOW) == R1.trainer[0]  # a resumed run asks again
 
 
-def test_a_trainer_that_was_lost_is_looked_for_where_it_was():
+def test_a_lost_trainer_is_replaced_in_its_own_site_first():
     told = Told().trainer(R2.trainer[0], Outcome.ENDED, at=0, ended=NOW, was_up=True)
     assert next_trainer(Tried(told.attempts), SITES, RULES, NOW) == R2.trainer[0]
 
@@ -173,21 +173,21 @@ def test_rollout_nodes_are_bought_where_the_trainer_is():
     assert isinstance(rollout(Told()), Wait)
 
 
-def test_no_rollout_node_is_bought_while_a_trainer_is_looked_for():
+def test_no_rollout_node_is_bought_without_a_trainer():
     told = Told().trainer(R1.trainer[0], Outcome.REFUSED, at=NOW).trainer(R2.trainer[0], Outcome.LIVE, at=NOW + 1)
     assert isinstance(rollout(told), Wait)
     first = Told().trainer(R1.trainer[0], Outcome.LIVE, at=NOW)
     assert rollout(first) == R1.rollout[0]  # both at once, at the start
 
 
-def test_a_zone_that_refused_cools_down_and_the_next_is_asked_whatever_slot_asked():
+def test_a_zone_that_refused_cools_down_for_every_slot():
     told = with_trainer().spot(R1.rollout[0], Outcome.REFUSED, at=NOW)
     assert rollout(told) == R1.rollout[1]
     assert rollout(told, now_ms=NOW + 9 * MINUTE) == R1.rollout[1]
     assert rollout(told, now_ms=NOW + 15 * MINUTE) == R1.rollout[0]
 
 
-def test_a_burst_of_refusals_cools_a_zone_down_as_one_refusal_does():
+def test_a_burst_of_refusals_cools_a_zone_down_like_one_refusal():
     here = site(zones="a")
     told = with_trainer(here.trainer[0])
     for seconds in range(5):  # five nodes asked for at once, refused within a minute
@@ -196,7 +196,7 @@ def test_a_burst_of_refusals_cools_a_zone_down_as_one_refusal_does():
     assert 10 * MINUTE <= until - (NOW + 48_000) < 15 * MINUTE
 
 
-def test_no_zone_is_left_alone_for_longer_than_half_an_hour():
+def test_no_zone_cools_down_for_longer_than_half_an_hour():
     here = site(zones="a")
     told = with_trainer(here.trainer[0])
     for hour in range(9):
@@ -206,7 +206,7 @@ def test_no_zone_is_left_alone_for_longer_than_half_an_hour():
     assert wait.until_ms == last + 30 * MINUTE
 
 
-def test_a_zone_that_took_a_node_back_is_left_alone_only_if_there_is_another():
+def test_a_zone_with_a_preemption_is_avoided_only_if_there_is_another():
     told = with_trainer().spot(R1.rollout[0], Outcome.RECLAIMED, at=NOW, was_up=True)
     assert rollout(told) == R1.rollout[1]
     only = site(zones="a")
@@ -227,7 +227,7 @@ def test_a_dearer_type_is_not_preferred_to_a_cheaper_zone_that_was_never_tried()
     assert rollout(told, sites=(here,)) == R1.rollout[1]
 
 
-def test_no_spot_anywhere_for_long_is_bought_on_demand_if_the_job_allows_it():
+def test_a_long_lack_of_spot_is_bridged_on_demand_if_the_job_allows_it():
     told = with_trainer()
     for zone in R1.rollout[:2]:
         told.spot(zone, Outcome.REFUSED, at=NOW)
@@ -254,7 +254,7 @@ def back(told: Told, now_ms: int, here: SiteOptions = R1):
     return back_to_spot(here.rollout[0], 4, Tried(told.attempts), (here, R2), RULES, now_ms)
 
 
-def test_one_node_at_a_time_finds_out_whether_spot_is_back():
+def test_one_node_at_a_time_tests_whether_spot_is_back():
     here = site(zones="a")
     [spot, _] = here.rollout
     told = with_trainer(here.trainer[0]).spot(spot, Outcome.REFUSED, at=NOW)
@@ -267,7 +267,7 @@ def test_one_node_at_a_time_finds_out_whether_spot_is_back():
     assert back(told, NOW + 27 * MINUTE, here) == spot
 
 
-def test_a_node_from_before_a_refusal_says_nothing_of_capacity_now():
+def test_a_node_bought_before_a_refusal_does_not_prove_capacity():
     told = with_trainer().spot(R1.rollout[0], Outcome.LIVE, at=0, was_up=True)
     assert Tried(told.attempts).has_stayed(R1.rollout[0], NOW)
     told.spot(R1.rollout[0], Outcome.REFUSED, at=NOW)
@@ -285,7 +285,7 @@ def denied_by_quota(told: Told, where: Option, at: int) -> Told:
     return told
 
 
-def test_a_quota_that_the_node_before_still_uses_up_is_waited_for_and_asked_again_soon():
+def test_a_quota_used_by_the_ending_predecessor_is_retried_soon():
     told = with_trainer().spot(R1.rollout[0], Outcome.RECLAIMED, at=0, ended=NOW - MINUTE, was_up=True)
     wait = rollout(denied_by_quota(told, R1.rollout[1], NOW), now_ms=NOW)
     assert isinstance(wait, Wait)
@@ -298,7 +298,7 @@ def test_a_quota_that_the_node_before_still_uses_up_is_waited_for_and_asked_agai
     )
 
 
-def test_a_quota_that_other_slots_use_up_is_never_a_denial():
+def test_a_quota_used_up_by_other_slots_is_never_a_denial():
     told = with_trainer().spot(R1.rollout[0], Outcome.LIVE, at=0, was_up=True)
     for minute in range(0, 300, 40):
         denied_by_quota(told, R1.rollout[1], NOW + minute * MINUTE)
@@ -314,7 +314,7 @@ def test_a_quota_without_a_node_of_ours_is_a_denial():
         assert isinstance(refused, NothingLeft)
 
 
-def test_a_zone_without_a_subnet_closes_no_other_zone_of_its_region():
+def test_a_zone_without_a_subnet_does_not_exclude_other_zones():
     told = with_trainer().spot(R1.rollout[0], Outcome.DENIED, at=NOW, evidence="No usable subnets")
     only_spot = MoveRules(on_demand=False)
     assert isinstance(rollout(told, rules=only_spot), NothingLeft)
@@ -322,7 +322,7 @@ def test_a_zone_without_a_subnet_closes_no_other_zone_of_its_region():
     assert rollout(told, rules=only_spot).place == R1.rollout[1].place
 
 
-def test_a_trainer_for_which_its_predecessor_leaves_no_quota_is_asked_for_again():
+def test_a_trainer_blocked_by_its_predecessors_quota_is_requested_again():
     told = Told().trainer(R1.trainer[0], Outcome.ENDED, at=0, ended=NOW - MINUTE, was_up=True)
     told.trainer(R1.trainer[0], Outcome.DENIED, at=NOW)
     assert isinstance(next_trainer(Tried(told.attempts), (R1,), RULES, NOW), NothingLeft)
@@ -333,7 +333,7 @@ def test_a_trainer_for_which_its_predecessor_leaves_no_quota_is_asked_for_again(
 # --- prices, gaps, rates --------------------------------------------------------------------------------
 
 
-def test_the_cheapest_zone_by_the_prices_of_now_comes_first():
+def test_the_cheapest_zone_at_current_prices_comes_first():
     newer = Price(micro_usd_per_hour=900_000, source="aws spot", observed_at="2026-02-01T00:00:00+00:00")
     now = repriced(R1, PriceNow({R1.rollout[0].place: newer}))
     assert now.rollout[0].placement.micro_usd_per_hour == 900_000
@@ -343,7 +343,7 @@ def test_the_cheapest_zone_by_the_prices_of_now_comes_first():
     assert repriced(R1, PriceNow({R1.rollout[0].place: old})) == R1
 
 
-def test_gaps_double_and_never_agree_between_names():
+def test_gaps_double_and_differ_between_names():
     gaps = [gap_ms(n, 600_000, "a") for n in range(8)]
     assert gaps[0] == 0
     assert 600_000 <= gaps[1] < 900_000
@@ -352,7 +352,7 @@ def test_gaps_double_and_never_agree_between_names():
     assert gap_ms(1, 600_000, "b") != gaps[1]
 
 
-def test_ten_launches_a_minute_five_at_once():
+def test_launches_are_limited_to_ten_a_minute_and_five_at_once():
     rate = LaunchRate(per_minute=10, burst=5)
     assert rate.next_ms([]) == 0
     assert rate.next_ms([NOW] * 4) <= NOW
@@ -420,7 +420,7 @@ KINDS = st.lists(st.sampled_from(["late", "up", "refused", "reclaimed", "ended",
 
 @given(seed=st.integers(0, 10**6), kinds=KINDS)
 @settings(max_examples=60, deadline=None)
-def test_never_two_trainers_and_no_rollout_node_where_its_trainer_is_not(seed, kinds):
+def test_there_is_one_trainer_and_rollout_nodes_are_in_its_region(seed, kinds):
     world = World(seed)
     for _ in range(25):
         world.step(kinds)
@@ -428,7 +428,7 @@ def test_never_two_trainers_and_no_rollout_node_where_its_trainer_is_not(seed, k
 
 @given(seed=st.integers(0, 10**6), kinds=KINDS)
 @settings(max_examples=40, deadline=None)
-def test_the_order_of_what_was_tried_does_not_matter(seed, kinds):
+def test_the_order_of_recorded_attempts_does_not_matter(seed, kinds):
     world = World(seed)
     for _ in range(12):
         world.step(kinds)
@@ -447,7 +447,7 @@ def test_the_order_of_what_was_tried_does_not_matter(seed, kinds):
 
 @given(regions=st.integers(1, 6), types=st.integers(1, 3))
 @settings(max_examples=20, deadline=None)
-def test_a_trainer_that_is_refused_everywhere_is_asked_for_everywhere_in_the_end(regions, types):
+def test_a_trainer_refused_everywhere_is_requested_at_every_site(regions, types):
     sites = tuple(site(region=f"r{n}", trainers=tuple(f"t{k}" for k in range(types))) for n in range(regions))
     told, now_ms, asked = Told(), NOW, set()
     for _ in range(200):

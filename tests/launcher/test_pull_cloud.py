@@ -19,7 +19,7 @@ from launcher.cli.report import report
 from launcher.report.html import PNG
 from launcher.storage.stores import StoreError
 from tests.engine.test_checkpoint import at
-from tests.engine.test_machine import spec_of
+from tests.engine.test_node_agent_on_cloud import spec_of
 from tests.launcher.cluster.test_stores import s3  # noqa: F401 (a fixture)
 from tests.launcher.made_ledger import a_run, a_session
 from tests.launcher.printed import printed
@@ -87,7 +87,7 @@ def test_metrics_of_a_cloud_run_are_pulled(engine_store, sessions, tmp_path, mon
     assert str(folder / "metrics.jsonl") in answer["metrics"]
 
 
-def test_the_report_of_a_cloud_run_has_its_pictures(engine_store, sessions, tmp_path):
+def test_the_report_of_a_cloud_run_has_its_images(engine_store, sessions, tmp_path):
     engine_store.put("evaluation/000000.png", PNG + b"digits")
     page = tmp_path / "report.html"
     told = CliRunner().invoke(report, ["demo", "--html", str(page)], obj=sessions, standalone_mode=False)
@@ -95,7 +95,7 @@ def test_the_report_of_a_cloud_run_has_its_pictures(engine_store, sessions, tmp_
     assert page.read_text().count("data:image/png;base64,") == 1
 
 
-def test_the_newest_checkpoint_of_all_buckets_is_pulled(sessions, tmp_path):
+def test_the_newest_checkpoint_over_all_buckets_is_pulled(sessions, tmp_path):
     for cloud, name in (("aws", "l0001-i000012"), ("gcp", "l0002-i000003")):
         (tmp_path / cloud / "demo").mkdir(parents=True)
         CheckpointStore((tmp_path / cloud / "demo").as_uri()).save(

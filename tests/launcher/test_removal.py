@@ -91,19 +91,19 @@ def test_a_removed_run_is_listed_only_with_all(home, capsys):
 
 
 @pytest.mark.parametrize("words", [("logs", RUN), ("resume", RUN), ("pull", RUN), ("ssh", RUN, "trainer")])
-def test_a_command_that_needs_the_files_of_a_removed_run_says_so(home, capsys, words):
+def test_a_command_that_needs_the_files_of_a_removed_run_explains_it(home, capsys, words):
     answer(capsys, "rm", RUN, "--yes")
     assert f"{RUN} was removed with `spotrl rm` on 2" in refusal(capsys, *words)
     assert not (home / "runs" / RUN).exists(), "no command makes the folder again"
 
 
-def test_the_report_of_a_removed_run_says_that_its_pictures_are_gone(home, capsys):
+def test_the_report_of_a_removed_run_notes_that_its_images_are_gone(home, capsys):
     answer(capsys, "rm", RUN, "--yes")
     assert run(["report", RUN]) == ExitCode.OK
     assert "images and logs are gone" in capsys.readouterr().err
 
 
-def test_the_name_of_a_removed_run_is_not_free(home, sessions, capsys):
+def test_the_name_of_a_removed_run_stays_taken(home, sessions, capsys):
     answer(capsys, "rm", RUN, "--yes")
     with pytest.raises(removal.Failure, match=f"there is a run called {RUN}"):
         made_run(sessions, name=RUN)
@@ -134,7 +134,7 @@ def test_a_run_with_a_node_that_has_no_end_on_record_is_refused(home, sessions, 
     assert (home / "runs" / RUN / "controller.log").exists()
 
 
-def test_a_run_on_clouds_is_refused_until_its_controller_has_tidied(home, sessions, capsys):
+def test_a_cloud_run_is_not_removed_until_its_controller_has_cleaned_up(home, sessions, capsys):
     with writing(sessions) as session:
         found = find_run(session, RUN)
         found.infra = "aws"
@@ -152,7 +152,7 @@ def test_a_run_whose_controller_still_writes_is_refused(home, sessions, capsys):
     assert f"its controller (process {os.getpid()}) still writes" in refusal(capsys, "rm", RUN, "--yes")
 
 
-def test_rm_asks_first_and_deletes_nothing_where_nobody_answers_or_the_answer_is_no(home, capsys, monkeypatch):
+def test_rm_asks_first_and_deletes_nothing_without_a_yes(home, capsys, monkeypatch):
     monkeypatch.setattr(rm_module, "is_a_person", lambda: False)
     assert run(["rm", RUN]) == ExitCode.USAGE
     assert "add --yes" in capsys.readouterr().err
@@ -166,7 +166,7 @@ def test_rm_asks_first_and_deletes_nothing_where_nobody_answers_or_the_answer_is
 # --- cut short, and buckets ---------------------------------------------------------------------------
 
 
-def test_a_removal_that_was_cut_short_is_finished_by_another(home, capsys, monkeypatch):
+def test_an_interrupted_removal_is_finished_by_the_next(home, capsys, monkeypatch):
     folder = home / "runs" / RUN
 
     def is_killed(path: str) -> None:
@@ -184,7 +184,7 @@ def test_a_removal_that_was_cut_short_is_finished_by_another(home, capsys, monke
     assert f"{RUN} was removed before; none of its files are here." in capsys.readouterr().out
 
 
-def test_files_in_a_bucket_stay_are_named_and_can_still_be_pulled(home, sessions, tmp_path, monkeypatch, capsys):
+def test_files_in_a_bucket_are_kept_named_and_can_still_be_pulled(home, sessions, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("launcher.cli.pull.write_for_diffusers", lambda weights, job: None)
     bucket = tmp_path / "bucket"
     a_checkpoint(bucket / RUN, "l0000-i000001", 1)

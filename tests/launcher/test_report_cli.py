@@ -26,7 +26,7 @@ def sessions(tmp_path):
         return sessionmaker(session.get_bind())
 
 
-def test_the_terminal_report_answers_first_and_is_plain_when_piped(sessions):
+def test_the_terminal_report_starts_with_the_result_and_is_plain_when_piped(sessions):
     told = CliRunner().invoke(report, ["digits-ocr"], obj=sessions)
     assert told.exit_code == 0, told.output
     assert told.output.splitlines()[1] == "exact_match 0.8 was reached at iteration 42 for $5.18 in 3.83 h."
@@ -45,7 +45,7 @@ def test_no_line_of_a_piped_report_is_longer_than_80_columns(sessions):
     assert ["spot-1-g1", "412", "29m", "(29s", "wall)", "$0.02", "$0.03"] in lost
 
 
-def test_a_run_that_shared_pictures_says_so_in_the_terminal_and_on_the_page(tmp_path):
+def test_image_sharing_is_shown_in_the_terminal_and_on_the_page(tmp_path):
     page = tmp_path / "report.html"
     with a_session(tmp_path / "ledger.sqlite") as session:
         made = a_run(session)
@@ -68,13 +68,13 @@ def test_the_json_is_one_object_and_the_page_is_written_beside_it(sessions, tmp_
     assert list(tmp_path.glob("*.part")) == []
 
 
-def test_a_target_out_of_reach_is_said_plainly(sessions):
+def test_a_target_out_of_reach_is_stated(sessions):
     told = CliRunner().invoke(report, ["digits-ocr", "--target-reward", "0.95"], obj=sessions)
     assert told.exit_code == 0
     assert "exact_match 0.95: not reached. Best so far 0.833 at iteration 42" in told.output
 
 
-def test_a_run_that_does_not_exist_is_a_lookup_error_with_its_neighbours(sessions):
+def test_an_unknown_run_is_a_lookup_error_with_similar_names(sessions):
     told = CliRunner().invoke(report, ["digits"], obj=sessions)
     assert isinstance(told.exception, LookupError)
     assert "digits-ocr" in str(told.exception)
@@ -124,7 +124,7 @@ def test_pull_copies_the_newest_complete_checkpoint(sessions, tmp_path, monkeypa
     assert answer["card"] == str(tmp_path / "out" / "README.md")
 
 
-def test_the_model_card_says_what_the_weights_are_and_what_they_cost(sessions, tmp_path, monkeypatch):
+def test_the_model_card_describes_the_weights_and_their_cost(sessions, tmp_path, monkeypatch):
     folder = tmp_path / "out"
     monkeypatch.setattr("launcher.cli.pull.write_for_diffusers", lambda weights, model: weights.parent / "transformer")
     a_checkpoint(tmp_path / "store", "l0001-i000042", 42)
@@ -156,7 +156,7 @@ def test_a_model_card_without_evaluations_has_no_curve(tmp_path):
     assert "curve.svg" not in card
 
 
-def test_pull_refuses_weights_that_are_not_the_ones_their_manifest_names(tmp_path):
+def test_pull_refuses_weights_that_differ_from_their_manifest(tmp_path):
     a_checkpoint(tmp_path, "l0001-i000001", 1)
     (tmp_path / "checkpoints/l0001-i000001/weights.safetensors").write_bytes(b"torn")
     with pytest.raises(Failure, match="damaged"):
@@ -164,6 +164,6 @@ def test_pull_refuses_weights_that_are_not_the_ones_their_manifest_names(tmp_pat
     assert list((tmp_path / "out").iterdir()) == []
 
 
-def test_pull_says_when_there_is_no_checkpoint_yet(tmp_path):
+def test_pull_reports_a_missing_checkpoint(tmp_path):
     with pytest.raises(Failure, match="no complete checkpoint yet"):
         pull_weights("demo", [open_store(tmp_path.as_uri())], tmp_path / "out")

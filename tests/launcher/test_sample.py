@@ -46,7 +46,7 @@ def stands_in(monkeypatch, program):
     monkeypatch.setattr("launcher.cli.sample.engine_command", lambda module: [sys.executable, "-c", program])
 
 
-def test_pictures_of_the_newest_checkpoint_are_written(sessions, tmp_path):
+def test_images_of_the_newest_checkpoint_are_written(sessions, tmp_path):
     adapter = load_digits()
     with torch.no_grad():
         adapter.transformer.proj_out.bias -= 9.0
@@ -61,13 +61,13 @@ def test_pictures_of_the_newest_checkpoint_are_written(sessions, tmp_path):
     assert all(Image.open(one["file"]).getextrema() == ((255, 255),) * 3 for one in told["pictures"])
 
 
-def test_the_base_needs_no_checkpoint_and_has_names_of_its_own(sessions, tmp_path, monkeypatch):
+def test_base_samples_need_no_checkpoint_and_have_their_own_file_names(sessions, tmp_path, monkeypatch):
     stands_in(monkeypatch, "import json, sys; [print(p['file']) for p in json.load(sys.stdin)['images']]")
     told = sampled(sessions, "12", "--base", "--to", str(tmp_path / "out"))
     assert told == f"{tmp_path / 'out' / '001-seed0-base.png'}  12\n"
 
 
-def test_the_base_of_a_started_run_is_its_start_weights(sessions, tmp_path, monkeypatch):
+def test_base_samples_of_a_run_with_start_weights_use_those_weights(sessions, tmp_path, monkeypatch):
     (tmp_path / "store" / "start").mkdir(parents=True)
     (tmp_path / "store" / "start" / "weights.safetensors").write_bytes(b"start")
     with sessions() as session, session.begin():
@@ -78,19 +78,19 @@ def test_the_base_of_a_started_run_is_its_start_weights(sessions, tmp_path, monk
         sampled(sessions, "12", "--base", "--to", str(tmp_path / "out"))
 
 
-def test_the_engine_is_told_where_the_base_model_lies_here(sessions, tmp_path, monkeypatch):
+def test_the_engine_gets_the_local_path_of_the_base_model(sessions, tmp_path, monkeypatch):
     stands_in(monkeypatch, "import json, sys; sys.exit(json.load(sys.stdin)['model']['path'])")
     with pytest.raises(Failure, match=f"^{tmp_path}$"):
         sampled(sessions, "12", "--base", "--to", str(tmp_path / "out"), "--model", str(tmp_path))
 
 
-def test_an_error_of_the_engine_is_told_in_its_words(sessions, tmp_path, monkeypatch):
+def test_an_error_of_the_engine_is_shown_unchanged(sessions, tmp_path, monkeypatch):
     stands_in(monkeypatch, "raise ValueError('prompt has 9 bytes')")
     with pytest.raises(Failure, match=r"^prompt has 9 bytes$"):
         sampled(sessions, "123456789", "--base", "--to", str(tmp_path / "out"))
 
 
-def test_without_a_checkpoint_it_says_so_and_leaves_nothing(sessions, tmp_path):
+def test_sample_without_a_checkpoint_is_refused_and_leaves_nothing(sessions, tmp_path):
     with pytest.raises(Failure, match="no complete checkpoint yet"):
         sampled(sessions, "12", "--to", str(tmp_path / "out"))
     assert list((tmp_path / "out").iterdir()) == []

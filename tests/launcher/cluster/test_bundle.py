@@ -151,7 +151,7 @@ def test_a_node_gets_neither_a_cloud_sdk_nor_skypilot():
 # --- the bundle -----------------------------------------------------------------------------------
 
 
-def test_a_model_beside_the_job_is_left_to_the_bucket(tmp_path, workdir):
+def test_a_model_beside_the_job_is_not_bundled(tmp_path, workdir):
     before = bundle_of(tmp_path, workdir)
     (workdir / "models" / "large").mkdir(parents=True)
     (workdir / "models" / "large" / "model.safetensors").write_bytes(b"x")
@@ -160,7 +160,7 @@ def test_a_model_beside_the_job_is_left_to_the_bucket(tmp_path, workdir):
     assert sent(with_model) == sent(before) | {"models/notes.txt"}
 
 
-def test_equal_inputs_are_one_bundle(tmp_path, workdir):
+def test_equal_inputs_give_the_same_bundle(tmp_path, workdir):
     one = bundle_of(tmp_path, workdir)
     os.utime(workdir / "prompts.txt", (0, 0))
     assert bundle_of(tmp_path, workdir) == one
@@ -169,7 +169,7 @@ def test_equal_inputs_are_one_bundle(tmp_path, workdir):
 
 
 @pytest.mark.parametrize("change", ["content", "name", "folder", "mode", "lock"])
-def test_any_change_is_another_bundle(tmp_path, workdir, change):
+def test_any_change_gives_another_bundle(tmp_path, workdir, change):
     one, lock = bundle_of(tmp_path, workdir), "pinned==1.0\n"
     match change:
         case "content":
@@ -185,7 +185,7 @@ def test_any_change_is_another_bundle(tmp_path, workdir, change):
     assert bundle_of(tmp_path, workdir, lock).digest != one.digest
 
 
-def test_our_wheel_is_a_wheel(tmp_path):
+def test_our_wheel_is_intact_and_holds_the_needed_files(tmp_path):
     (wheel,) = bundle_of(tmp_path, None).folder.glob("spotrl-*.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
@@ -203,7 +203,7 @@ def test_our_wheel_has_all_our_packages():
     assert sorted(bundles.PACKAGES) == sorted(pattern.rstrip("*") for pattern in patterns)
 
 
-def test_what_begins_with_a_dot_stays_at_home(tmp_path, workdir):
+def test_dotfiles_are_not_bundled(tmp_path, workdir):
     for name in (".env", ".aws/credentials", ".git/config", ".venv/x.py", "mine/__pycache__/reward.pyc"):
         (workdir / name).parent.mkdir(exist_ok=True)
         (workdir / name).write_text("secret")
@@ -213,13 +213,13 @@ def test_what_begins_with_a_dot_stays_at_home(tmp_path, workdir):
     assert sent(bundle_of(tmp_path, workdir)) == {"job.yaml", "prompts.txt", "mine/reward.py"}
 
 
-def test_the_bundle_is_for_its_owner_alone(tmp_path, workdir):
+def test_only_its_owner_can_read_the_bundle(tmp_path, workdir):
     bundle = bundle_of(tmp_path, workdir)
     assert (tmp_path / "bundles").stat().st_mode & 0o077 == 0
     assert (bundle.folder / "work/prompts.txt").stat().st_mode & 0o077 == 0
 
 
-def test_a_link_to_a_file_is_sent_as_the_file(tmp_path, workdir):
+def test_a_link_to_a_file_is_bundled_as_the_file(tmp_path, workdir):
     (tmp_path / "far.txt").write_text("far")
     (workdir / "near.txt").symlink_to(tmp_path / "far.txt")
     copied = bundle_of(tmp_path, workdir).folder / "work/near.txt"
@@ -246,7 +246,7 @@ def test_a_home_folder_is_refused(tmp_path, workdir, monkeypatch):
         bundle_of(tmp_path, workdir)
 
 
-def test_a_large_folder_is_refused_and_named(tmp_path, workdir):
+def test_a_large_folder_is_refused_by_name(tmp_path, workdir):
     (workdir / "pictures").mkdir()
     with (workdir / "pictures/all.bin").open("wb") as file:
         file.truncate(bundles.MOST_BYTES + 1)  # a hole: it takes no room
@@ -254,7 +254,7 @@ def test_a_large_folder_is_refused_and_named(tmp_path, workdir):
         bundle_of(tmp_path, workdir)
 
 
-def test_an_installed_wheel_makes_the_bundle_that_it_came_with(tmp_path):
+def test_an_installed_wheel_and_its_checkout_make_the_same_bundle(tmp_path):
     """A user without a checkout launches the same code."""
     bundle = bundle_of(tmp_path, None)
     (wheel,) = bundle.folder.glob("spotrl-*.whl")
@@ -275,7 +275,7 @@ print(launcher.__file__, make_bundle(Path({str(tmp_path / "theirs")!r}), None, l
 # --- the set-up -----------------------------------------------------------------------------------
 
 
-def test_a_machine_becomes_a_node_and_the_second_run_has_nothing_to_do(tmp_path, machine, workdir):
+def test_the_setup_makes_a_node_and_its_second_run_does_nothing(tmp_path, machine, workdir):
     bundle = bundle_of(tmp_path, workdir)
     machine.has_python().set_up(bundle)
     assert (machine.env / ".digest").read_text() == bundle.digest
@@ -286,7 +286,7 @@ def test_a_machine_becomes_a_node_and_the_second_run_has_nothing_to_do(tmp_path,
     assert time.monotonic() - began < 2
 
 
-def test_another_prompt_file_installs_nothing_anew(tmp_path, machine, workdir):
+def test_another_prompt_file_causes_no_new_installation(tmp_path, machine, workdir):
     machine.has_uv().set_up(bundle_of(tmp_path, workdir))
     (machine.env / "witness").touch()
     (workdir / "prompts.txt").write_text("9876\n")
@@ -297,7 +297,7 @@ def test_another_prompt_file_installs_nothing_anew(tmp_path, machine, workdir):
     assert (machine.env / ".digest").read_text() == bundle.digest
 
 
-def test_uv_is_used_where_it_is_and_another_lock_is_a_new_environment(tmp_path, machine):
+def test_an_existing_uv_is_used_and_another_lock_makes_a_new_environment(tmp_path, machine):
     machine.has_uv().set_up(bundle_of(tmp_path, None))
     assert machine.python("import pinned; print(pinned.version)") == "1.0"
     machine.write_wheel("pinned", "2.0")
@@ -307,7 +307,7 @@ def test_uv_is_used_where_it_is_and_another_lock_is_a_new_environment(tmp_path, 
     assert not (machine.env / "witness").exists()
 
 
-def test_a_run_that_was_killed_is_done_again_and_two_at_once_are_one(tmp_path, machine):
+def test_a_killed_setup_is_repeated_and_two_at_once_install_once(tmp_path, machine):
     bundle = bundle_of(tmp_path, None)
     machine.has_python().send(bundle)
     first = machine.start(bundle)
@@ -326,14 +326,14 @@ def test_a_run_that_was_killed_is_done_again_and_two_at_once_are_one(tmp_path, m
     assert machine.python("import pinned; print(pinned.version)") == "1.0"
 
 
-def test_a_lock_that_cannot_be_installed_fails_with_words_and_leaves_no_digest(tmp_path, machine):
+def test_a_lock_that_cannot_be_installed_fails_clearly_and_leaves_no_digest(tmp_path, machine):
     out = machine.has_uv().set_up(bundle_of(tmp_path, None, "pinned==7.7\n"), exit_code=1)
     assert "No matching distribution found for pinned==7.7" in out
     assert "while what node.lock names was installed" in out.splitlines()[-1]
     assert not (machine.env / ".digest").exists()
 
 
-def test_an_image_without_python_is_told_what_it_lacks(tmp_path, machine):
+def test_an_image_without_python_is_refused_with_what_is_missing(tmp_path, machine):
     out = machine.set_up(bundle_of(tmp_path, None), exit_code=1)
     assert "neither uv nor Python 3.11" in out.splitlines()[-1]
 

@@ -36,14 +36,14 @@ def sessions(home):
     return ledger(home)
 
 
-def test_clocks_that_agree_are_in_no_doubt():
+def test_agreeing_clocks_raise_no_doubt():
     asked = CloudTime({"aws": Cloud(1_000_000), "gcp": Cloud(None)}, wall_ms=lambda: 1_060_000)
     asked.ask()
     assert (asked.doubt, asked.now_ms()) == (None, 1_060_000)
 
 
 @pytest.mark.parametrize(("off_ms", "side"), [(5 * HOUR, "behind"), (-5 * HOUR, "ahead of")])
-def test_a_clock_that_differs_from_a_clouds_is_said_and_the_clouds_time_counts(off_ms, side):
+def test_a_clock_unlike_the_clouds_is_reported_and_the_clouds_time_counts(off_ms, side):
     now_ms = 10 * HOUR
     asked = CloudTime({"gcp": Cloud(now_ms + off_ms)}, wall_ms=lambda: now_ms)
     asked.ask()
@@ -52,7 +52,7 @@ def test_a_clock_that_differs_from_a_clouds_is_said_and_the_clouds_time_counts(o
     assert asked.now_ms() == now_ms + off_ms
 
 
-def test_a_clock_that_was_set_right_is_in_no_doubt_any_more():
+def test_a_corrected_clock_ends_the_doubt():
     wall = HandClock()
     cloud = Cloud(wall.now_ms())
     asked = CloudTime({"gcp": cloud}, wall_ms=wall.now_ms)
@@ -64,7 +64,7 @@ def test_a_clock_that_was_set_right_is_in_no_doubt_any_more():
     assert asked.doubt is None
 
 
-def test_times_in_the_ledger_that_are_ahead_of_the_clouds_are_in_doubt_too():
+def test_ledger_times_ahead_of_the_clouds_raise_doubt():
     run_clock = HandClock()
     run_clock.at_ms = 100 * HOUR
     asked = CloudTime({"aws": Cloud(95 * HOUR)}, wall_ms=lambda: 95 * HOUR)
@@ -73,7 +73,7 @@ def test_times_in_the_ledger_that_are_ahead_of_the_clouds_are_in_doubt_too():
     assert "the newest times in the ledger are 5h ahead of the clock of aws" in asked.doubt.text
 
 
-def test_a_controller_whose_clock_is_behind_goes_on_from_the_newest_time_in_the_ledger(sessions):
+def test_a_controller_with_a_late_clock_continues_from_the_ledgers_newest_time(sessions):
     """With the clock 5 h back, $8.13 of $10 became $3.04."""
     run = cloud_run(sessions)
     wall_ms = time.time_ns() // 1_000_000
@@ -87,7 +87,7 @@ def test_a_controller_whose_clock_is_behind_goes_on_from_the_newest_time_in_the_
     assert abs(clock.began_ms + boot_ms() - clock.now_ms()) < MINUTE
 
 
-def test_nothing_is_bought_while_the_time_is_in_doubt_and_the_reason_says_why(sessions):
+def test_no_node_is_bought_while_the_time_is_in_doubt_and_the_reason_is_given(sessions):
     stage = Stage(sessions)
     stage.passes(3)
     asked = CloudTime({"gcp": Cloud(stage.clock.now_ms() + 5 * HOUR)}, wall_ms=stage.clock.now_ms)
@@ -107,7 +107,7 @@ def test_nothing_is_bought_while_the_time_is_in_doubt_and_the_reason_says_why(se
     assert stage.reason() == ("running", "")
 
 
-def test_time_that_seems_to_have_passed_ends_no_run_while_the_clock_is_ahead(sessions):
+def test_a_clock_that_is_ahead_ends_no_run(sessions):
     stage = Stage(sessions, max_total=10_000_000)
     stage.passes(3)
     stage.clock.pass_ms(100 * HOUR)
@@ -120,7 +120,7 @@ def test_time_that_seems_to_have_passed_ends_no_run_while_the_clock_is_ahead(ses
     assert stage.reason()[0] == "draining"
 
 
-def test_a_fact_from_the_far_future_or_the_far_past_ends_no_run(sessions):
+def test_a_fact_with_a_far_wrong_time_ends_no_run(sessions):
     """What a cloud or a node says of a time is kept between the node's request and now."""
     stage = Stage(sessions, max_total=10_000_000)
     plain = stage.cloud._up_ms
@@ -154,7 +154,7 @@ def test_progress_of_a_node_whose_clock_is_ahead_is_dated_now(sessions, monkeypa
         assert session.scalars(select(ProgressRow)).one().at_ms <= stage.clock.now_ms()
 
 
-def test_no_order_lets_a_node_live_longer_than_the_runs_money_lasts_for_it_alone(sessions):
+def test_no_order_lets_a_node_live_beyond_the_runs_whole_budget(sessions):
     stage = Stage(sessions, max_total=10_000_000)
     stage.passes(3)
     hours = {name: asked[1].money_longest_ms / HOUR for name, asked in stage.cloud.asked.items()}

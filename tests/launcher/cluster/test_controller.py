@@ -82,7 +82,7 @@ def run_until_over(sessions, run: Run, controller: Controller) -> None:
 # --- a whole run --------------------------------------------------------------------------------------
 
 
-def test_a_run_buys_its_nodes_trains_and_ends_with_nothing_left(sessions):
+def test_a_run_buys_nodes_trains_and_releases_everything(sessions):
     run = made_run(sessions, spot=2, iterations=5)
     run_until_over(sessions, run, controller_of(sessions, run))
     assert status_of(sessions, run) == ("finished", "iterations")
@@ -95,7 +95,7 @@ def test_a_run_buys_its_nodes_trains_and_ends_with_nothing_left(sessions):
     assert {node.status for node in view.nodes} <= {"gone", "released"}
 
 
-def test_the_engine_is_told_what_there_is(sessions, monkeypatch):
+def test_the_engine_gets_capacity_snapshots(sessions, monkeypatch):
     monkeypatch.setenv("FAKE_SECONDS", "0.2")
     run = made_run(sessions, spot=1, iterations=1000)
     controller = controller_of(sessions, run)
@@ -121,7 +121,7 @@ def test_the_engine_is_told_what_there_is(sessions, monkeypatch):
     assert generations == sorted(set(generations))
 
 
-def test_only_the_trainers_node_is_told_the_token_of_the_run(sessions):
+def test_only_the_trainers_node_gets_the_runs_token(sessions):
     run = made_run(sessions, spot=1, iterations=1000)
     passes(controller_of(sessions, run), lambda: len(names_ready(sessions, run)) == 2)
     told = {
@@ -152,7 +152,7 @@ def test_a_node_that_is_killed_or_frozen_is_replaced(sessions, monkeypatch, slot
 
 
 @pytest.mark.parametrize("manner", range(4))
-def test_a_reclaimed_node_is_a_preemption_and_has_a_successor(sessions, monkeypatch, manner):
+def test_a_preempted_node_is_recorded_and_gets_a_successor(sessions, monkeypatch, manner):
     """Notice + SIGKILL, silent SIGSTOP, silent SIGKILL, notice + SIGSTOP. 30 s of the run's clock are half a second."""
     monkeypatch.setenv("FAKE_SECONDS", "0.1")
     monkeypatch.setattr("launcher.decide.facts.YOUNG_MS", 0)
@@ -202,7 +202,7 @@ def test_the_budget_stops_a_run_within_its_limit(sessions, monkeypatch):
     assert '{"reason": "budget"}' in told
 
 
-def test_nodes_are_told_when_their_money_ends_and_that_it_lasts_longer_when_less_runs(sessions, monkeypatch):
+def test_nodes_get_a_spend_deadline_that_moves_with_the_running_cost(sessions, monkeypatch):
     monkeypatch.setenv("FAKE_SECONDS", "0.1")
     run = made_run(sessions, spot=1, iterations=1000, max_total=13_000_000)
     controller = controller_of(sessions, run)
@@ -215,7 +215,7 @@ def test_nodes_are_told_when_their_money_ends_and_that_it_lasts_longer_when_less
     assert json.loads((folder / "money.json").read_text())["deadline_ms"] >= deadline_ms - 60_000
 
 
-def test_a_run_that_may_not_buy_its_trainer_stops_without_spending(sessions):
+def test_a_run_without_budget_for_its_trainer_stops_without_spending(sessions):
     run = made_run(sessions, spot=1, max_total=10)
     run_until_over(sessions, run, controller_of(sessions, run))
     assert status_of(sessions, run) == ("stopped", "budget")
@@ -238,7 +238,7 @@ def test_a_second_controller_is_refused_until_the_first_is_dead_or_silent(sessio
     assert third.epoch == second.epoch + 1
 
 
-def test_a_controller_that_lost_its_lease_does_nothing_more(sessions):
+def test_a_controller_without_its_lease_stops_acting(sessions):
     run = made_run(sessions)
     frozen = controller_of(sessions, run)
     controller_of(sessions, run)
@@ -267,7 +267,7 @@ class Deadly(LocalProvisioner):
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
-def test_a_controller_killed_around_a_request_leaves_no_double_and_no_forgotten_node(sessions, before):
+def test_a_controller_killed_around_a_request_leaves_exactly_one_node(sessions, before):
     run = made_run(sessions, spot=1, iterations=1000)  # it lasts until its spot node is bought, however slow we are
     with pytest.raises(Killed):
         controller_of(sessions, run, Deadly(run, "request", before)).one_pass()
@@ -281,7 +281,7 @@ def test_a_controller_killed_around_a_request_leaves_no_double_and_no_forgotten_
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
-def test_a_controller_killed_around_a_release_leaves_nothing_running(sessions, before):
+def test_a_controller_killed_around_a_release_leaves_no_node_running(sessions, before):
     run = made_run(sessions, spot=1, iterations=3)
     with pytest.raises(Killed):
         run_until_over(sessions, run, controller_of(sessions, run, Deadly(run, "release", before)))
@@ -290,7 +290,7 @@ def test_a_controller_killed_around_a_release_leaves_nothing_running(sessions, b
     assert_consistent(sessions, run)
 
 
-def test_a_stop_before_the_request_was_made_never_starts_the_node(sessions):
+def test_a_stop_between_intent_and_request_never_starts_the_node(sessions):
     run = made_run(sessions, spot=0)
     with pytest.raises(Killed):
         controller_of(sessions, run, Deadly(run, "request", True)).one_pass()
@@ -300,7 +300,7 @@ def test_a_stop_before_the_request_was_made_never_starts_the_node(sessions):
     assert run_view(sessions, run.name).spent_micro_usd == 0
 
 
-def test_a_node_that_nobody_asked_for_is_released(sessions):
+def test_a_node_without_a_record_is_released(sessions):
     run = made_run(sessions, spot=0, iterations=1000)
     controller = controller_of(sessions, run)
     controller.one_pass()
@@ -324,7 +324,7 @@ def test_a_node_that_nobody_asked_for_is_released(sessions):
 # --- progress -----------------------------------------------------------------------------------------
 
 
-def test_half_written_and_broken_lines_are_no_trouble(sessions, monkeypatch):
+def test_partial_and_invalid_progress_lines_are_tolerated(sessions, monkeypatch):
     monkeypatch.setenv("FAKE_TROUBLE", "deaf")
     run = made_run(sessions, spot=0)
     controller = controller_of(sessions, run)
@@ -352,7 +352,7 @@ def test_half_written_and_broken_lines_are_no_trouble(sessions, monkeypatch):
     assert kept() == 3
 
 
-def test_a_stop_that_a_person_asked_for_is_not_written_over(sessions, monkeypatch):
+def test_a_users_stop_request_is_not_overwritten(sessions, monkeypatch):
     run = made_run(sessions, spot=0, iterations=1000)
     controller = controller_of(sessions, run)
 
@@ -368,7 +368,7 @@ def test_a_stop_that_a_person_asked_for_is_not_written_over(sessions, monkeypatc
         assert [row.status for row in session.scalars(select(RunStatus))] == ["planned", "stopping"]
 
 
-def test_a_clock_of_the_runs_rules_bills_and_views(sessions):
+def test_bills_and_views_follow_the_runs_own_clock(sessions):
     run = made_run(sessions, factor=600.0)
     clock = run_clock(run)
     assert isinstance(clock, ScaledClock)

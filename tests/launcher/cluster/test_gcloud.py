@@ -38,26 +38,26 @@ def machine(tmp_path: Path) -> Machine:
     return make
 
 
-def test_without_the_program_the_place_to_get_it_and_the_login_are_named(machine: Machine, tmp_path: Path) -> None:
+def test_without_gcloud_its_download_and_the_login_are_named(machine: Machine, tmp_path: Path) -> None:
     with pytest.raises(GcloudMissing, match=r"gcloud program is not here.*; install it .*`gcloud auth login`"):
         check_gcloud(machine(), tmp_path)
 
 
-def test_a_program_without_an_active_account_asks_for_a_login(machine: Machine, tmp_path: Path) -> None:
+def test_gcloud_without_an_active_account_needs_a_login(machine: Machine, tmp_path: Path) -> None:
     with pytest.raises(GcloudMissing, match=r"no active account.*; `gcloud auth login`.*activate-service-account"):
         check_gcloud(machine(""), tmp_path)
 
 
-def test_a_program_that_fails_is_told_in_its_own_words(machine: Machine, tmp_path: Path) -> None:
+def test_the_error_of_a_failing_gcloud_is_shown(machine: Machine, tmp_path: Path) -> None:
     with pytest.raises(GcloudMissing, match=r"`gcloud auth list` fails here \(broken\)"):
         check_gcloud(machine(KEY_ACCOUNT, exit_code=1), tmp_path)
 
 
-def test_a_service_account_needs_no_files_of_a_login(machine: Machine, tmp_path: Path) -> None:
+def test_a_service_account_needs_no_login_files(machine: Machine, tmp_path: Path) -> None:
     assert check_gcloud(machine(KEY_ACCOUNT), tmp_path) == KEY_ACCOUNT
 
 
-def test_a_persons_login_needs_its_two_files_and_application_credentials(machine: Machine, tmp_path: Path) -> None:
+def test_a_users_login_needs_two_files_and_application_credentials(machine: Machine, tmp_path: Path) -> None:
     with pytest.raises(GcloudMissing, match=r"lacks credentials.db and access_tokens.db"):
         check_gcloud(machine("ada@example.com"), tmp_path)
     both = ("credentials.db", "access_tokens.db")
@@ -68,7 +68,7 @@ def test_a_persons_login_needs_its_two_files_and_application_credentials(machine
 
 
 @pytest.mark.parametrize("where", ["environment", "file"])
-def test_an_api_server_elsewhere_has_a_login_of_its_own(machine: Machine, tmp_path: Path, where: str) -> None:
+def test_a_remote_api_server_has_its_own_login(machine: Machine, tmp_path: Path, where: str) -> None:
     environ = machine()
     if where == "environment":
         environ["SKYPILOT_API_SERVER_ENDPOINT"] = "https://sky.example.com"
@@ -80,7 +80,7 @@ def test_an_api_server_elsewhere_has_a_login_of_its_own(machine: Machine, tmp_pa
         check_gcloud(environ, tmp_path)
 
 
-def test_check_has_a_line_for_gcloud_on_google_cloud_alone(machine: Machine, tmp_path: Path) -> None:
+def test_check_has_a_gcloud_line_only_for_google_cloud(machine: Machine, tmp_path: Path) -> None:
     asks = dict(of_clouds({"aws": None, "gcp": None}, {"aws": None, "gcp": None}, int, machine()))  # type: ignore[dict-item]
     (line,) = run_checks([("gcp gcloud", asks["gcp gcloud"])])
     assert (line.what, line.verdict, line.code) == ("gcp gcloud", Verdict.FAIL, ExitCode.CREDENTIALS)

@@ -60,7 +60,7 @@ def texts(sessions) -> list[str]:
         return [row.event["text"] for row in session.scalars(select(ProgressRow))]
 
 
-def test_progress_of_another_run_is_not_taken_for_ours(sessions, monkeypatch):
+def test_progress_of_another_run_is_ignored(sessions, monkeypatch):
     controller, _, file = a_controller(sessions, monkeypatch)
     file.write_text(said(0, run="other") + said(1))
     controller.one_pass()
@@ -86,7 +86,7 @@ def test_progress_that_could_not_be_written_is_read_again(sessions, monkeypatch)
 # --- the free first hour --------------------------------------------------------------------------------
 
 
-def test_the_first_hour_is_not_free_where_we_ended_the_node_ourselves(sessions):
+def test_the_first_hour_is_billed_if_we_terminated_the_node(sessions):
     """EC2 may say that it interrupted a spot instance that we had told it to terminate: then it bills it."""
     stage = Stage(sessions, spot=1, sites=(CLOUD_SITES[2],))
     stage.passes(30, step_ms=60_000)

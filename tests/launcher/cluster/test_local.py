@@ -48,7 +48,7 @@ def agent_pid(tmp_path: Path) -> int:
     return int(json.loads((node_folder(tmp_path, NODE) / "agent.json").read_text())["pid"])
 
 
-def test_a_node_is_a_session_of_its_own_and_is_paid_for_from_its_request(tmp_path):
+def test_a_local_node_is_a_session_and_is_billed_from_its_request(tmp_path):
     clock = HandClock()
     provisioner = started(tmp_path, clock)
     assert os.getsid(agent_pid(tmp_path)) == agent_pid(tmp_path)
@@ -57,7 +57,7 @@ def test_a_node_is_a_session_of_its_own_and_is_paid_for_from_its_request(tmp_pat
     assert (fact.started_ms, fact.ended_ms) == (clock.at_ms, None)
 
 
-def test_the_same_name_twice_is_one_node(tmp_path):
+def test_requesting_the_same_name_twice_gives_one_node(tmp_path):
     clock = HandClock()
     provisioner = started(tmp_path, clock)
     before = processes_of(node_folder(tmp_path, NODE))
@@ -66,7 +66,7 @@ def test_the_same_name_twice_is_one_node(tmp_path):
     assert processes_of(node_folder(tmp_path, NODE)) == before
 
 
-def test_a_second_agent_finds_the_lock_taken_and_leaves(tmp_path):
+def test_a_second_agent_finds_the_lock_held_and_exits(tmp_path):
     clock = HandClock()
     provisioner = started(tmp_path, clock)
     pid = agent_pid(tmp_path)
@@ -76,7 +76,7 @@ def test_a_second_agent_finds_the_lock_taken_and_leaves(tmp_path):
     assert agent_pid(tmp_path) == pid
 
 
-def test_a_request_cut_short_is_completed_by_asking_again(tmp_path):
+def test_an_interrupted_request_is_completed_by_repeating_it(tmp_path):
     clock = HandClock()
     folder = node_folder(tmp_path, NODE)
     folder.mkdir(parents=True)
@@ -87,7 +87,7 @@ def test_a_request_cut_short_is_completed_by_asking_again(tmp_path):
     wait_until(lambda: status_of(provisioner) is NodeStatus.UP)
 
 
-def test_files_with_the_token_are_for_the_owner_only(tmp_path):
+def test_files_with_the_token_are_readable_only_by_the_owner(tmp_path):
     started(tmp_path, HandClock())
     assert (node_folder(tmp_path, NODE) / "node.json").stat().st_mode & 0o077 == 0
 
@@ -109,7 +109,7 @@ def test_release_ends_every_process_and_may_be_repeated(tmp_path, frozen):
     assert (fact.status, fact.evidence, fact.ended_ms) == (NodeStatus.GONE, "released", clock.at_ms)
 
 
-def test_a_full_disk_keeps_no_node_alive(tmp_path, monkeypatch):
+def test_a_full_disk_does_not_prevent_a_release(tmp_path, monkeypatch):
     provisioner = started(tmp_path, HandClock())
 
     def full(*_, **__):
@@ -158,7 +158,7 @@ def test_an_agent_killed_alone_takes_its_children_with_it(tmp_path):
     assert processes_of(node_folder(tmp_path, NODE)) == []
 
 
-def test_a_node_frozen_by_somebody_else_is_lost_after_a_while(tmp_path):
+def test_a_frozen_node_is_lost_after_a_while(tmp_path):
     clock = HandClock(factor=1.0)
     provisioner = started(tmp_path, clock)
     for pid in processes_of(node_folder(tmp_path, NODE)):
@@ -172,7 +172,7 @@ def test_a_node_frozen_by_somebody_else_is_lost_after_a_while(tmp_path):
     assert processes_of(node_folder(tmp_path, NODE)) == []
 
 
-def test_an_agent_that_never_appears_is_evidence(tmp_path, monkeypatch):
+def test_an_agent_that_fails_at_its_start_gives_evidence(tmp_path, monkeypatch):
     monkeypatch.setenv("FAKE_TROUBLE", "crash")
     clock = HandClock()
     provisioner = provisioner_of(tmp_path, clock)
@@ -185,7 +185,7 @@ def test_an_agent_that_never_appears_is_evidence(tmp_path, monkeypatch):
     assert "no such model" in (node_folder(tmp_path, NODE) / "logs" / "agent.log").read_text()
 
 
-def test_an_agent_that_dies_while_it_is_looked_at_still_has_its_exit_signal(tmp_path, monkeypatch):
+def test_an_agent_that_dies_during_a_poll_still_has_its_exit_signal(tmp_path, monkeypatch):
     clock = HandClock()
     provisioner = started(tmp_path, clock)
     look = processes.is_recorded_alive
@@ -203,7 +203,7 @@ def test_an_agent_that_dies_while_it_is_looked_at_still_has_its_exit_signal(tmp_
     assert (fact.status, fact.evidence) == (NodeStatus.GONE, "its agent was killed by SIGKILL")
 
 
-def test_the_exit_code_of_a_second_agent_is_not_taken_for_that_of_the_first(tmp_path):
+def test_the_exit_code_of_a_second_agent_is_not_taken_for_the_firsts(tmp_path):
     clock = HandClock()
     provisioner = started(tmp_path, clock)
     provisioner._spawn(NodeRecords(node_folder(tmp_path, NODE), clock))
@@ -215,7 +215,7 @@ def test_the_exit_code_of_a_second_agent_is_not_taken_for_that_of_the_first(tmp_
     assert fact.evidence == "its agent was killed by SIGKILL"
 
 
-def test_workers_that_never_call_in_are_not_waited_for_forever(tmp_path, monkeypatch):
+def test_a_node_whose_workers_never_call_is_lost_after_a_limit(tmp_path, monkeypatch):
     monkeypatch.setenv("FAKE_TROUBLE", "deaf")
     clock = HandClock(factor=1.0)
     provisioner = provisioner_of(tmp_path, clock)
@@ -228,7 +228,7 @@ def test_workers_that_never_call_in_are_not_waited_for_forever(tmp_path, monkeyp
 
 
 @pytest.mark.parametrize("manner", range(4))
-def test_the_cloud_takes_a_node_back_as_the_rule_says(tmp_path, manner):
+def test_the_local_cloud_preempts_a_node_as_scheduled(tmp_path, manner):
     """Notice + SIGKILL, silent SIGSTOP, silent SIGKILL, notice + SIGSTOP; each by a provisioner that knows nothing."""
     clock = HandClock()
     rules = rule(1_800_000, first=manner)
@@ -260,7 +260,7 @@ def test_the_cloud_takes_a_node_back_as_the_rule_says(tmp_path, manner):
     assert processes_of(node_folder(tmp_path, NODE)) == []
 
 
-def test_a_cloud_that_slept_still_gives_the_whole_notice(tmp_path):
+def test_a_delayed_preemption_still_gives_the_whole_notice(tmp_path):
     clock = HandClock()
     rules = rule(1_800_000, first=0)
     provisioner = started(tmp_path, clock, rules)
@@ -270,7 +270,7 @@ def test_a_cloud_that_slept_still_gives_the_whole_notice(tmp_path):
     assert (fact.status, fact.notice_deadline_ms) == (NodeStatus.UP, clock.at_ms + 120_000)
 
 
-def test_a_reclaim_cut_short_is_completed(tmp_path):
+def test_an_interrupted_preemption_is_completed(tmp_path):
     clock = HandClock()
     rules = rule(1_800_000, first=2)
     started(tmp_path, clock, rules)
@@ -284,7 +284,7 @@ def test_a_reclaim_cut_short_is_completed(tmp_path):
     assert (fact.status, fact.reclaimed, fact.ended_ms) == (NodeStatus.GONE, True, born + 1_800_000)
 
 
-def test_only_spot_nodes_are_taken_back_and_each_has_its_own_turn(tmp_path):
+def test_only_spot_nodes_are_preempted_each_at_its_own_time(tmp_path):
     clock = HandClock()
     provisioner = provisioner_of(tmp_path, clock, rule(1000, 2000))
     ordinals = []
@@ -295,7 +295,7 @@ def test_only_spot_nodes_are_taken_back_and_each_has_its_own_turn(tmp_path):
     assert ordinals == [1, 1, 2]
 
 
-def test_an_agent_found_dead_is_not_paid_for_past_its_money_deadline(tmp_path):
+def test_an_agent_found_dead_is_not_billed_past_its_spend_deadline(tmp_path):
     clock = HandClock()
     provisioner = started(tmp_path, clock)
     provisioner.rearm(NODE, clock.at_ms + 5000)

@@ -90,7 +90,7 @@ def sessions(home):
     return ledger(home)
 
 
-def test_a_run_buys_its_plan_at_home_and_stays_there(sessions):
+def test_a_run_buys_its_plan_in_the_home_region_and_stays_there(sessions):
     stage = Stage(sessions)
     stage.passes(5)
     assert stage.live() == {
@@ -102,7 +102,7 @@ def test_a_run_buys_its_plan_at_home_and_stays_there(sessions):
     assert (spec.cloud, spec.store, spec.clock.factor) == ("gcp", "gs://bucket/spotrl/demo", 1.0)
 
 
-def test_a_zone_without_capacity_is_left_for_the_next(sessions):
+def test_a_zone_without_capacity_fails_over_to_the_next_zone(sessions):
     stage = Stage(sessions)
     stage.cloud.answers["gcp/g1/g1-a"] = "refuse"
     stage.passes(3)
@@ -113,7 +113,7 @@ def test_a_zone_without_capacity_is_left_for_the_next(sessions):
         assert event.evidence == "there is no capacity; tried gcp/g1/g1-a"
 
 
-def test_a_region_without_a_trainer_loses_the_run_and_its_spot_nodes_to_the_next(sessions):
+def test_a_region_without_a_trainer_fails_over_with_all_nodes(sessions):
     stage = Stage(sessions)
     stage.passes(5)
     stage.cloud.end("demo-trainer-g0", "the machine is gone")
@@ -126,7 +126,7 @@ def test_a_region_without_a_trainer_loses_the_run_and_its_spot_nodes_to_the_next
     assert {"demo-spot-0-g0", "demo-spot-1-g0"} <= set(stage.cloud.released)
 
 
-def test_a_cloud_without_a_trainer_loses_the_run_and_its_checkpoint_is_carried_over_first(sessions):
+def test_a_cloud_without_a_trainer_fails_over_after_copying_the_checkpoint(sessions):
     stage = Stage(sessions)
     stage.passes(5)
     gate = threading.Event()
@@ -153,7 +153,7 @@ def test_a_cloud_without_a_trainer_loses_the_run_and_its_checkpoint_is_carried_o
     assert stage.cloud.asked[intent.name][1].store == "s3://bucket/spotrl/demo"
 
 
-def test_a_checkpoint_that_cannot_be_carried_now_is_carried_later(sessions, monkeypatch):
+def test_a_checkpoint_copy_that_fails_is_retried_later(sessions, monkeypatch):
     monkeypatch.setattr("launcher.controller.checkpoint_transfer.CARRY_SECONDS", 0.0)
     stage, tries = Stage(sessions, spot=0, sites=(CLOUD_SITES[0], CLOUD_SITES[2])), []
 
@@ -175,7 +175,7 @@ def test_a_checkpoint_that_cannot_be_carried_now_is_carried_later(sessions, monk
     pytest.fail(f"the run did not move: {stage.live()}, {len(tries)} tries")
 
 
-def test_capacity_gone_everywhere_is_waited_for_with_nothing_paid_and_comes_back(sessions):
+def test_a_run_without_capacity_anywhere_waits_at_no_cost_and_resumes(sessions):
     stage = Stage(sessions)
     stage.passes(5)
     stage.cloud.end("demo-trainer-g0", "the machine is gone")
@@ -196,7 +196,7 @@ def test_capacity_gone_everywhere_is_waited_for_with_nothing_paid_and_comes_back
     assert len(set(stage.live().values())) == 1
 
 
-def test_quota_0_everywhere_ends_the_run_and_names_them(sessions):
+def test_quota_0_everywhere_ends_the_run_and_names_the_regions(sessions):
     stage = Stage(sessions)
     stage.cloud.answers |= {"gcp/": "deny", "aws/": "deny"}
     stage.passes(15)
@@ -207,14 +207,14 @@ def test_quota_0_everywhere_ends_the_run_and_names_them(sessions):
     assert stage.live() == {}
 
 
-def test_quota_0_in_one_region_moves_the_run(sessions):
+def test_quota_0_in_one_region_fails_over_to_another(sessions):
     stage = Stage(sessions)
     stage.cloud.answers["gcp/g1/"] = "deny"
     stage.passes(5)
     assert set(stage.live().values()) == {("gcp", "g2")}
 
 
-def test_the_successor_is_bought_at_the_notice_in_another_zone(sessions):
+def test_a_successor_is_bought_at_the_notice_in_another_zone(sessions):
     stage = Stage(sessions, spot=1)
     stage.passes(5)
     stage.cloud.notices["demo-spot-0-g0"] = stage.clock.now_ms() + 2 * MINUTE
@@ -226,7 +226,7 @@ def test_the_successor_is_bought_at_the_notice_in_another_zone(sessions):
     assert set(stage.live()) == {"demo-trainer-g0", "demo-spot-0-g1"}
 
 
-def test_an_api_that_does_not_answer_changes_nothing(sessions):
+def test_an_unreachable_cloud_api_changes_nothing(sessions):
     stage = Stage(sessions)
     stage.passes(5)
     before = stage.live()
@@ -236,7 +236,7 @@ def test_an_api_that_does_not_answer_changes_nothing(sessions):
     assert stage.cloud.released == []
 
 
-def test_a_controller_that_was_silent_for_longer_than_its_lease_catches_up(sessions):
+def test_a_controller_silent_for_longer_than_its_lease_catches_up(sessions):
     stage = Stage(sessions)
     stage.passes(5)
     stage.cloud.reclaim("demo-spot-0-g0")
@@ -245,7 +245,7 @@ def test_a_controller_that_was_silent_for_longer_than_its_lease_catches_up(sessi
     assert "demo-spot-0-g1" in stage.live()
 
 
-def test_another_controller_carries_on_from_the_ledger_alone(sessions):
+def test_another_controller_continues_from_the_ledger_alone(sessions):
     stage = Stage(sessions)
     stage.cloud.answers["gcp/g1/"] = "refuse"
     for _ in range(30):
@@ -258,7 +258,7 @@ def test_another_controller_carries_on_from_the_ledger_alone(sessions):
 # --- money --------------------------------------------------------------------------------------------
 
 
-def test_what_came_up_for_a_moment_is_billed_a_minute(sessions):
+def test_a_node_that_was_up_for_a_moment_is_billed_a_minute(sessions):
     stage = Stage(sessions, spot=1)
     stage.passes(1.2)
     stage.cloud.reclaim("demo-spot-0-g0", "compute.instances.preempted")
@@ -278,7 +278,7 @@ def test_what_came_up_for_a_moment_is_billed_a_minute(sessions):
         (CLOUD_SITES[0], "Server.SpotInstanceTermination", False),
     ],
 )
-def test_aws_does_not_bill_the_first_hour_if_it_says_itself_that_it_took_the_node(sessions, site, evidence, is_free):
+def test_aws_bills_no_first_hour_if_it_reports_the_preemption_itself(sessions, site, evidence, is_free):
     stage = Stage(sessions, spot=1, sites=(site,))
     stage.passes(30, step_ms=60_000)
     stage.cloud.reclaim("demo-spot-0-g0", evidence)
@@ -290,7 +290,7 @@ def test_aws_does_not_bill_the_first_hour_if_it_says_itself_that_it_took_the_nod
     assert evidence in interval.basis or not is_free
 
 
-def test_after_an_hour_aws_bills_what_it_took(sessions):
+def test_aws_bills_a_node_preempted_after_its_first_hour(sessions):
     stage = Stage(sessions, spot=1, sites=(CLOUD_SITES[2],))
     stage.passes(62, step_ms=30_000)
     stage.cloud.reclaim("demo-spot-0-g0")
@@ -328,7 +328,7 @@ def prices_at_once(monkeypatch):
 
 
 @pytest.mark.usefixtures("prices_at_once")
-def test_a_price_that_doubles_is_paid_from_then_on(sessions):
+def test_a_doubled_price_is_billed_from_then_on(sessions):
     stage = Stage(sessions, spot=1, sites=(CLOUD_SITES[2],))
     stage.passes(11, step_ms=30_000)  # up at 1 minute
     price(stage, CLOUD_SITES[2], "e1-a", 2 * SPOT_RATE)
@@ -349,7 +349,7 @@ def test_a_price_that_doubles_is_paid_from_then_on(sessions):
 
 
 @pytest.mark.usefixtures("prices_at_once")
-def test_a_price_beyond_the_hourly_limit_sheds_the_dearest_spot_node_never_the_trainer(sessions):
+def test_a_price_over_the_hourly_limit_releases_the_dearest_spot_node(sessions):
     beside = sum(side_micro_usd_per_hour("aws", market) for market in (Market.ON_DEMAND, Market.SPOT, Market.SPOT))
     limit = TRAINER_RATE + 3 * SPOT_RATE + beside
     stage = Stage(sessions, spot=2, sites=(CLOUD_SITES[2],), max_hourly=limit)
@@ -362,7 +362,7 @@ def test_a_price_beyond_the_hourly_limit_sheds_the_dearest_spot_node_never_the_t
     assert stage.cloud.asked["demo-spot-1-g1"][0].zone == "e1-a"  # the cheaper zone, within the limit
 
 
-def test_what_was_bought_is_what_is_paid_for(sessions):
+def test_the_bill_follows_the_instance_that_was_really_bought(sessions):
     stage = Stage(sessions, spot=1, sites=(CLOUD_SITES[0],))
     stage.cloud.really["demo-spot-0-g0"] = ("g1-c", "g6.2xlarge")
     stage.passes(5)
@@ -390,7 +390,7 @@ def test_disks_and_addresses_are_counted_and_traffic_is_not_priced(sessions):
     assert total == sum(row.micro_usd or 0 for row in rows)
 
 
-def test_the_budget_ends_a_run_while_it_launches(sessions):
+def test_the_budget_ends_a_run_during_its_launch(sessions):
     stage = Stage(sessions, spot=2, max_total=150_000)
     stage.passes(30, step_ms=30_000)
     assert stage.reason() == ("stopped", "budget")
@@ -403,7 +403,7 @@ def deadline_ms(stage) -> int:
     return controller.deadlines.deadline_ms(controller.facts(), controller.wanted, stage.clock.now_ms())
 
 
-def test_limits_of_all_runs_bind_their_sum_even_when_two_decide_at_the_same_moment(sessions):
+def test_limits_of_all_runs_hold_even_if_two_decide_at_the_same_moment(sessions):
     limit = "$1.5/h"  # one trainer, not two
     first = Stage(sessions, name="one", spot=0, all_runs={"max_hourly": limit})
     second = Stage(sessions, name="two", spot=0, all_runs={"max_hourly": limit})
@@ -423,7 +423,7 @@ def test_limits_of_all_runs_bind_their_sum_even_when_two_decide_at_the_same_mome
     assert list(second.cloud.asked) == ["two-trainer-g0"]
 
 
-def test_launches_are_spaced(sessions):
+def test_launches_are_rate_limited(sessions):
     stage = Stage(sessions, spot=9, recovery={"launches_per_minute": 10})
     stage.clock.pass_ms(1000)
     stage.controller.one_pass()
@@ -435,7 +435,7 @@ def test_launches_are_spaced(sessions):
 # --- the end ------------------------------------------------------------------------------------------
 
 
-def test_a_run_is_over_when_nothing_of_it_is_left(sessions):
+def test_a_controller_is_finished_when_no_resource_of_its_run_is_left(sessions):
     stage = Stage(sessions, spot=1)
     stage.passes(5)
     stage.cloud.stays_untidy = True
@@ -447,7 +447,7 @@ def test_a_run_is_over_when_nothing_of_it_is_left(sessions):
     assert stage.controller.one_pass()
 
 
-def test_nodes_that_nobody_looks_after_end_before_all_runs_together_spend_more_than_their_limit(sessions):
+def test_nodes_without_a_controller_end_within_the_limit_of_all_runs(sessions):
     """$2 over all runs: a node that was left alone would have run for $100."""
     all_runs = {"max_total": "$2"}
     first = Stage(sessions, name="one", spot=0, max_total=100_000_000, all_runs=all_runs)
@@ -467,7 +467,7 @@ def test_nodes_that_nobody_looks_after_end_before_all_runs_together_spend_more_t
         assert (end_ms - first.clock.now_ms()) / 3_600_000 * rates <= left * 1.05
 
 
-def test_what_other_runs_hold_in_reserve_counts_against_the_limit_of_all(sessions):
+def test_reserves_of_other_runs_count_against_the_limit_of_all_runs(sessions):
     """Nothing is spent yet, but ending the first run's trainer may take 5 minutes, which cost 8 cents."""
     limit = {"max_total": "$0.15"}  # one trainer's reserve, not two
     first = Stage(sessions, name="one", spot=0, all_runs=limit)
@@ -480,7 +480,7 @@ def test_what_other_runs_hold_in_reserve_counts_against_the_limit_of_all(session
     assert second.cloud.asked == {}
 
 
-def test_a_deadline_is_brought_forward_when_a_node_costs_more_than_planned(sessions):
+def test_a_spend_deadline_comes_earlier_if_a_node_costs_more_than_planned(sessions):
     """Its price is three times the plan's: the money lasts for a third of the time."""
     stage = Stage(sessions, spot=2, max_total=20_000_000, max_hourly=50_000_000)
     stage.passes(3)
@@ -511,7 +511,7 @@ def test_a_deadline_is_brought_forward_when_a_node_costs_more_than_planned(sessi
     assert all(one * rates <= left * 1.01 for one in hours.values())
 
 
-def test_limits_of_all_runs_are_those_of_todays_configuration(sessions, home, monkeypatch):
+def test_limits_of_all_runs_come_from_the_current_configuration(sessions, home, monkeypatch):
     config = home / "config.yaml"
     monkeypatch.setenv("SPOTRL_CONFIG", str(config))
     stage = Stage(sessions, spot=0, all_runs={"max_total": "$50"})
@@ -529,7 +529,7 @@ def test_limits_of_all_runs_are_those_of_todays_configuration(sessions, home, mo
     assert stage.reason()[0] in ("draining", "stopped")
 
 
-def test_a_controller_whose_lease_went_to_another_machine_neither_buys_nor_ends(sessions):
+def test_a_controller_whose_lease_another_computer_holds_does_nothing(sessions):
     """It went on for 150 passes and bought a node."""
     bucket, wall = MemoryStore(), HandClock()
     ours, theirs = (StoreLease(lambda: bucket, "demo", who, wall.now_ms) for who in ("ours", "theirs"))
@@ -548,7 +548,7 @@ def test_a_controller_whose_lease_went_to_another_machine_neither_buys_nor_ends(
     assert (set(stage.records()), stage.cloud.released) == (before, released)
 
 
-def test_a_lease_that_is_lost_in_the_midst_of_a_pass_stops_the_purchase(sessions):
+def test_a_lease_lost_in_the_middle_of_a_pass_stops_the_purchase(sessions):
     bucket, wall = MemoryStore(), HandClock()
     ours, theirs = (StoreLease(lambda: bucket, "demo", who, wall.now_ms) for who in ("ours", "theirs"))
     stage = Stage(sessions)
@@ -567,7 +567,7 @@ def test_a_lease_that_is_lost_in_the_midst_of_a_pass_stops_the_purchase(sessions
     assert stage.records() == {}
 
 
-def test_what_cannot_be_taken_away_is_said_and_not_tried_for_ever(sessions):
+def test_resources_that_cannot_be_deleted_are_reported_and_given_up(sessions):
     stage = Stage(sessions, spot=1)
     stage.passes(5)
     stage.cloud.stays_untidy = True
@@ -577,7 +577,7 @@ def test_what_cannot_be_taken_away_is_said_and_not_tried_for_ever(sessions):
     assert "`spotrl reap` lists them" in stage.reason()[1]
 
 
-def test_a_node_ends_itself_soon_after_the_runs_deadline_when_nobody_looks_after_it(sessions):
+def test_a_node_without_a_controller_ends_itself_after_the_runs_deadline(sessions):
     stage = Stage(sessions, spot=1, budget={"deadline": "30m"})
     stage.passes(1)
     told = {name: spec.money_deadline_ms - stage.run.created_ms for name, (_, spec, _) in stage.cloud.asked.items()}
@@ -614,7 +614,7 @@ def iteration_done(stage, iteration, at_ms):
         append_progress(session, stage.run, [line])
 
 
-def test_a_run_whose_trainer_answers_and_gets_nowhere_ends(sessions):
+def test_a_run_whose_trainer_answers_without_progress_ends(sessions):
     stage = expecting(sessions, 15)
     stage.passes(145, step_ms=50_000)
     assert stage.reason()[0] == "running"
@@ -625,7 +625,7 @@ def test_a_run_whose_trainer_answers_and_gets_nowhere_ends(sessions):
     assert stage.live() == {}
 
 
-def test_iterations_keep_a_run_alive_even_if_the_trainers_clock_is_days_behind(sessions):
+def test_iterations_keep_a_run_alive_even_if_the_trainers_clock_is_wrong(sessions):
     stage = expecting(sessions, 15)
     for iteration in range(2):
         stage.passes(140, step_ms=50_000)
@@ -633,7 +633,7 @@ def test_iterations_keep_a_run_alive_even_if_the_trainers_clock_is_days_behind(s
     assert stage.reason()[0] == "running"
 
 
-def test_a_controller_that_slept_does_not_take_the_runs_silence_for_a_standstill(sessions):
+def test_a_suspended_controller_does_not_take_its_gap_for_a_stall(sessions):
     stage = expecting(sessions, 15)
     stage.passes(10)
     stage.clock.pass_ms(5 * 60 * MINUTE)
@@ -641,7 +641,7 @@ def test_a_controller_that_slept_does_not_take_the_runs_silence_for_a_standstill
     assert stage.reason()[0] == "running"
 
 
-def test_a_run_that_waits_for_a_person_does_not_stand_still(sessions):
+def test_a_run_that_waits_for_its_user_does_not_count_as_stalled(sessions):
     stage = expecting(sessions, 15)
     stage.passes(10)
     stage.controller.engine.trouble = "the coordinator's disk is full"

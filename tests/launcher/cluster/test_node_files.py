@@ -97,12 +97,12 @@ def files_after(story: str, folder: Path) -> dict[str, dict]:
 
 
 @pytest.mark.parametrize("story", STORIES)
-def test_the_files_of_a_node_are_as_released_code_wrote_them(tmp_path, story):
+def test_node_files_equal_those_of_released_code(tmp_path, story):
     assert files_after(story, tmp_path) == json.loads(GOLDEN.read_text())[story]
 
 
 @pytest.mark.parametrize("story", STORIES)
-def test_a_node_is_released_from_the_files_of_released_code(tmp_path, story):
+def test_a_node_with_files_of_released_code_can_be_released(tmp_path, story):
     """The agent's part comes from the code of today; the launcher's files are laid over it."""
     stage = Stage(tmp_path)
     STORIES[story](stage)

@@ -212,7 +212,7 @@ def test_all_slots_are_on_spot_again_an_hour_after_an_outage_of_all_zones(slots,
     assert spot_again_ms(slots, zones, minutes) is not None
 
 
-def test_through_a_long_outage_stand_ins_work_and_each_zone_is_asked_by_one_node_in_half_an_hour():
+def test_a_long_outage_is_bridged_by_stand_ins_with_rare_spot_requests():
     world = a_world(4, "ab", out_for(240)).run_until(START_MS + 60 * MINUTE)
     assert all(markets == [Market.ON_DEMAND] for markets in world.works().values())
     before = world.bought(Market.SPOT)
@@ -221,14 +221,14 @@ def test_through_a_long_outage_stand_ins_work_and_each_zone_is_asked_by_one_node
     assert 6 <= world.bought(Market.SPOT) - before <= 10
 
 
-def test_a_slot_does_not_go_back_and_forth_when_spot_comes_and_goes():
+def test_a_slot_does_not_flap_when_spot_capacity_comes_and_goes():
     world = a_world(4, "a", lambda zone, now_ms, there: now_ms >= START_MS and now_ms % (50 * MINUTE) < 30 * MINUTE)
     world.run_until(10 * 60 * MINUTE)
     for at_ms in world.given_back.values():
         assert all(later - earlier >= GIVE_BACK_GAP_MS for earlier, later in pairwise(at_ms))
 
 
-def test_a_stand_in_stays_where_spot_has_room_for_one_node_only():
+def test_a_stand_in_stays_if_spot_has_capacity_for_only_one_node():
     outage = out_for(40)
     world = a_world(
         3, "a", lambda zone, now_ms, there: outage(zone, now_ms, there) or (now_ms >= START_MS and there >= 1)
@@ -237,7 +237,7 @@ def test_a_stand_in_stays_where_spot_has_room_for_one_node_only():
     assert (world.count(Market.SPOT), world.count(Market.ON_DEMAND)) == (1, 2)
 
 
-def test_with_room_for_one_more_spot_node_all_slots_come_back_one_after_another_within_the_limit():
+def test_with_budget_for_one_more_node_slots_return_to_spot_one_by_one():
     limit = STEADY_COST + 4 * STEADY_COST + SPOT_COST
     world = a_world(4, "ab", out_for(45), max_hourly=limit).run_until(START_MS + 45 * MINUTE)
     assert world.count(Market.ON_DEMAND) == 4
@@ -246,7 +246,7 @@ def test_with_room_for_one_more_spot_node_all_slots_come_back_one_after_another_
     assert world.most_hourly <= limit
 
 
-def test_with_no_room_for_two_nodes_the_stand_in_goes_first_and_comes_back_if_spot_does_not():
+def test_with_budget_for_one_node_the_stand_in_is_released_before_spot_is_tried():
     limit = STEADY_COST + STEADY_COST + SPOT_COST // 2
     world = a_world(1, "a", out_for(80), max_hourly=limit).run_until(START_MS + 80 * MINUTE)
     assert world.bought(Market.ON_DEMAND) >= 3  # the trainer, a stand-in, and another after spot was asked in vain

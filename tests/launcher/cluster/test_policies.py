@@ -89,7 +89,7 @@ def needed_by(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("file", OURS)
-def test_what_we_call_on_aws_is_allowed(file):
+def test_the_aws_policy_allows_our_own_calls(file):
     needed = needed_by(ROOT / file)
     assert needed
     assert needed <= allowed() | allowed(IDENTITY)
@@ -116,7 +116,7 @@ OF_GROUPS = {
 }
 
 
-def test_what_is_named_on_aws_needs_no_permission_to_make_it():
+def test_the_aws_policy_omits_creating_named_resources():
     assert allowed() - allowed(IDENTITY) == OF_ROLES
     assert allowed(IDENTITY) - allowed() == {"iam:GetInstanceProfile"}
     assert allowed() - allowed(NETWORK) == OF_GROUPS
@@ -130,14 +130,14 @@ def test_what_is_named_on_aws_needs_no_permission_to_make_it():
     ("role", "passed"),
     [("", "arn:aws:iam::1:role/node-profile"), ("arn:aws:iam::1:role/x/r", "arn:aws:iam::1:role/x/r")],
 )
-def test_only_the_role_of_a_named_profile_is_given_to_nodes(role, passed):
+def test_the_aws_policy_passes_only_the_role_of_a_named_profile(role, passed):
     policy = aws_policy("1", named=IDENTITY, role=role)
     (passing,) = [one for one in policy["Statement"] if "iam:PassRole" in one["Action"]]
     assert passing["Resource"] == [passed]
     assert passing["Condition"] == {"StringEquals": {"iam:PassedToService": "ec2.amazonaws.com"}}
 
 
-def test_what_prices_need_on_aws_is_allowed():
+def test_the_aws_policy_allows_price_queries():
     assert set(PERMISSIONS) <= allowed()
 
 
@@ -162,13 +162,13 @@ SKYPILOT_FILES = ["provision/aws/config.py", "provision/aws/instance.py", "cloud
 
 @pytest.mark.skipif(find_spec("sky") is None, reason="SkyPilot is not installed here")
 @pytest.mark.parametrize("file", SKYPILOT_FILES)
-def test_what_skypilot_calls_by_name_on_aws_is_allowed(file):
+def test_the_aws_policy_allows_skypilots_named_calls(file):
     needed = needed_by(skypilot_folder() / file)
     makes_roles = {action for action in needed if action.startswith("iam:")}
     assert needed - SKYPILOT_NEVER - makes_roles <= allowed()
 
 
-def test_skypilots_resources_need_these_on_aws():
+def test_the_aws_policy_allows_skypilots_resource_calls():
     """What SkyPilot does through boto3's resources, which name no call: `ec2.instances.filter`, `create_instances`."""
     assert {
         "ec2:RunInstances",
@@ -184,7 +184,7 @@ def test_skypilots_resources_need_these_on_aws():
     } <= allowed()
 
 
-def test_what_ends_or_changes_a_machine_is_tied_to_our_label():
+def test_terminating_or_changing_an_instance_requires_our_label():
     for statement in statements():
         ending = {"ec2:TerminateInstances", "ec2:DeleteVolume", "ec2:DeleteSecurityGroup"} & set(statement["Action"])
         if ending:
@@ -192,13 +192,13 @@ def test_what_ends_or_changes_a_machine_is_tied_to_our_label():
             assert statement["Resource"] != "*"
 
 
-def test_a_machine_may_be_started_only_with_our_label():
+def test_an_instance_may_be_started_only_with_our_label():
     starts = [one for one in statements() if "ec2:RunInstances" in one["Action"]]
     of_machines = [one for one in starts if any(fnmatchcase(arn, "*:instance/*") for arn in one["Resource"])]
     assert [one["Condition"] for one in of_machines] == [{"Null": {"aws:RequestTag/spotrl-run": "false"}}]
 
 
-def test_only_our_roles_may_be_made_and_given_away():
+def test_only_our_roles_may_be_created_and_passed():
     for statement in statements():
         if any(action.startswith("iam:") and action != "iam:ListRoles" for action in statement["Action"]):
             resources = statement["Resource"]
@@ -208,13 +208,13 @@ def test_only_our_roles_may_be_made_and_given_away():
     assert passing["Condition"] == {"StringEquals": {"iam:PassedToService": "ec2.amazonaws.com"}}
 
 
-def test_buckets_are_named_one_by_one():
+def test_a_policy_names_each_bucket():
     resources = [arn for one in statements() for arn in one["Resource"] if arn.startswith("arn:aws:s3")]
     assert resources == ["arn:aws:s3:::bucket", "arn:aws:s3:::bucket/folder/*"]
     assert not [one for one in aws_policy()["Statement"] if "s3:GetObject" in one["Action"]]
 
 
-def test_a_policy_fits_into_what_iam_takes():
+def test_a_policy_fits_into_the_size_limit_of_iam():
     """6,144 characters without white space, for a managed policy."""
     assert len(re.sub(r"\s", "", json.dumps(aws_policy("123456789012", ["s3://bucket/folder"])))) < 6144
 
@@ -294,7 +294,7 @@ def permission_of(method: str, path: str) -> str | None:
     raise AssertionError(f"nobody knows which permission {method} {path} needs; add it to NEEDS, and to the policy")
 
 
-def test_every_call_to_google_is_allowed(monkeypatch):
+def test_the_google_role_allows_every_call(monkeypatch):
     monkeypatch.setattr("launcher.clouds.gce_calls.time.sleep", lambda seconds: None)
     calls = RecordedCalls()
     cloud = GceLimits(calls=calls)
@@ -330,7 +330,7 @@ def test_every_call_to_google_is_allowed(monkeypatch):
     assert isinstance(cloud, GceApi)
 
 
-def test_what_is_named_on_google_needs_no_permission_to_make_it():
+def test_the_google_role_omits_creating_named_resources():
     account = "node@mine.iam.gserviceaccount.com"
     identity = set(gcp_permissions()) - set(gcp_permissions(Named(identity=account)))
     assert identity == {
@@ -346,7 +346,7 @@ def test_what_is_named_on_google_needs_no_permission_to_make_it():
     assert account in gcp_role(Named(identity=account))
 
 
-def test_every_call_about_named_things_to_google_is_allowed():
+def test_the_google_role_allows_every_call_about_named_resources():
     calls = RecordedCalls()
     cloud = GceLimits(calls=calls)
     named = Named(identity="node@mine.iam.gserviceaccount.com", network="nodes")
@@ -359,7 +359,7 @@ def test_every_call_about_named_things_to_google_is_allowed():
 
 
 @pytest.mark.skipif(find_spec("sky") is None, reason="SkyPilot is not installed here")
-def test_what_skypilot_tests_for_on_google_is_allowed():
+def test_the_google_role_allows_the_permissions_that_skypilot_tests():
     tree = ast.parse((skypilot_folder() / "provision/gcp/constants.py").read_text("utf-8"))
     lists = {"VM_MINIMAL_PERMISSIONS", "GCP_MINIMAL_PERMISSIONS", "FIREWALL_PERMISSIONS"}
     asked = [
@@ -372,7 +372,7 @@ def test_what_skypilot_tests_for_on_google_is_allowed():
     assert set(asked) <= set(gcp_permissions())
 
 
-def test_the_role_can_be_read_by_whoever_makes_it():
+def test_the_printed_google_role_is_valid_yaml():
     role = YAML(typ="safe").load(gcp_role())
     assert role["includedPermissions"] == gcp_permissions()
     assert role["stage"] == "GA"

@@ -73,7 +73,7 @@ def iterations(sessions, run: Run) -> int:
     return run_view(sessions, run.name).iteration
 
 
-def test_kill_9_of_anything_at_any_moment_and_the_run_still_ends_well(sessions):
+def test_a_run_survives_kill_9_of_any_process_at_any_moment(sessions):
     """Controllers, agents and workers die at moments that nobody chose; each time `resume` goes on."""
     chance = random.Random(7)
     run = made_run(sessions, spot=1, iterations=20, factor=3000.0)
@@ -136,7 +136,7 @@ def test_a_stopped_run_resumes_from_its_checkpoint(sessions):
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["dead", "frozen"])
-def test_down_needs_no_living_controller(sessions, frozen):
+def test_down_needs_no_running_controller(sessions, frozen):
     run = made_run(sessions, spot=1, iterations=1000)
     pid = start_controller(sessions, run.name)
     wait_until(lambda: iterations(sessions, run) > 0)
@@ -170,7 +170,7 @@ def test_a_second_controller_is_refused_and_down_names_what_it_could_not_end(ses
     assert wait_released(sessions, run.name, 20)
 
 
-def test_the_real_controller_process_stops_a_run_that_cannot_be_paid_for(sessions, monkeypatch):
+def test_the_real_controller_process_stops_a_run_beyond_its_budget(sessions, monkeypatch):
     monkeypatch.setattr(runs, "CONTROLLER", (sys.executable, "-m", "launcher.cli.main", "controller"))
     run = made_run(sessions, max_total=10)
     start_controller(sessions, run.name)
@@ -179,7 +179,7 @@ def test_the_real_controller_process_stops_a_run_that_cannot_be_paid_for(session
     assert "at most $" in (Path(run.folder) / "controller.log").read_text()
 
 
-def test_a_controller_that_does_not_start_says_why(sessions, monkeypatch):
+def test_a_controller_that_does_not_start_reports_the_reason(sessions, monkeypatch):
     monkeypatch.setattr(runs, "CONTROLLER", (sys.executable, "-c", "raise SystemExit('no such library')"))
     run = made_run(sessions)
     with pytest.raises(ControllerFailed, match="no such library"):
@@ -229,14 +229,14 @@ def test_commands_show_a_run_and_its_lost_nodes(sessions):
         node_logs(sessions, run.name, "spot-9")
 
 
-def test_every_command_has_an_example_and_a_run_it_does_not_know_is_named(sessions):
+def test_every_command_has_an_example_and_names_an_unknown_run(sessions):
     for command in (ls, status, events, logs, down, resume):
         assert "Example:" in invoke(command, sessions, "--help").output
     result = invoke(status, sessions, "nobody")
     assert isinstance(result.exception, LookupError)
 
 
-def test_an_intent_is_shown_before_the_cloud_was_asked(sessions):
+def test_an_intent_is_shown_before_the_cloud_is_called(sessions):
     run = made_run(sessions, spot=0)
     plain = {"slot": "trainer", "role": "trainer", "market": "on_demand", "cloud": "aws", "region": "r", "zone": "z"}
     more = {"instance_type": "i", "accelerator": "L4", "price_source": "s", "price_observed_at": "d"}
@@ -247,7 +247,7 @@ def test_an_intent_is_shown_before_the_cloud_was_asked(sessions):
     assert (node.status, run_view(sessions, run.name).micro_usd_per_hour) == ("asked", 5)
 
 
-def test_a_run_on_clouds_is_not_down_before_its_controller_has_tidied(sessions):
+def test_a_cloud_run_is_not_down_before_its_controller_has_cleaned_up(sessions):
     run = cloud_run(sessions)
     other = psutil.Popen(["sleep", "60"])
     holder = f"{other.pid}@{other.create_time()}"

@@ -401,7 +401,7 @@ TRAINER = "run-trainer-g0"
 # --- starting -------------------------------------------------------------------------------------------
 
 
-def test_a_node_is_launched_once_with_labels_our_group_and_a_timer(stage):
+def test_a_node_is_launched_once_with_labels_a_group_and_a_timer(stage):
     stage.ask()
     stage.ask()
     stage.passes(5)
@@ -412,7 +412,7 @@ def test_a_node_is_launched_once_with_labels_our_group_and_a_timer(stage):
     assert stage.file(NODE, "launch")["request_id"] == "request-0"
 
 
-def test_a_node_of_a_named_network_is_entered_through_the_jobs_proxy(stage):
+def test_a_node_of_a_named_network_is_reached_through_the_jobs_proxy(stage):
     stage.named = Named(identity="node", network="vpc-1", public_addresses=False, ssh_proxy="ssh -W %h:%p bastion")
     stage.bring_up(TRAINER)
     assert stage.cloud.named == stage.named
@@ -448,7 +448,7 @@ def test_a_node_is_up_when_its_workers_called_in(stage):
     assert fact.ready_ms is not None
 
 
-def test_files_that_hold_secrets_are_for_their_owner(stage):
+def test_files_with_secrets_are_readable_only_by_the_owner(stage):
     stage.bring_up(TRAINER)
     folder = stage.folder / "nodes" / TRAINER
     assert oct((folder / "ssh.key").stat().st_mode & 0o777) == "0o600"
@@ -456,7 +456,7 @@ def test_files_that_hold_secrets_are_for_their_owner(stage):
     assert oct(folder.stat().st_mode & 0o777) == "0o700"
 
 
-def test_an_agent_is_told_where_the_newest_trainer_is(stage):
+def test_an_agent_gets_the_address_of_the_newest_trainer(stage):
     stage.ask(NODE)
     stage.passes(1)
     stage.sky.finish(NODE)
@@ -485,7 +485,7 @@ def test_the_trainer_listens_on_its_own_private_address(stage):
 # --- refusals -------------------------------------------------------------------------------------------
 
 
-def test_no_capacity_names_the_zone_that_was_tried(stage):
+def test_a_lack_of_capacity_names_the_zone_that_was_tried(stage):
     stage.ask()
     stage.passes(1)
     stage.sky.finish(NODE, Outcome(failed=Failed.NO_CAPACITY, text="InsufficientInstanceCapacity"))
@@ -495,7 +495,7 @@ def test_no_capacity_names_the_zone_that_was_tried(stage):
     assert stage.sky.downs == [NODE]
 
 
-def test_a_quota_is_a_denial_with_the_clouds_words(stage):
+def test_a_quota_error_is_a_denial_with_the_clouds_message(stage):
     stage.ask()
     stage.passes(1)
     stage.sky.finish(NODE, Outcome(failed=Failed.DENIED, text="VcpuLimitExceeded: ask for more"))
@@ -503,7 +503,7 @@ def test_a_quota_is_a_denial_with_the_clouds_words(stage):
     assert (fact.status, fact.evidence) == (NodeStatus.DENIED, "VcpuLimitExceeded: ask for more")
 
 
-def test_a_permission_that_is_missing_beforehand_is_a_denial_too(stage):
+def test_a_permission_missing_before_the_launch_is_a_denial_too(stage):
     stage.cloud.refuses = "iam:CreateRole is not allowed"
     stage.ask()
     fact = stage.passes(5)[NODE]
@@ -511,7 +511,7 @@ def test_a_permission_that_is_missing_beforehand_is_a_denial_too(stage):
     assert stage.sky.launches == []
 
 
-def test_a_machine_that_runs_as_somebody_else_is_refused(stage):
+def test_an_instance_with_another_identity_is_refused(stage):
     """SkyPilot's own identity may do everything; with a server that is not ours, a machine may come with it."""
     stage.ask()
     stage.passes(1)
@@ -523,7 +523,7 @@ def test_a_machine_that_runs_as_somebody_else_is_refused(stage):
     assert stage.cloud.ended == ["i-1"]
 
 
-def test_a_failed_set_up_is_a_node_that_ended_and_its_machine_goes(stage):
+def test_a_failed_setup_ends_the_node_and_its_instance(stage):
     stage.ask()
     stage.passes(1)
     stage.cloud.start(NODE, placement())
@@ -535,7 +535,7 @@ def test_a_failed_set_up_is_a_node_that_ended_and_its_machine_goes(stage):
     assert fact.started_ms is not None  # it was paid for
 
 
-def test_an_agent_is_started_when_the_set_up_is_through_and_not_before(stage):
+def test_an_agent_is_started_only_after_the_setup_has_finished(stage):
     """SkyPilot calls a launch done when it has handed the set-up over."""
     stage.digest = ""
     stage.ask(TRAINER)
@@ -548,7 +548,7 @@ def test_an_agent_is_started_when_the_set_up_is_through_and_not_before(stage):
     assert len(stage.links[TRAINER].specs) == 1
 
 
-def test_a_set_up_that_fails_behind_our_back_is_found_out(stage):
+def test_a_setup_that_fails_after_the_launch_is_detected(stage):
     stage.digest = ""
     stage.ask(TRAINER)
     stage.passes(1)
@@ -560,7 +560,7 @@ def test_a_set_up_that_fails_behind_our_back_is_found_out(stage):
     assert stage.cloud.ended == ["i-1"]
 
 
-def test_a_node_that_was_set_up_from_something_else_is_refused(stage):
+def test_a_node_with_the_setup_of_another_bundle_is_refused(stage):
     stage.digest = "of yesterday"
     stage.ask(TRAINER)
     stage.passes(1)
@@ -573,7 +573,7 @@ def test_a_node_that_was_set_up_from_something_else_is_refused(stage):
     assert "d1" in fact.evidence
 
 
-def test_a_machine_that_nobody_gets_into_is_given_up_and_the_missing_rule_named(stage):
+def test_an_unreachable_instance_is_given_up_and_the_missing_rule_named(stage):
     stage.digest = None
     stage.cloud.missing_rules = ("tcp 22 (SSH) is missing",)
     stage.ask(TRAINER)
@@ -584,7 +584,7 @@ def test_a_machine_that_nobody_gets_into_is_given_up_and_the_missing_rule_named(
     assert "tcp 22 (SSH) is missing" in stage.passes(10)[TRAINER].evidence
 
 
-def test_a_launch_that_failed_for_no_reason_is_tried_again_and_not_for_ever(stage):
+def test_a_launch_that_failed_without_a_reason_is_retried_a_few_times(stage):
     stage.ask()
     for _ in range(5):
         stage.passes(1)
@@ -595,7 +595,7 @@ def test_a_launch_that_failed_for_no_reason_is_tried_again_and_not_for_ever(stag
     assert "server restarted" in fact.evidence
 
 
-def test_a_machine_that_stops_during_its_launch_is_not_waited_for_as_long_as_skypilot_does(stage):
+def test_an_instance_that_stops_during_its_launch_is_noticed_early(stage):
     stage.ask()
     stage.passes(1)
     stage.cloud.start(NODE, placement())
@@ -609,7 +609,7 @@ def test_a_machine_that_stops_during_its_launch_is_not_waited_for_as_long_as_sky
     assert stage.cloud.ended == ["i-1"]
 
 
-def test_a_launch_whose_machine_skypilot_ended_says_why_itself(stage):
+def test_a_launch_ended_by_skypilot_gives_its_own_reason(stage):
     stage.ask()
     stage.passes(1)
     stage.cloud.start(NODE, placement())
@@ -620,7 +620,7 @@ def test_a_launch_whose_machine_skypilot_ended_says_why_itself(stage):
     assert stage.passes(6)[NODE].status is NodeStatus.NO_CAPACITY
 
 
-def test_a_machine_whose_making_was_not_confirmed_is_made_again(stage):
+def test_an_instance_without_a_confirmed_creation_is_launched_again(stage):
     """The reply to its creation was lost; SkyPilot ended it, and gives no reason that is the cloud's."""
     stage.ask()
     stage.passes(1)
@@ -649,7 +649,7 @@ def test_a_node_that_never_comes_up_is_given_up(stage):
 # --- crashes --------------------------------------------------------------------------------------------
 
 
-def test_a_crash_before_the_launch_loses_nothing(stage):
+def test_a_crash_before_the_launch_loses_no_request(stage):
     stage.ask()
     stage.process()
     stage.passes(2)
@@ -667,7 +667,7 @@ def test_a_request_whose_reply_was_lost_is_adopted(stage):
     assert stage.file(NODE, "launch")["request_id"] == "request-0"
 
 
-def test_a_cluster_that_came_up_meanwhile_is_adopted(stage):
+def test_a_cluster_that_came_up_during_a_crash_is_adopted(stage):
     stage.ask()
     stage.sky.reply_lost = True
     with pytest.raises(Killed):
@@ -679,7 +679,7 @@ def test_a_cluster_that_came_up_meanwhile_is_adopted(stage):
     assert stage.file(NODE, "login")["host"] == "198.51.100.1"
 
 
-def test_a_machine_that_skypilot_forgot_is_completed_and_an_extra_one_ended(stage):
+def test_an_instance_unknown_to_skypilot_is_adopted_and_an_extra_one_ended(stage):
     stage.ask()
     stage.sky.reply_lost = True
     with pytest.raises(Killed):
@@ -698,7 +698,7 @@ def test_a_machine_that_skypilot_forgot_is_completed_and_an_extra_one_ended(stag
     assert len(alive) == 1
 
 
-def test_a_controller_without_its_lease_ends_no_extra_machine(stage):
+def test_a_controller_without_its_lease_ends_no_extra_instance(stage):
     """Another controller took over: it alone knows which of two instances of a name is in use."""
     stage.bring_up(NODE)
     stage.taken_over = True
@@ -714,7 +714,7 @@ def test_a_controller_without_its_lease_ends_no_extra_machine(stage):
 
 
 @pytest.mark.parametrize("seconds", [0.5, 1.0, 2.0, 4.0, 8.0])
-def test_a_process_that_dies_at_any_time_is_carried_on_with(stage, seconds):
+def test_a_launch_survives_a_crash_at_any_time(stage, seconds):
     stage.ask(TRAINER)
     stage.passes(seconds)
     stage.process()
@@ -742,7 +742,7 @@ def test_a_release_survives_a_crash(stage):
 # --- ends -----------------------------------------------------------------------------------------------
 
 
-def test_a_reclaim_is_the_clouds_word(stage):
+def test_a_preemption_counts_only_if_the_cloud_reports_it(stage):
     stage.bring_up(NODE)
     stage.time.ms += 60_000
     stage.cloud.take_back(NODE)
@@ -754,20 +754,20 @@ def test_a_reclaim_is_the_clouds_word(stage):
     assert stage.sky.downs == [NODE]
 
 
-def test_a_reclaim_is_known_within_a_few_seconds(stage):
+def test_a_preemption_is_known_within_a_few_seconds(stage):
     stage.bring_up(NODE)
     stage.cloud.take_back(NODE)
     assert stage.passes(4, step=0.25)[NODE].status is NodeStatus.GONE
 
 
-def test_a_machine_that_is_not_listed_twice_is_gone_for_the_reason_that_its_operations_tell(stage):
+def test_an_instance_missing_from_two_lists_is_gone_for_its_operations_reason(stage):
     stage.bring_up(NODE)
     stage.cloud.vanish(NODE, reclaimed=True, reason="compute.instances.preempted", ended_ms=START_MS + 9000)
     fact = stage.passes(6)[NODE]
     assert (fact.status, fact.reclaimed, fact.ended_ms) == (NodeStatus.GONE, True, START_MS + 9000)
 
 
-def test_one_empty_list_is_not_the_end(stage):
+def test_one_empty_list_does_not_end_a_node(stage):
     stage.bring_up(NODE)
     (instance,), stage.cloud.there = stage.cloud.there, []
     stage.passes(2, step=1)
@@ -775,7 +775,7 @@ def test_one_empty_list_is_not_the_end(stage):
     assert stage.passes(6)[NODE].status is NodeStatus.UP
 
 
-def test_a_notice_leaves_the_machine_to_the_cloud_even_when_its_agent_has_drained(stage):
+def test_an_instance_under_notice_is_left_to_the_cloud_after_its_drain(stage):
     """AWS bills a spot instance of less than an hour only if we end it."""
     stage.bring_up(NODE)
     stage.links[NODE].shows("notice", deadline_ms=stage.time.ms + 120_000, source="imds")
@@ -789,7 +789,7 @@ def test_a_notice_leaves_the_machine_to_the_cloud_even_when_its_agent_has_draine
     assert stage.cloud.ended == []
 
 
-def test_a_cloud_that_does_not_keep_its_notice_is_not_waited_for_for_ever(stage):
+def test_a_notice_that_the_cloud_does_not_carry_out_expires(stage):
     stage.bring_up(NODE)
     stage.links[NODE].shows("notice", deadline_ms=stage.time.ms + 120_000, source="imds")
     stage.links[NODE].shows("exit", code=0, at_ms=stage.time.ms)
@@ -799,7 +799,7 @@ def test_a_cloud_that_does_not_keep_its_notice_is_not_waited_for_for_ever(stage)
     assert stage.cloud.ended == ["i-1"]
 
 
-def test_a_machine_that_is_stopping_is_a_notice(stage):
+def test_a_stopping_instance_counts_as_a_notice(stage):
     stage.bring_up(NODE)
     stage.cloud.change(NODE, state=InstanceState.STOPPING, reason="STOPPING")
     fact = stage.passes(4)[NODE]
@@ -826,7 +826,7 @@ def test_a_released_name_is_never_launched(stage):
     assert stage.sky.launches == []
 
 
-def test_a_release_ends_the_machine_itself_and_waits_for_the_clouds_word(stage):
+def test_a_release_terminates_the_instance_and_waits_for_confirmation(stage):
     stage.bring_up(NODE)
     stage.cloud.ends_slowly = True
     stage.provisioner.release([NODE])
@@ -848,7 +848,7 @@ def test_a_release_during_the_launch_cancels_it(stage):
     assert stage.sky.cancelled == ["request-0"]
 
 
-def test_what_comes_up_after_its_end_is_ended_again(stage):
+def test_an_instance_that_comes_up_after_its_release_is_terminated(stage):
     """A cancelled launch may have been in the middle of a purchase."""
     stage.ask()
     stage.passes(1)
@@ -859,7 +859,7 @@ def test_what_comes_up_after_its_end_is_ended_again(stage):
     assert stage.cloud.ended == ["i-1"]
 
 
-def test_a_stranger_with_our_label_is_reported_and_can_be_released(stage):
+def test_an_unknown_instance_with_our_label_is_reported_and_can_be_released(stage):
     stage.cloud.start("run-rollout-7-g3", placement())
     assert stage.passes(2)["run-rollout-7-g3"].status is NodeStatus.PENDING
     stage.provisioner.release(["run-rollout-7-g3"])
@@ -867,7 +867,7 @@ def test_a_stranger_with_our_label_is_reported_and_can_be_released(stage):
     assert stage.cloud.ended == ["i-1"]
 
 
-def test_anothers_run_of_the_same_name_is_neither_seen_nor_touched(stage):
+def test_another_owners_run_of_the_same_name_is_ignored(stage):
     stage.bring_up(NODE)
     for name in (NODE, "run-rollout-7-g3"):
         stage.cloud.start(name, placement())
@@ -884,7 +884,7 @@ def test_anothers_run_of_the_same_name_is_neither_seen_nor_touched(stage):
 # --- doubt ----------------------------------------------------------------------------------------------
 
 
-def test_an_api_that_does_not_answer_proves_nothing(stage):
+def test_an_unreachable_cloud_api_ends_no_node(stage):
     stage.bring_up(NODE)
     stage.cloud.unreachable = stage.sky.down_for_good = True
     assert stage.passes(300, step=1)[NODE].status is NodeStatus.UP  # its line is good
@@ -895,7 +895,7 @@ def test_an_api_that_does_not_answer_proves_nothing(stage):
     assert stage.passes(10)[NODE].status is NodeStatus.UP
 
 
-def test_a_silent_node_that_the_cloud_calls_running_is_ended_after_a_while(stage):
+def test_a_silent_node_that_the_cloud_reports_running_is_ended_after_a_while(stage):
     stage.bring_up(TRAINER)
     stage.bring_up(NODE)
     stage.links[NODE].heard_s, stage.links[NODE].trouble = 30.0, "ssh: timed out"
@@ -914,7 +914,7 @@ def test_a_firewall_rule_that_was_removed_is_named(stage):
     assert "tcp 22 (SSH) from 203.0.113.7/32" in stage.passes(120)[NODE].evidence
 
 
-def test_an_agent_that_cannot_reach_its_trainer_says_which_rule_is_missing(stage):
+def test_an_agent_that_cannot_reach_its_trainer_names_the_missing_rule(stage):
     stage.bring_up(TRAINER)
     stage.ask(NODE)
     stage.passes(1)
@@ -923,14 +923,14 @@ def test_an_agent_that_cannot_reach_its_trainer_says_which_rule_is_missing(stage
     assert "all traffic from itself" in stage.passes(80)[NODE].evidence
 
 
-def test_when_nobody_is_heard_it_may_be_us(stage):
+def test_silence_of_all_nodes_is_tolerated_longer(stage):
     stage.bring_up(TRAINER)
     stage.links[TRAINER].heard_s = 30.0
     assert stage.passes(200)[TRAINER].status is NodeStatus.UP
     assert stage.passes(250)[TRAINER].status is NodeStatus.GONE
 
 
-def test_time_that_we_slept_through_is_not_silence(stage):
+def test_time_in_which_the_controller_was_suspended_is_not_silence(stage):
     stage.bring_up(TRAINER)
     stage.bring_up(NODE)
     stage.links[NODE].heard_s = 30.0
@@ -941,7 +941,7 @@ def test_time_that_we_slept_through_is_not_silence(stage):
 # --- money ----------------------------------------------------------------------------------------------
 
 
-def test_money_that_lasts_longer_is_told_to_the_node_and_to_skypilots_timer(stage):
+def test_a_later_spend_deadline_reaches_the_node_and_skypilots_timer(stage):
     stage.bring_up(NODE)
     stage.bring_up(TRAINER)
     stage.provisioner.rearm(NODE, stage.time.ms + 7_200_000)
@@ -955,7 +955,7 @@ def test_money_that_lasts_longer_is_told_to_the_node_and_to_skypilots_timer(stag
 # --- the rest -------------------------------------------------------------------------------------------
 
 
-def test_nothing_is_left_when_the_run_is_over(stage):
+def test_no_resource_is_left_when_the_run_is_over(stage):
     stage.bring_up(TRAINER)
     assert not stage.provisioner.tidy()
     stage.provisioner.release([TRAINER])
@@ -966,7 +966,7 @@ def test_nothing_is_left_when_the_run_is_over(stage):
     assert stage.sky.known == {}
 
 
-def test_skypilot_that_does_not_answer_does_not_keep_a_machine_alive(stage):
+def test_a_silent_skypilot_does_not_keep_an_instance_alive(stage):
     stage.bring_up(TRAINER)
     stage.sky.down_for_good = True
     stage.provisioner.release([TRAINER])

@@ -107,7 +107,7 @@ def test_weights_of_another_model_are_refused_by_name(sessions, tmp_path, model,
     assert refused.value.exit_code is ExitCode.INVALID_JOB
 
 
-def test_a_run_that_is_not_there_is_refused_with_the_names_near(sessions, tmp_path):
+def test_an_unknown_run_is_refused_with_similar_names(sessions, tmp_path):
     with pytest.raises(JobError, match="no run is called frist; did you mean first"):
         found(sessions, tmp_path, a_job(tmp_path, "frist"))
 
@@ -118,7 +118,7 @@ def test_a_run_without_a_checkpoint_is_refused(sessions, tmp_path):
         found(sessions, tmp_path, a_job(tmp_path))
 
 
-def test_weights_that_are_no_safetensors_file_are_refused(sessions, tmp_path):
+def test_weights_that_are_not_a_safetensors_file_are_refused(sessions, tmp_path):
     save(tmp_path, WEIGHTS[:-1])
     with pytest.raises(JobError, match="no safetensors file"):
         found(sessions, tmp_path, a_job(tmp_path))
@@ -159,7 +159,7 @@ def test_a_pulled_folder_that_is_damaged_is_refused(sessions, tmp_path, damage, 
 
 
 @pytest.mark.parametrize("damage", ["missing", "other bytes"])
-def test_a_trainer_without_its_start_weights_does_not_train_the_base(sessions, tmp_path, damage):
+def test_a_trainer_without_its_start_weights_refuses_to_train(sessions, tmp_path, damage):
     job = a_job(tmp_path)
     send_start(found(sessions, tmp_path, job), job.job, tmp_path / "second")
     weights = tmp_path / "second" / "store" / "start" / "weights.safetensors"

@@ -196,7 +196,7 @@ def carried_out(storm: Storm) -> Storm:
 
 
 @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_thousand_preemptions_a_minute_with_the_launch_limiter_off_stay_within_the_bound(seed, monkeypatch):
+def test_a_thousand_preemptions_a_minute_without_launch_limit_stay_in_bound(seed, monkeypatch):
     monkeypatch.setattr(replacing, "FIRST_WAIT_MS", 0)  # nothing holds it back but the money
     storm = carried_out(a_storm(seed, None, LATE_MS, spot=64, max_total=9 * DOLLAR))
     assert storm.reason == "budget"
@@ -204,21 +204,21 @@ def test_a_thousand_preemptions_a_minute_with_the_launch_limiter_off_stay_within
 
 
 @pytest.mark.parametrize("seed", [1])
-def test_words_that_come_minutes_late_do_not_change_that(seed, monkeypatch):
+def test_reports_that_arrive_minutes_late_keep_the_bound(seed, monkeypatch):
     monkeypatch.setattr(replacing, "FIRST_WAIT_MS", 0)
     storm = carried_out(a_storm(seed, None, VERY_LATE_MS, spot=16, max_total=2 * DOLLAR))
     assert storm.reason == "budget"
 
 
 @pytest.mark.parametrize("seed", [1])
-def test_with_the_launch_limiter_on_the_bound_holds_and_launches_are_few(seed):
+def test_the_launch_limit_keeps_the_bound_with_few_launches(seed):
     rate = LaunchRate(per_minute=10, burst=5)
     storm = carried_out(a_storm(seed, rate, LATE_MS, spot=32, max_total=DOLLAR))
     assert storm.reason == "budget"
     assert storm.launches <= 5 + 10 * (storm.last_launch_ms / MINUTE + 1)
 
 
-def test_the_bound_is_what_the_plan_prints():
+def test_the_bound_equals_the_one_that_the_plan_prints():
     storm = a_storm(1, None, LATE_MS, spot=64, max_total=9 * DOLLAR)
     bound = bound_micro_usd(storm.wanted, storm.sites)
     rise = (1 * DOLLAR + side_micro_usd_per_hour("gcp", Market.ON_DEMAND)) / (0.3 * DOLLAR)

@@ -37,7 +37,7 @@ def asked(monkeypatch):
 @pytest.mark.parametrize(
     "trouble", [OperationalError("select", {}, Exception("database is locked")), RuntimeError("a source broke")]
 )
-def test_a_look_that_fails_does_not_end_the_watch(home, monkeypatch, asked, trouble):
+def test_a_failed_refresh_does_not_end_the_price_watch(home, monkeypatch, asked, trouble):
     """One locked ledger, and no price was refreshed for the rest of the run."""
     stage = Stage(ledger(home))
     stage.passes(3)
@@ -54,7 +54,7 @@ def test_a_look_that_fails_does_not_end_the_watch(home, monkeypatch, asked, trou
     assert asked == [["gcp"], ["gcp"]]
 
 
-def test_googles_prices_are_asked_for_some_hours_apart(home, monkeypatch, asked):
+def test_googles_prices_are_refreshed_some_hours_apart(home, monkeypatch, asked):
     stage = Stage(ledger(home))
     stage.passes(3)
     job = Job.model_validate(stage.run.job)

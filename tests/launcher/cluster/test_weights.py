@@ -34,7 +34,7 @@ def contents(folder):
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_a_node_has_what_was_sent_and_nothing_hidden(model, url, tmp_path):
+def test_a_node_gets_all_sent_files_without_hidden_ones(model, url, tmp_path):
     send(model, url, print)
     there = fetched(url, tmp_path / "node" / "weights")
     assert there.name == digest_of(model)
@@ -42,7 +42,7 @@ def test_a_node_has_what_was_sent_and_nothing_hidden(model, url, tmp_path):
     assert fetched(url, tmp_path / "node" / "weights") == there
 
 
-def test_the_digest_is_of_names_and_contents(model):
+def test_the_digest_covers_names_and_contents(model):
     before = digest_of(model)
     (model / ".cache" / "token").write_text("hf_other")
     assert digest_of(model) == before
@@ -52,7 +52,7 @@ def test_the_digest_is_of_names_and_contents(model):
     assert len({before, renamed, digest_of(model)}) == 3
 
 
-def test_what_is_there_is_not_sent_again(model, url):
+def test_existing_weights_are_not_sent_again(model, url):
     said = []
     send(model, url, said.append)
     assert "2 of 2 files" in said[0]
@@ -60,7 +60,7 @@ def test_what_is_there_is_not_sent_again(model, url):
     assert len(said) == 3, "nothing more was said or done"
 
 
-def test_what_was_cut_short_does_not_count_and_is_gone_on_with(model, url, tmp_path, monkeypatch):
+def test_an_interrupted_upload_does_not_count_and_is_resumed(model, url, tmp_path, monkeypatch):
     put, done = weights.obstore.put, []
 
     def cut(store, path, data, **more):
@@ -82,7 +82,7 @@ def test_what_was_cut_short_does_not_count_and_is_gone_on_with(model, url, tmp_p
     assert contents(fetched(url, tmp_path / "node")).keys() == {"model_index.json", "transformer/part-1.safetensors"}
 
 
-def test_a_node_goes_on_with_what_it_has_and_believes_only_whole_files(model, url, tmp_path):
+def test_a_node_resumes_its_download_and_keeps_only_complete_files(model, url, tmp_path):
     send(model, url, print)
     part = tmp_path / "node" / f"{digest_of(model)}.part"
     (part / "transformer").mkdir(parents=True)
@@ -94,7 +94,7 @@ def test_a_node_goes_on_with_what_it_has_and_believes_only_whole_files(model, ur
     assert (there / "transformer" / "part-1.safetensors").stat().st_size == 700_000
 
 
-def test_a_file_that_is_not_what_its_manifest_says_is_no_model(model, url, tmp_path):
+def test_a_file_unlike_its_manifest_is_refused(model, url, tmp_path):
     send(model, url, print)
     store = open_store(url)
     weights.obstore.put(store, ".manifest.json", json.dumps({"files": {"model_index.json": 3}}).encode())

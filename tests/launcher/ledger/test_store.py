@@ -83,7 +83,7 @@ def evaluated(iteration, score=0.0) -> Evaluated:
     return Evaluated(iteration=iteration, metrics={"exact_match": score}, prompts=8)
 
 
-def test_a_new_ledger_is_private_waits_for_other_writers_and_keeps_its_references(sessions, tmp_path):
+def test_a_new_ledger_is_private_and_sets_its_sqlite_options(sessions, tmp_path):
     path = tmp_path / "state" / "ledger.sqlite"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     with sessions() as session:
@@ -97,7 +97,7 @@ def test_a_new_ledger_is_private_waits_for_other_writers_and_keeps_its_reference
             session.commit()
 
 
-def test_a_ledger_that_others_could_read_is_made_private_with_what_lies_beside_it(tmp_path):
+def test_a_readable_ledger_is_made_private_with_its_side_files(tmp_path):
     path = tmp_path / "ledger.sqlite"
     with open_ledger(path)() as session:
         assert session.scalars(select(Run)).all() == []
@@ -109,19 +109,19 @@ def test_a_ledger_that_others_could_read_is_made_private_with_what_lies_beside_i
         assert all(stat.S_IMODE(file.stat().st_mode) == 0o600 for file in beside)
 
 
-def test_migrations_make_exactly_the_tables_of_the_models(sessions):
+def test_migrations_create_exactly_the_tables_of_the_models(sessions):
     with sessions() as session:
         context = MigrationContext.configure(session.connection())
         assert compare_metadata(context, Base.metadata) == []
 
 
-def test_the_newest_migration_is_the_one_that_opening_looks_for():
+def test_opening_a_ledger_expects_the_newest_migration():
     config = Config()
     config.set_main_option("script_location", "launcher.ledger:migrations")
     assert ScriptDirectory.from_config(config).get_current_head() == REVISION
 
 
-def test_a_ledger_from_before_removals_keeps_its_runs_and_none_is_removed(sessions, tmp_path):
+def test_a_ledger_from_before_removals_keeps_its_runs_unremoved(sessions, tmp_path):
     from alembic import command
 
     add_run(sessions)
@@ -155,7 +155,7 @@ def hold(sessions, **lease):
         session.add(ControllerLease(run_id=run.id, **values))
 
 
-def test_an_older_ledger_is_not_changed_under_a_controller_that_runs(sessions, tmp_path):
+def test_an_older_ledger_is_not_migrated_while_a_controller_runs(sessions, tmp_path):
     add_run(sessions)
     hold(sessions)
     older(sessions)
@@ -169,7 +169,7 @@ def test_an_older_ledger_is_not_changed_under_a_controller_that_runs(sessions, t
         session.commit()
 
 
-def test_an_older_ledger_is_brought_up_to_date_once_its_controllers_are_gone(sessions, tmp_path):
+def test_an_older_ledger_is_migrated_once_its_controllers_have_ended(sessions, tmp_path):
     add_run(sessions)
     hold(sessions)
     older(sessions)
@@ -177,7 +177,7 @@ def test_an_older_ledger_is_brought_up_to_date_once_its_controllers_are_gone(ses
         assert session.get(Removal, find_run(session, "demo").id) is None
 
 
-def test_a_newer_ledger_says_which_version_its_newest_run_is_of(sessions, tmp_path):
+def test_a_newer_ledger_error_names_the_version_of_its_newest_run(sessions, tmp_path):
     add_run(sessions)
     hold(sessions)  # a live controller of the newer version is no reason to call it older
     with writing(sessions) as session:
@@ -187,7 +187,7 @@ def test_a_newer_ledger_says_which_version_its_newest_run_is_of(sessions, tmp_pa
         open_ledger(tmp_path / "state" / "ledger.sqlite", lambda _: True)
 
 
-def test_a_ledger_of_a_newer_version_is_left_alone_and_says_so(sessions, tmp_path):
+def test_a_ledger_of_a_newer_version_is_refused_and_unchanged(sessions, tmp_path):
     with writing(sessions) as session:
         session.execute(text("UPDATE alembic_version SET version_num = '9999'"))
     with pytest.raises(Failure, match=r"written by a newer spotrl \(its tables are 9999.*SPOTRL_HOME"):
@@ -214,7 +214,7 @@ def open_and_write(path: Path, number: int) -> None:
         add_run(sessions, f"run-{number}-{count}")
 
 
-def test_opening_it_again_takes_no_lock_from_who_has_it_open(tmp_path):
+def test_opening_a_ledger_keeps_the_locks_of_other_processes(tmp_path):
     """Another process that opens, writes and closes is not the last one, so it must leave the log where it is."""
     path = tmp_path / "ledger.sqlite"
     first = open_ledger(path)
@@ -270,7 +270,7 @@ def test_the_newest_status_counts(sessions):
         assert status.status == "running"
 
 
-def test_a_progress_line_is_kept_once_however_often_it_is_read(sessions):
+def test_a_progress_line_that_is_read_again_is_stored_once(sessions):
     run = add_run(sessions)
     lines = [line(started(0)), line(done(0), seq=1)]
     with writing(sessions) as session:
@@ -281,7 +281,7 @@ def test_a_progress_line_is_kept_once_however_often_it_is_read(sessions):
         assert [row.event["iteration"] for row in progress_of(session, run, "iteration_done")] == [0, 1]
 
 
-def test_a_newer_lineage_replaces_what_it_does_again(sessions):
+def test_a_newer_lineage_replaces_the_iterations_that_it_repeats(sessions):
     run = add_run(sessions)
     old = [started(0), done(0, 0.1), done(1, 0.2), done(2, 0.3)]
     new = [started(1), done(1, 0.9)]
@@ -295,7 +295,7 @@ def test_a_newer_lineage_replaces_what_it_does_again(sessions):
         assert kept == [(0, 0.1), (1, 0.9)]  # iteration 2 was lost, and is not done again yet
 
 
-def test_the_iteration_that_a_run_goes_back_to_is_void_until_it_is_done_again(sessions):
+def test_a_lost_iteration_does_not_count_until_it_is_repeated(sessions):
     run = add_run(sessions)
     old = [started(0), done(0), done(1), done(2)]
     with writing(sessions) as session:
@@ -315,7 +315,7 @@ def test_an_evaluation_of_the_checkpoint_that_a_run_went_back_to_stays(sessions)
         assert [row.event["iteration"] for row in progress_of(session, run, Evaluated.KIND)] == [0, 3]
 
 
-def test_late_news_of_an_old_lineage_changes_nothing(sessions):
+def test_a_late_event_of_an_old_lineage_changes_nothing(sessions):
     run = add_run(sessions)
     with writing(sessions) as session:
         append_progress(session, run, [line(started(1), lineage=1), line(done(1, 0.9), 1, lineage=1)])
@@ -324,7 +324,7 @@ def test_late_news_of_an_old_lineage_changes_nothing(sessions):
         assert [row.event["reward_mean"] for row in progress_of(session, run, IterationDone.KIND)] == [0.9]
 
 
-def test_events_without_an_iteration_are_all_kept(sessions):
+def test_events_without_an_iteration_are_all_stored(sessions):
     run = add_run(sessions)
     seen = [NodeSeen(node="a", worker="0"), NodeSeen(node="a", worker="1")]
     with writing(sessions) as session:
