@@ -1,4 +1,4 @@
-"""Every split of what a run cost adds up to the same total, to the micro-dollar, whatever its history."""
+"""Accounting: every split of a run's cost adds up to the same total, to the micro-dollar, for every history."""
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -113,7 +113,7 @@ SPAN = st.tuples(MOMENT, MOMENT).map(sorted)
 
 @st.composite
 def histories(draw):
-    """Nodes that were billed in stretches, that run, or that never came up; and what the engine says they did."""
+    """Draw histories: nodes billed in intervals, still running or never up, and the usage that the engine reports."""
     nodes = []
     for number in range(draw(st.integers(0, 5))):
         moments = sorted(draw(st.lists(MOMENT, max_size=6, unique=True)))

@@ -1,4 +1,4 @@
-"""Tables made anew: what is taken, what stays, what is said; and `spotrl catalog` on a ledger of the test's."""
+"""Refreshing price tables (new, kept and reported rows), and `spotrl catalog` on a temporary ledger."""
 
 import http.server
 import io
@@ -197,7 +197,7 @@ def test_a_folder_that_cannot_be_written_is_reported(tmp_path):
 
 @dataclass
 class FakeSource:
-    """A feed that answers what it was given."""
+    """A price feed with answers set by the test."""
 
     cloud: str
     prices: tuple[RawPrice, ...] = ()
@@ -236,7 +236,7 @@ AWS_PRICES = (raw("55.04"), raw("17.5", "us-east-2a", "use2-az1", Market.SPOT))
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """Calls `spotrl catalog` at noon, in a home and on a ledger of the test's, with made-up sources."""
+    """Call `spotrl catalog` at noon with made-up sources, in a temporary home and ledger."""
     monkeypatch.setenv("SPOTRL_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(catalog_module, "now_ms", lambda: NOW_MS)
     sessions = open_ledger(tmp_path / "ledger.sqlite")
@@ -310,8 +310,8 @@ def test_failing_capacity_advice_does_not_block_prices(run):
 
 
 def test_refresh_from_the_ledger_calls_no_cloud(run):
-    asked = FakeSource("aws", failure=AssertionError("asked"))
-    code, _ = run("refresh", "--cloud", "aws", "--from", "recorded", sources=[asked], points=[LIST_PRICE, point(16)])
+    unused = FakeSource("aws", failure=AssertionError("asked"))
+    code, _ = run("refresh", "--cloud", "aws", "--from", "recorded", sources=[unused], points=[LIST_PRICE, point(16)])
     assert code == ExitCode.OK
     prices = {offer.micro_usd_per_hour for offer in read_folder(run.folder).offers["aws_spot"]}
     assert 16_000_000 in prices
@@ -404,7 +404,7 @@ def hunted(name: str, location: str, price: float, gpus: int, gpu: str, spot: bo
 
 @pytest.fixture
 def published(monkeypatch):
-    """A server on this machine that publishes catalogs as dstack does; the library itself is the real one."""
+    """Serve catalogs on loopback like dstack; the gpuhunt library is the real one."""
     pytest.importorskip("gpuhunt")
     rows = {
         "aws": [

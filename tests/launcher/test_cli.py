@@ -1,4 +1,4 @@
-"""The command line: how commands are found, what they print, how they end. Runs are made up; nothing is started."""
+"""The command line: finding commands, their output and their exit codes. Runs are made up; no process starts."""
 
 import signal
 import subprocess
@@ -72,7 +72,7 @@ DONE = replace(VIEW, status="finished", reason="target", nodes=(node(status="rel
 
 
 def commands() -> list[tuple[str, click.Command]]:
-    """Every command and subcommand, by the words that call it."""
+    """Yield every command and subcommand with the words that call it."""
     found: list[tuple[str, click.Command]] = [("", cli)]
     context = click.Context(cli)
     for name in summaries():
@@ -121,9 +121,9 @@ def test_the_help_imports_no_command():
         "import sys; from launcher.cli.main import run; run(['--help']); "
         "print(sorted(name for name in sys.modules if name.startswith('launcher.cli.')), file=sys.stderr)"
     )
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "Start and end runs:" in told.stdout
-    assert told.stderr.strip() == "['launcher.cli.main']"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "Start and end runs:" in result.stdout
+    assert result.stderr.strip() == "['launcher.cli.main']"
 
 
 def test_a_misspelt_command_is_answered_with_the_nearest_name(capsys):
@@ -184,14 +184,14 @@ def test_every_example_can_be_launched_from_an_empty_folder(name, tmp_path, monk
 def test_the_help_of_init_describes_every_shipped_example():
     shipped = {Path(str(file)).stem for file in files("sky_yamls").iterdir() if str(file).endswith(".yaml")}
     assert set(EXAMPLES) == shipped - {"template"}
-    told = CliRunner().invoke(cli, ["init", "--help"]).output
-    assert all(f"\n    {name} " in told for name in EXAMPLES)
+    result = CliRunner().invoke(cli, ["init", "--help"]).output
+    assert all(f"\n    {name} " in result for name in EXAMPLES)
 
 
 def test_an_unknown_example_is_refused_with_the_existing_names(capsys):
     assert run(["init", "--example", "flux"]) == ExitCode.USAGE
-    told = capsys.readouterr().err
-    assert all(name in told for name in EXAMPLES)
+    result = capsys.readouterr().err
+    assert all(name in result for name in EXAMPLES)
 
 
 def test_an_example_replaces_no_prompts_of_the_users(tmp_path):
@@ -225,7 +225,7 @@ def test_config_shows_where_each_value_comes_from(tmp_path, monkeypatch):
 
 @dataclass
 class FakeRuns:
-    """Runs as `launch` sees them: a script of views. An exception in it is what interrupts the looking."""
+    """Runs as `launch` sees them: a list of views. An exception in the list is raised while following."""
 
     script: list
     left_after: list[str] = field(default_factory=list)
@@ -265,7 +265,7 @@ class FakeRuns:
 
 @dataclass
 class Ended:
-    """How a command ended, with stdout and stderr apart (click 8.1's runner mixes them)."""
+    """The result of a command with stdout and stderr apart (click 8.1's runner mixes them)."""
 
     return_value: int | None
     exception: Exception | None
@@ -279,7 +279,7 @@ class Ended:
 
 @pytest.fixture
 def launch(tmp_path, monkeypatch, capsys):
-    """Calls `spotrl launch` on a job that checks out, with made-up runs behind it."""
+    """Call `spotrl launch` on a valid job with made-up runs."""
     monkeypatch.setenv("SPOTRL_CONFIG", str(tmp_path / "none.yaml"))
     monkeypatch.setattr(launch_module, "preflight", lambda checked, folder, start=None: {"slowness": 1.0})
     monkeypatch.setattr(follow_module, "LOOK_SECONDS", 0)
@@ -361,9 +361,9 @@ def test_json_is_one_object_on_stdout_and_the_rest_goes_to_stderr(launch):
 
 def test_the_plan_shows_image_sharing_only_if_the_job_requests_it(launch):
     eight = ("--set", "resources.rollout.accelerators=A100:8", "--set", "resources.trainer.accelerators=A100:8")
-    asked = launch(FakeRuns([VIEW]), "--dry-run", *eight, "--set", "runtime.sp_degree=2")
-    assert "sp_degree 2: 2 of a rollout node's 8 workers share an image" in asked.output
-    assert "goes on whoever shares it, equal to about 5e-7 (resume: close)" in asked.output
+    with_sharing = launch(FakeRuns([VIEW]), "--dry-run", *eight, "--set", "runtime.sp_degree=2")
+    assert "sp_degree 2: 2 of a rollout node's 8 workers share an image" in with_sharing.output
+    assert "goes on whoever shares it, equal to about 5e-7 (resume: close)" in with_sharing.output
     left = launch(FakeRuns([VIEW]), "--dry-run", *eight, "--set", "runtime={sp_degree: auto, resume: exact}")
     assert "sp_degree auto: a rollout node's 8 workers share images as demand has it" in left.output
     assert "(resume: exact)" in left.output
@@ -399,12 +399,12 @@ def test_start_weights_are_in_the_stores_before_a_controller_starts(launch, tmp_
     monkeypatch.setattr(
         launch_module, "send_start", lambda start, job, folder: done.append((folder, list(runs.started)))
     )
-    told = launch(runs, "-y", "--set", "model.from=first")
-    assert told.return_value == ExitCode.OK
+    result = launch(runs, "-y", "--set", "model.from=first")
+    assert result.return_value == ExitCode.OK
     assert done == [(tmp_path / "runs" / "quickstart", [])]
     assert runs.started == ["quickstart"]
-    assert "Starts from first, checkpoint l0001-i000007." in told.output
-    assert not list(tmp_path.glob(".start-*"))  # what was copied for it is gone
+    assert "Starts from first, checkpoint l0001-i000007." in result.output
+    assert not list(tmp_path.glob(".start-*"))  # its copied files are deleted
 
 
 def test_without_a_terminal_nothing_starts_unasked(launch):
@@ -488,7 +488,7 @@ def test_detach_refuses_options_that_need_following(launch):
     assert isinstance(result.exception, click.UsageError)
 
 
-# --- what it looks like ------------------------------------------------------------------------------
+# --- output ------------------------------------------------------------------------------------------
 
 
 def test_a_plain_line_shows_the_most_important_facts():

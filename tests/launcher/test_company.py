@@ -1,4 +1,4 @@
-"""Identities and networks that a job names: what may be written, and what it means for a region."""
+"""Identities and networks that a job names: valid values, and their meaning for a region."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""How soon spot nodes go, by age: the arithmetic by hand, and what a ledger's evidence does to it."""
+"""Hazard of spot nodes by age: the formulas checked by hand, and the effect of evidence from a ledger."""
 
 from math import exp
 
@@ -61,7 +61,7 @@ def test_the_hazard_changes_with_age():
     curve = HazardCurve(per_hour=(4.0, 2.0, 0, 0, 0, 0, 0, 0))
     assert curve.survives(0.25) == pytest.approx(exp(-1))
     assert curve.survives(0.5) == pytest.approx(exp(-1.5))
-    assert curve.survives(40.0) == pytest.approx(exp(-1.5))  # who lives half an hour lives on
+    assert curve.survives(40.0) == pytest.approx(exp(-1.5))  # a node that lives half an hour lives on
 
 
 def test_on_demand_nodes_have_no_hazard():
@@ -70,10 +70,10 @@ def test_on_demand_nodes_have_no_hazard():
 
 
 def test_most_nodes_of_the_recorded_zones_are_preempted_in_an_hour():
-    """Research notes cost 3: 63 % of runs end within an hour, from the same hazards."""
+    """Research notes cost 3: with the same hazards, 63 % of nodes end within an hour."""
     within_an_hour = learn(POOLED, Exposure()).taken_within(1.0)
     assert within_an_hour.mean == pytest.approx(0.63, abs=0.02)
-    assert within_an_hour.low < 0.4 < 0.8 < within_an_hour.high  # one prior reclaim a bucket is not much
+    assert within_an_hour.low < 0.4 < 0.8 < within_an_hour.high  # one prior preemption a bucket has little weight
     assert (within_an_hour.events, within_an_hour.exposure_ms, within_an_hour.basis) == (0, 0, Basis.PRIOR)
     assert "V100" in within_an_hour.source
 
@@ -153,21 +153,23 @@ def test_the_interval_has_the_quantiles_of_a_gamma(shape):
 
 
 def test_a_clouds_estimated_uptime_is_the_median_lifetime():
-    said = prior_of_uptime(POOLED, 6.0, "GCP AdviceClient.capacity")
-    assert said.curve.survives(6.0) == pytest.approx(0.5)
-    assert said.basis is Basis.SAID
-    assert said.curve.per_hour[0] / said.curve.per_hour[-1] == pytest.approx(1.27 / 0.06)  # the shape stays
+    advised = prior_of_uptime(POOLED, 6.0, "GCP AdviceClient.capacity")
+    assert advised.curve.survives(6.0) == pytest.approx(0.5)
+    assert advised.basis is Basis.SAID
+    assert advised.curve.per_hour[0] / advised.curve.per_hour[-1] == pytest.approx(
+        1.27 / 0.06
+    )  # the shape over age stays
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.01, 0.05])
 def test_a_low_advised_rate_yields_to_evidence_as_fast_as_the_prior(rate):
-    taken = Exposure.of([Life(ms=10 * MINUTE_MS, reclaimed=True)] * 50)
-    said = prior_of_preemption_rate(POOLED, rate, 4.0, "GCP")
-    assert learn(said, Exposure()).taken_within(1.0).mean < 0.05
-    learnt = learn(said, taken).taken_within(1.0)
-    assert learnt.mean == pytest.approx(learn(POOLED, taken).taken_within(1.0).mean, abs=0.25)
+    preempted = Exposure.of([Life(ms=10 * MINUTE_MS, reclaimed=True)] * 50)
+    advised = prior_of_preemption_rate(POOLED, rate, 4.0, "GCP")
+    assert learn(advised, Exposure()).taken_within(1.0).mean < 0.05
+    learnt = learn(advised, preempted).taken_within(1.0)
+    assert learnt.mean == pytest.approx(learn(POOLED, preempted).taken_within(1.0).mean, abs=0.25)
     assert learnt.low > 0.5
-    assert learn(said, Exposure()).taken_within(1.0).high >= learn(said, Exposure()).taken_within(1.0).mean
+    assert learn(advised, Exposure()).taken_within(1.0).high >= learn(advised, Exposure()).taken_within(1.0).mean
 
 
 def test_a_preemption_rate_needs_the_running_time_of_instances():
@@ -178,7 +180,7 @@ def test_a_preemption_rate_needs_the_running_time_of_instances():
     assert short.curve.per_hour[0] > long.curve.per_hour[0]
 
 
-def said(kind: AdviceKind, value: float, at_ms: int = 1) -> CapacityAdvice:
+def advised(kind: AdviceKind, value: float, at_ms: int = 1) -> CapacityAdvice:
     return CapacityAdvice(
         cloud="gcp",
         region="r",
@@ -196,23 +198,23 @@ def said(kind: AdviceKind, value: float, at_ms: int = 1) -> CapacityAdvice:
 def test_the_newest_credible_advice_counts_and_uptime_precedes_a_rate():
     pool = Pool(cloud="gcp", region="r", zone="z", instance_type="i")
     advice = [
-        said(AdviceKind.UPTIME_HOURS, 2.0, at_ms=1),
-        said(AdviceKind.UPTIME_HOURS, 6.0, at_ms=2),
-        said(AdviceKind.UPTIME_HOURS, -1.0, at_ms=3),
-        said(AdviceKind.PREEMPTION_RATE, 0.9, at_ms=9),
-        said(AdviceKind.OBTAINABILITY, 0.8),
+        advised(AdviceKind.UPTIME_HOURS, 2.0, at_ms=1),
+        advised(AdviceKind.UPTIME_HOURS, 6.0, at_ms=2),
+        advised(AdviceKind.UPTIME_HOURS, -1.0, at_ms=3),
+        advised(AdviceKind.PREEMPTION_RATE, 0.9, at_ms=9),
+        advised(AdviceKind.OBTAINABILITY, 0.8),
     ]
     for order in (advice, advice[::-1]):
         believed = what_clouds_say(order, now_ms=10)
         assert believed.priors[pool].curve.survives(6.0) == pytest.approx(0.5)
         assert believed.odds[pool].mean == pytest.approx(0.8)
-    (rate,) = what_clouds_say([said(AdviceKind.PREEMPTION_RATE, 0.3)], now_ms=10, run_hours=2.0).priors.values()
+    (rate,) = what_clouds_say([advised(AdviceKind.PREEMPTION_RATE, 0.3)], now_ms=10, run_hours=2.0).priors.values()
     assert rate.curve.taken_within(2.0) == pytest.approx(0.3)
     assert "assumed" in rate.source
 
 
 def test_lifetimes_are_read_from_a_trace():
-    """b is still there at the end, 20 minutes after it came; c was there before the trace and is not counted."""
+    """b still runs at the end, 20 minutes after its start; c started before the trace and is not counted."""
     lines = ["0,add,a", "600000,add,b", "900000,remove,a", "900000,remove,c", "", "1800000,add,d"]
     assert lives_of_trace(lines) == (
         Life(ms=900_000, reclaimed=True),
@@ -241,11 +243,11 @@ def test_launch_outcomes_are_added_to_the_prior_odds():
 
 
 def test_a_clouds_capacity_advice_counts_before_the_first_launch():
-    said = odds_of_obtainability(0.9, "GCP AdviceClient.capacity")
+    advised = odds_of_obtainability(0.9, "GCP AdviceClient.capacity")
     pool = Pool(cloud="gcp", region="r", zone="z", instance_type="i")
     history = PoolHistory(pool=pool, launches=1, stock_outs_ms=(5, 6 + BURST_MS))
-    assert said.estimate().basis is Basis.SAID
-    assert history.odds(said).mean == pytest.approx((1.8 + 1) / 5)
+    assert advised.estimate().basis is Basis.SAID
+    assert history.odds(advised).mean == pytest.approx((1.8 + 1) / 5)
 
 
 def test_a_burst_of_refusals_lowers_the_odds_like_one_refusal():

@@ -60,9 +60,9 @@ def test_a_golden_file_is_valid(path):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_command_prints_each_schema_and_the_page_names_it(name):
-    told = CliRunner().invoke(schema_command, [name])
-    assert told.exit_code == 0, told.output
-    assert json.loads(told.output) == schema(name)
+    result = CliRunner().invoke(schema_command, [name])
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.output) == schema(name)
     assert f"`{name}`" in (ROOT / "docs/json.md").read_text("utf-8")
 
 

@@ -1,4 +1,4 @@
-"""`spotrl launch` on clouds: the plan is printed, from the tables alone, and nothing is bought."""
+"""`spotrl launch` on clouds: it prints a plan from the price tables alone and buys nothing."""
 
 import resource
 import shutil
@@ -29,7 +29,7 @@ NOW_MS = 1_795_348_800_000
 
 @pytest.fixture
 def launch(tmp_path, monkeypatch, capsys):
-    """Calls `spotrl launch` on a copy of the reference recipe, in a home of the test's."""
+    """Call `spotrl launch` on a copy of the reference recipe, in a temporary home."""
     monkeypatch.setenv("SPOTRL_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("SPOTRL_CONFIG", str(tmp_path / "config.yaml"))
     for name in (JOB, "qwen_image_ocr_prompts.txt", "qwen_image_ocr_test_prompts.txt"):
@@ -45,7 +45,7 @@ def launch(tmp_path, monkeypatch, capsys):
 
 
 def unwrapped(text: str) -> str:
-    """What was printed, as one line."""
+    """Return the output as one line."""
     return " ".join(text.split())
 
 
@@ -173,7 +173,7 @@ def test_refreshed_prices_come_before_shipped_ones(launch):
 
 
 def test_the_plan_uses_the_prices_that_the_cloud_reported(launch, monkeypatch):
-    """From the fake market through EC2's client and the ledger to the plan."""
+    """Prices go from the fake market through EC2's client and the ledger to the plan."""
     now_ms = time.time_ns() // 1_000_000
     tick = Tick(
         at_ms=now_ms - HOUR_MS,
@@ -204,7 +204,7 @@ def test_a_gpu_that_torch_cannot_use_is_refused_with_an_alternative(launch):
 
 
 def test_the_dry_run_takes_less_than_two_seconds_and_loads_no_sdk(launch):
-    """The whole command in a fresh process, in seconds of a core: a busy machine makes others wait."""
+    """The whole command in a new process, measured in CPU seconds because the computer may be busy."""
     code = (
         "import sys\nfrom launcher.cli.main import run\n"
         f"assert run(['launch', {str(launch.folder / JOB)!r}, '--infra', 'aws,gcp', '--dry-run']) == 0\n"
@@ -221,7 +221,7 @@ def test_the_dry_run_takes_less_than_two_seconds_and_loads_no_sdk(launch):
     assert min(seconds() for _ in range(3)) < 2
 
 
-# --- what clouds say of their capacity ---------------------------------------------------------------
+# --- capacity advice of the clouds -------------------------------------------------------------------
 
 
 def advice(value: float, kind: AdviceKind = AdviceKind.UPTIME_HOURS, age_ms: int = 0) -> CapacityAdvice:
@@ -243,10 +243,10 @@ POOL = Pool(cloud="gcp", region="us-east4", zone="us-east4-a", instance_type="a3
 
 
 def test_an_estimated_uptime_sets_the_median_lifetime():
-    said = what_clouds_say([advice(10)], NOW_MS)
-    assert said.priors[POOL].curve.survives(10) == pytest.approx(0.5)
-    assert said.priors[POOL].source == "gcp AdviceClient"
-    assert said.odds == {}
+    advised = what_clouds_say([advice(10)], NOW_MS)
+    assert advised.priors[POOL].curve.survives(10) == pytest.approx(0.5)
+    assert advised.priors[POOL].source == "gcp AdviceClient"
+    assert advised.odds == {}
 
 
 def test_obtainability_sets_the_odds_of_a_launch():
@@ -254,7 +254,7 @@ def test_obtainability_sets_the_odds_of_a_launch():
 
 
 def test_the_newest_estimate_counts_and_an_old_one_does_not():
-    said = what_clouds_say([advice(10, age_ms=1), advice(99, age_ms=2)], NOW_MS)
-    assert said.priors[POOL].curve.survives(10) == pytest.approx(0.5)
+    advised = what_clouds_say([advice(10, age_ms=1), advice(99, age_ms=2)], NOW_MS)
+    assert advised.priors[POOL].curve.survives(10) == pytest.approx(0.5)
     assert what_clouds_say([advice(10, age_ms=STALE_MS + 1)], NOW_MS).priors == {}
     assert POOLED.curve.survives(10) != pytest.approx(0.5)

@@ -9,7 +9,7 @@ from launcher.cli.layout import columns, fitted, sentence_rows, table_rows
 
 OFFERS = [("zone", "$/h", "from"), ("us-east-2a", "$10.00", "[1]"), ("any", "$1.00", "")]
 TERMINAL = {"FORCE_COLOR": "1", "TERM": "dumb", "COLUMNS": "80"}
-"""rich takes the output for a terminal of 80 columns. A dumb terminal gets no colours."""
+"""Variables that make rich assume a terminal of 80 columns. A dumb terminal gets no colours."""
 
 
 def test_a_long_sentence_is_wrapped_between_words_and_hangs():

@@ -1,4 +1,4 @@
-"""A ledger that is lost, in part or whole: what runs is still found and ended, here and on the clouds."""
+"""A partly or completely lost ledger: running nodes are still found and ended, locally and on the clouds."""
 
 import shutil
 import sqlite3
@@ -23,7 +23,7 @@ NODE = "demo-spot-0-g0"
 
 @pytest.fixture
 def node(home):  # noqa: F811
-    """The folder of a node of run `demo` that runs here."""
+    """Start a local node of the run `demo`, and return its folder."""
     run, clock = runs_folder() / "demo", HandClock()
     LocalProvisioner(run, clock, None, FAKE_AGENT).request(placement(), spec(run, clock))
     folder = node_folder(run, NODE)
@@ -36,7 +36,7 @@ def node(home):  # noqa: F811
 @pytest.mark.parametrize("lost", ["ledger", "folder"])
 def test_a_local_node_unknown_to_the_ledger_is_ended(node, run_command, command, lost):  # noqa: F811
     if lost == "folder":
-        shutil.rmtree(node)  # the mark of its processes is left
+        shutil.rmtree(node)  # only the mark of its processes is left
     listed = run_command(command, "--dry-run", clouds=[FakeCloud()])
     assert f"{NODE}  demo" in listed.output
     assert len(processes_of(node)) == 2
@@ -79,7 +79,7 @@ def test_a_cloud_named_only_in_run_folders_is_expected_to_answer(home, run_comma
 
 def test_a_ledger_without_its_write_ahead_log_still_lists_every_node(home):  # noqa: F811
     ledger = home / "ledger.sqlite"
-    sessions = open_ledger(ledger)  # its connection stays open: closing the last one empties the log
+    sessions = open_ledger(ledger)  # the connection stays open, because closing the last one empties the log
     with writing(sessions) as session:
         made = a_run(session, "demo", folder=str(home / "runs" / "demo"))
         made.status("running", 0)

@@ -1,4 +1,4 @@
-"""Price tables: what is read, what makes one unreadable, and how old a price may be."""
+"""Price tables: reading, invalid tables, and the age of prices."""
 
 import json
 import re
@@ -46,7 +46,7 @@ def row(zone: str = "z", gpus: str = "1", market: str = "spot", price: str = "1"
     return f"aws,r,{zone},,i,L4,{gpus},24,{market},{price},{source},,2026-01-01,ok,"
 
 
-# --- what ships --------------------------------------------------------------------------------------
+# --- shipped tables ----------------------------------------------------------------------------------
 
 
 def test_every_shipped_price_has_a_source_and_a_time_and_is_listed_once():
@@ -73,14 +73,14 @@ def test_shipped_tables_match_their_manifest():
 
 def test_shipped_rows_are_known_instance_types():
     for offer in read_catalog():
-        machine = instance_type_of(offer.cloud, offer.instance_type)
-        assert machine is not None
+        known_type = instance_type_of(offer.cloud, offer.instance_type)
+        assert known_type is not None
         assert (offer.accelerator, offer.gpus, offer.gpu_mem_gib) == (
-            machine.accelerator,
-            machine.gpus,
-            machine.gpu_mem_gib,
+            known_type.accelerator,
+            known_type.gpus,
+            known_type.gpu_mem_gib,
         )
-        assert offer.market in machine.markets, f"{offer.instance_type} is not sold {offer.market.value}"
+        assert offer.market in known_type.markets, f"{offer.instance_type} is not sold {offer.market.value}"
 
 
 def test_an_aws_zone_is_named_by_its_id():
@@ -126,7 +126,7 @@ def test_the_trace_ships_with_its_licence():
     assert "8080929" in (traces / "README.md").read_text()
 
 
-# --- what is unreadable ------------------------------------------------------------------------------
+# --- invalid tables ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("price", ["0", "0.0", "-1", "nan", "inf", "", "abc", "0.0000001", "1e-7"])
@@ -184,7 +184,7 @@ def test_a_row_survives_writing_and_reading():
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    """A copy of the shipped tables that a test may spoil."""
+    """Copy the shipped tables to a folder that a test may damage."""
     with as_file(files("catalogs")) as shipped:
         shutil.copytree(shipped, tmp_path / "tables", ignore=shutil.ignore_patterns("traces", "__pycache__"))
     return tmp_path / "tables"
@@ -236,7 +236,7 @@ def test_refreshed_tables_precede_shipped_ones(tmp_path, folder):
     assert current_catalog(tmp_path / "none") is shipped_catalog()
 
 
-# --- what somebody could buy -------------------------------------------------------------------------
+# --- offers that can be bought -----------------------------------------------------------------------
 
 
 def test_zones_unknown_to_a_cloud_are_not_bought():
@@ -283,7 +283,7 @@ def offer(market: Market, observed_at: str) -> Offer:
         (Market.ON_DEMAND, "2026-11-15T11:59:59+00:00", Age.OLD),
         (Market.ON_DEMAND, "2026-10-23T12:00:00+00:00", Age.OLD),  # 30 d
         (Market.ON_DEMAND, "2026-10-23T11:59:59+00:00", Age.EXPIRED),
-        (Market.SPOT, "2026-11-22", Age.OLD),  # a date is its first moment: 12 h
+        (Market.SPOT, "2026-11-22", Age.OLD),  # a date means its start: 12 h
         (Market.SPOT, "snapshot H2-2025..2026", Age.UNKNOWN),
         (Market.SPOT, "2026-11-22T13:00:00+00:00", Age.FRESH),  # clocks differ
         (Market.SPOT, "2026-11-22T13:00:01+00:00", Age.UNKNOWN),

@@ -1,4 +1,4 @@
-"""What you really pay: overrides and discounts, said where they change a price."""
+"""The user's own prices: overrides and discounts, shown where they change a price."""
 
 from dataclasses import replace
 

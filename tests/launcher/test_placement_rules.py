@@ -1,4 +1,4 @@
-"""The rules that placement decides by, each with a number checked by hand, and the closed forms of papers 6.2."""
+"""The rules of placement, each with a number checked by hand, and the closed forms of papers 6.2."""
 
 from dataclasses import replace
 from math import exp, inf
@@ -56,7 +56,7 @@ QUIET = NodeTerms(
     lost_work_hours=0.0,
     first_hour_free=False,
 )
-"""$3 an hour, never taken back, half an hour until it works, wanted for two."""
+"""A node at $3 an hour without hazard, with half an hour of cold start, wanted for two hours."""
 
 HARSH = replace(QUIET, hazards=ONE_AN_HOUR)
 
@@ -74,7 +74,7 @@ def test_every_hour_is_billed_unless_aws_preempts_in_the_first_hour():
     assert billed_hours(HARSH) == pytest.approx(1 - exp(-2))  # .865
     free = replace(HARSH, first_hour_free=True)
     assert billed_hours(free) == pytest.approx((1 - exp(-2)) - (1 - 2 * exp(-1)))  # .865 - .264 = .600
-    assert billed_hours(replace(QUIET, first_hour_free=True)) == 2.0  # we ended it, so all of it is billed
+    assert billed_hours(replace(QUIET, first_hour_free=True)) == 2.0  # we terminated it, so all of it is billed
 
 
 def test_a_node_wanted_for_less_than_an_hour_is_billed_only_if_it_survives():
@@ -102,7 +102,7 @@ def test_work_lost_in_a_preemption_is_paid_for_again():
 
 
 def test_failed_launches_delay_a_slot():
-    """q = 3/4: a third of an attempt fails before each success, 12.5 minutes each."""
+    """With q = 3/4, on average a third of an attempt of 12.5 minutes fails before each success."""
     assert cycle_hours(QUIET) == pytest.approx(2 + 12.5 / 60 / 3)
     assert useful_share(QUIET) == pytest.approx(1.5 / (2 + 12.5 / 180))
     assert micro_usd_per_slot_hour(QUIET) == pytest.approx(6 * USD / (2 + 12.5 / 180))
@@ -125,13 +125,13 @@ def test_a_slot_is_never_useful_for_longer_than_the_run(hazard, odds, cold, free
 
 @given(st.floats(0.1, 5), st.floats(0.1, 5))
 def test_a_higher_hazard_makes_a_useful_hour_dearer(one, other):
-    """Without a free first hour: there, dying early costs time, not money."""
+    """The first hour is billed here. With a free first hour, an early preemption costs time, not money."""
     low, high = (replace(QUIET, hazards=HazardCurve(per_hour=(each,) * 8)) for each in sorted((one, other)))
     assert micro_usd_per_useful_hour(low) <= micro_usd_per_useful_hour(high) * (1 + 1e-9)
 
 
 def test_a_useful_hour_never_gets_cheaper_with_a_higher_hazard():
-    """100 of 100 nodes taken back within 15 minutes, on a cloud that does not bill them."""
+    """All of 100 nodes were preempted within 15 minutes, on a cloud that does not bill them."""
     before = replace(QUIET, hazards=learn(POOLED, Exposure()).mean, launch_odds=0.64, first_hour_free=True)
     lives = [Life(ms=899_000, reclaimed=True)] * 100
     after = replace(before, hazards=learn(POOLED, Exposure.of(lives)).mean, launch_odds=0.99)
@@ -139,7 +139,7 @@ def test_a_useful_hour_never_gets_cheaper_with_a_higher_hazard():
 
 
 def test_a_slots_working_share_matches_the_measured_one():
-    """On recorded traces a slot reached .41 to .61 of the time where launch odds of .64 promise .91."""
+    """On recorded traces a slot worked .41 to .61 of the time, although launch odds of .64 predict .91."""
     terms = replace(QUIET, hazards=POOLED.curve, launch_odds=0.64, horizon_hours=24.0, cold_start_hours=8 / 60)
     assert useful_share(terms) == pytest.approx(0.91, abs=0.01)
     for share in (SHARE_AT_WORK.low, SHARE_AT_WORK.mean, SHARE_AT_WORK.high):
@@ -151,7 +151,7 @@ def test_a_slots_working_share_matches_the_measured_one():
     )  # a slot that is empty costs nothing
 
 
-# --- how many -----------------------------------------------------------------------------------------
+# --- number of nodes ----------------------------------------------------------------------------------
 
 
 def test_the_square_root_rule_equals_that_of_the_notes():
@@ -168,7 +168,7 @@ def test_the_square_root_rule_finds_the_cheapest_iteration(a, b, trainer, node):
 
 
 def test_in_the_reference_recipe_rollouts_alone_pay_for_no_spot_node():
-    """GPUs as nodes: 428 GPU-seconds, 253 s of training, 4 trainer GPUs at $7, spot at 69 % off."""
+    """Each GPU is a node: 428 GPU-seconds, 253 s of training, 4 trainer GPUs at $7, spot at a discount of 69 %."""
     spot = 7 * USD * 0.31
     assert square_root_rule(428 / 3600, 253 / 3600, 28 * USD, spot, assist_nodes=4) == 0
     assert square_root_rule(428 / 3600, 25 / 3600, 28 * USD, spot, assist_nodes=4) == pytest.approx(8.3, abs=0.1)
@@ -199,7 +199,7 @@ def test_on_demand_nodes_fill_up_to_the_floor_and_no_further():
     assert on_demand_fallback(ready=6, floor=4, most=5) == 0
 
 
-# --- where --------------------------------------------------------------------------------------------
+# --- zones --------------------------------------------------------------------------------------------
 
 
 def test_no_zone_has_more_than_half_of_the_nodes_if_others_exist():
@@ -228,7 +228,7 @@ def test_a_zone_cools_down_longer_after_each_refusal():
     assert cools_until_ms([noon - 9, noon - 5, noon]) == noon + 10 * MINUTE_MS  # one burst
     assert cools_until_ms([noon], jitter=1.0) == noon + 15 * MINUTE_MS
     assert cools_until_ms([noon - n * HOUR_MS for n in range(9)]) == noon + COOL_MOST_MS == noon + HOUR_MS // 2
-    assert cools_until_ms([noon - 5], since_ms=noon) is None  # it had capacity since
+    assert cools_until_ms([noon - 5], since_ms=noon) is None  # the zone had capacity since then
 
 
 def test_weight_transfers_cost_what_their_traffic_costs():
@@ -236,7 +236,7 @@ def test_weight_transfers_cost_what_their_traffic_costs():
     assert copies_micro_usd(380_000_000, 2) == pytest.approx(0.0152 * USD)
 
 
-# --- how long an iteration takes ----------------------------------------------------------------------
+# --- time of an iteration -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -250,7 +250,7 @@ def test_weight_transfers_cost_what_their_traffic_costs():
 def test_the_closed_forms_agree_with_the_table_of_the_notes(
     spot, seconds, idle, explorable, per_prompt, at_69, at_77, on_demand_69, on_demand_77
 ):
-    """Papers 6.2; half a unit of its last printed digit, or 1 %, whichever is more."""
+    """Papers 6.2. The tolerance is half a unit of the last printed digit or 1 %, whichever is larger."""
     recipe = qwen_image_512()
     cost = recipe.cost
     found = iteration_seconds(cost, spot)
@@ -297,12 +297,12 @@ def test_a_trainer_counts_as_one_gpu_because_the_engine_trains_on_one():
 
 
 def test_exploration_reduces_the_number_of_iterations():
-    """With 8 spot GPUs 75 candidates a prompt, of which 16 are kept: gain 1 + .49 (V - 1)."""
+    """8 spot GPUs allow 75 candidates a prompt, of which 16 are kept: gain 1 + .49 (V - 1)."""
     recipe = qwen_image_512()
     gain = closed_form.variance_gain(0.7, closed_form.selection_gain(16 / 75))
     assert iterations_share(recipe, 75, 0.5) == pytest.approx(gain**-0.5)
     assert iterations_share(recipe, 75, 0.0) == 1
-    assert iterations_share(recipe, 16, 0.5) == 1  # nothing to choose
+    assert iterations_share(recipe, 16, 0.5) == 1  # no choice between candidates
     assert candidates_per_prompt(replace(recipe, explores=False), 8) == 0
 
 
@@ -336,19 +336,24 @@ QWEN = {
 
 
 def test_a_job_file_sets_the_request_to_a_cloud():
-    ask = cloud_requirements(Job(**QWEN))
-    assert (ask.trainer.gpus, ask.trainer.infra, ask.rollout.gpus, ask.max_rollout_nodes) == (1, "aws/us-east-2", 1, 12)
-    assert ask.trainer_gpus_named == 4  # the engine trains on one
-    assert (ask.max_total_micro_usd, ask.max_hourly_micro_usd) == (4_000 * USD, 150 * USD)
-    assert ask.deadline_ms == 72 * HOUR_MS
-    assert ask.clouds == ("aws", "gcp")
+    required = cloud_requirements(Job(**QWEN))
+    assert (required.trainer.gpus, required.trainer.infra, required.rollout.gpus, required.max_rollout_nodes) == (
+        1,
+        "aws/us-east-2",
+        1,
+        12,
+    )
+    assert required.trainer_gpus_named == 4  # the engine trains on one
+    assert (required.max_total_micro_usd, required.max_hourly_micro_usd) == (4_000 * USD, 150 * USD)
+    assert required.deadline_ms == 72 * HOUR_MS
+    assert required.clouds == ("aws", "gcp")
     assert cloud_requirements(Job(**QWEN | {"spot": "never"})).spot.value == "never"
 
 
 def test_a_recipe_is_scaled_to_the_jobs_batch():
     recipe = recipe_of(Job(**QWEN))
     assert recipe.iterations.mean == 200
-    assert recipe.cost.train_seconds == pytest.approx(253 / 4)  # 128 of 512 pictures
+    assert recipe.cost.train_seconds == pytest.approx(253 / 4)  # 128 of 512 images
     assert recipe.copy_bytes == pytest.approx(190_000_000, rel=0.001)
     assert recipe.never_run
     full = Job(**QWEN | {"model": {"name": "qwen-image", "path": "there"}})

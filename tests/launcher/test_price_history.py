@@ -1,4 +1,4 @@
-"""Prices in the ledger: kept once, read back by place and time, and quick among a million."""
+"""Prices in the ledger: stored once, read by place and time, and fast among a million."""
 
 import time
 from dataclasses import replace
@@ -69,7 +69,7 @@ def test_a_repeated_price_updates_the_time_of_its_row(sessions):
     with sessions() as session:
         (latest,) = latest_prices(session)
     assert (latest.micro_usd_per_hour, latest.observed_ms) == (14_250_000, NOW_MS + HOUR_MS)
-    assert record(sessions, point(observed_ms=NOW_MS - HOUR_MS)) == 0  # late news makes nothing older
+    assert record(sessions, point(observed_ms=NOW_MS - HOUR_MS)) == 0  # a late observation does not make a price older
     with sessions() as session:
         assert latest_prices(session)[0].observed_ms == NOW_MS + HOUR_MS
 
@@ -149,7 +149,7 @@ def test_a_capacity_estimate_is_stored_once(sessions):
 # --- a million ---------------------------------------------------------------------------------------
 
 ZONES, TYPES, CHANGES = 100, 10, 1000
-"""A hundred zones in ten regions, ten machines in each, a thousand prices of each: six weeks, one an hour."""
+"""A hundred zones in ten regions, ten instance types in each, a thousand hourly prices of each: six weeks."""
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +168,7 @@ def million(tmp_path_factory):
         )
         for zone in range(ZONES)
         for kind in range(TYPES)
-        for change in reversed(range(CHANGES))  # in the order of the index, which is twice as quick
+        for change in reversed(range(CHANGES))  # in the order of the index, which is twice as fast
     )
     raw = sessions.kw["bind"].raw_connection()
     raw.driver_connection.execute("PRAGMA synchronous=OFF")
@@ -180,7 +180,7 @@ def million(tmp_path_factory):
 
 
 def quickest(question, times=3) -> float:
-    """Seconds of a core; the best of several, because other work on this machine only slows."""
+    """Return CPU seconds: the best of several, because other work on this computer only slows it down."""
     best = float("inf")
     for _ in range(times):
         begun = time.process_time()

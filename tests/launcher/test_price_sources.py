@@ -1,4 +1,4 @@
-"""Shipped clients against the fake market: what comes in, what is refused, what is said when a cloud does not answer.
+"""Shipped price clients against the fake market: accepted rows, refused rows and clouds that do not answer.
 
 The clients are boto3's and Google's own, unmodified; the server is tests/fakes/market.py.
 """
@@ -44,7 +44,7 @@ TRACE = """t_s,cloud,region,zone,instance_type,capacity,spot_usd_per_hour
 
 
 def a3_skus(regions=("us-central1",)):
-    """An H100 machine in parts: on demand 78.3724 + 6.24 + 3.1824 + .657534 = $88.452334 an hour, spot a quarter."""
+    """Return an H100 instance in parts: on demand 78.3724 + 6.24 + 3.1824 + .657534 = $88.452334/h, spot a quarter."""
     spot = {"usage": "Preemptible"}
     return [
         sku("Nvidia H100 80GB GPU running in Americas", "9.79655", regions),
@@ -55,11 +55,11 @@ def a3_skus(regions=("us-central1",)):
         sku("Spot Preemptible A3 Instance Core running in Americas", "0.0075", regions, **spot),
         sku("Spot Preemptible A3 Instance Ram running in Americas", "0.000425", regions, unit="GiBy.h", **spot),
         sku("SSD backed Local Storage attached to Spot Preemptible VMs", "0.02", regions, unit="GiBy.mo", **spot),
-        # Rates that are not had by starting a machine.
+        # Rates that do not apply to a started instance.
         sku("DWS Calendar Mode Nvidia H100 80GB GPU running in Americas", "4.20", regions),
         sku("Nvidia H100 80GB GPU attached to DWS Defined Duration VMs running in Americas", "4.90", regions),
         sku("Commitment v1: Nvidia H100 80GB GPU running in Americas for 1 Year", "6.72", regions, usage="Commit1Yr"),
-        # Another machine's host, and a product that is none of ours.
+        # The host of another instance type, and a product that we do not use.
         sku("A3Plus Instance Core running in Americas", "0.04", regions),
         sku("Network Vpn Internet Egress from Americas to Africa", "0.12", regions, unit="GiBy"),
     ]
@@ -109,7 +109,7 @@ def dollars_of(points):
     return {(p.zone or p.region, p.instance_type, p.market.value): p.micro_usd_per_hour / 1e6 for p in points}
 
 
-# --- what comes in -----------------------------------------------------------------------------------
+# --- accepted rows -----------------------------------------------------------------------------------
 
 
 def test_prices_of_both_clouds_are_read_page_by_page(market, sessions):
@@ -177,8 +177,8 @@ def test_a_second_refresh_adds_changes_and_renews_the_rest(market, sessions):
 def test_the_advisor_returns_preemption_rates_and_launch_odds(market, sessions):
     refresh(sources(market, ["gcp"]), sessions, NOW_MS)
     with sessions() as session:
-        told = {(a.zone[-1], a.kind): a.value for a in capacity_advice(session)}
-    assert told == {
+        fetched = {(a.zone[-1], a.kind): a.value for a in capacity_advice(session)}
+    assert fetched == {
         ("a", AdviceKind.PREEMPTION_RATE): 0.25,
         ("a", AdviceKind.OBTAINABILITY): 1.0,
         ("a", AdviceKind.UPTIME_HOURS): 2.0,
@@ -188,8 +188,8 @@ def test_the_advisor_returns_preemption_rates_and_launch_odds(market, sessions):
 
 
 def test_the_advisor_is_called_only_for_types_it_covers(market):
-    told = GcpAdvice([instance_type_of("gcp", "n1-highmem-8+V100:1")], environ=market.environ).fetch(NOW_MS)
-    assert "no N1 machine with a GPU" in told.notes[0]
+    fetched = GcpAdvice([instance_type_of("gcp", "n1-highmem-8+V100:1")], environ=market.environ).fetch(NOW_MS)
+    assert "no N1 machine with a GPU" in fetched.notes[0]
     assert not market.calls
 
 
@@ -205,8 +205,8 @@ def test_only_named_regions_are_queried(market, sessions):
 
 def test_a_zone_without_an_id_in_the_price_is_looked_up(market):
     market.with_zone_ids = False
-    told = spot(market, regions=["us-east-1"]).fetch(NOW_MS)
-    assert {(price.zone, price.zone_id) for price in told.prices} == {
+    fetched = spot(market, regions=["us-east-1"]).fetch(NOW_MS)
+    assert {(price.zone, price.zone_id) for price in fetched.prices} == {
         ("us-east-1a", "use1-aza"),
         ("us-east-1b", "use1-azb"),
     }
@@ -312,7 +312,7 @@ def test_an_empty_catalog_and_an_empty_price_history_are_refused(market):
 
 
 def test_the_price_feed_of_a_simulator_is_refused(monkeypatch):
-    """moto answers every question of EC2 that we ask, and every price is $0.00001 of 2006."""
+    """moto answers every EC2 query, and every price is $0.00001 from 2006."""
     monkeypatch.delenv("AWS_PROFILE", raising=False)
     monkeypatch.delenv("AWS_ENDPOINT_URL_EC2", raising=False)
     with mock_aws():
@@ -322,7 +322,7 @@ def test_the_price_feed_of_a_simulator_is_refused(monkeypatch):
     assert "stands for no price at all (moto, a simulator of AWS, answers it)" in str(failure)
 
 
-# --- parts of Google's machines ----------------------------------------------------------------------
+# --- parts of Google's instance types ----------------------------------------------------------------
 
 
 def as_text(description, usage="OnDemand"):
@@ -351,7 +351,7 @@ def as_text(description, usage="OnDemand"):
         ),
         ("SSD backed Local Storage", "OnDemand", ("SSD backed Local Storage", Market.ON_DEMAND)),
         ("SSD backed Local Storage in Paris", "OnDemand", ("SSD backed Local Storage", Market.ON_DEMAND)),
-        # Filed as OnDemand in the real catalog, though it is spot.
+        # Marked OnDemand in the real catalog, although it is spot.
         (
             "Spot Preemptible A4 Nvidia B200 (1 gpu slice) running in Americas",
             "OnDemand",
@@ -409,16 +409,16 @@ def test_a_client_gives_up_in_the_end_with_a_remedy(market, source, service, act
     with pytest.raises(SourceFailed, match="try again in a minute") as failed:
         source(market).fetch(NOW_MS)
     assert words in str(failed.value)
-    assert 2 <= market.calls[action] <= 10  # bounded: nobody retries around a client that retries
+    assert 2 <= market.calls[action] <= 10  # bounded: no retries around a client that retries
 
 
 def test_a_failing_region_does_not_affect_others(market):
-    told = spot(market, regions=["us-east-1", "us-west-2"], patience=Patience(attempts=1)).fetch(NOW_MS)
-    assert not told.failures
+    fetched = spot(market, regions=["us-east-1", "us-west-2"], patience=Patience(attempts=1)).fetch(NOW_MS)
+    assert not fetched.failures
     market.fail("ec2", Fault.BROKEN)
-    told = spot(market, regions=["us-east-1", "us-west-2"], patience=Patience(attempts=1)).fetch(NOW_MS)
-    assert len({price.region for price in told.prices}) == 1
-    (failure,) = told.failures
+    fetched = spot(market, regions=["us-east-1", "us-west-2"], patience=Patience(attempts=1)).fetch(NOW_MS)
+    assert len({price.region for price in fetched.prices}) == 1
+    (failure,) = fetched.failures
     assert "InternalError" in str(failure)
 
 
@@ -479,7 +479,7 @@ def test_missing_credentials_come_before_other_failures():
 
 @pytest.fixture
 def cli(market, tmp_path, monkeypatch):
-    """`spotrl` at noon of the trace, against the fake market, with a ledger of its own."""
+    """Call `spotrl` at noon of the trace against the fake market, with a temporary ledger."""
     monkeypatch.setenv("SPOTRL_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(prices_module, "now_ms", lambda: market.now_ms)
     return lambda *words: run(["prices", *words])
@@ -501,8 +501,8 @@ def test_the_command_records_both_clouds_and_shows_source_and_age(market, cli, c
 
 def test_the_prices_command_prints_json(market, cli, capsys):
     assert cli("refresh", "--gpu", "H100", "--cloud", "aws", "--json") == ExitCode.OK
-    told = printed("prices-refresh", capsys.readouterr().out)
-    assert [(one["source"], one["prices"], one["new"]) for one in told["sources"]] == [
+    fetched = printed("prices-refresh", capsys.readouterr().out)
+    assert [(one["source"], one["prices"], one["new"]) for one in fetched["sources"]] == [
         ("aws pricing GetProducts", 3, 3),
         ("aws ec2 DescribeSpotPriceHistory", 5, 5),
     ]
@@ -572,7 +572,7 @@ def test_watching_prints_changed_prices(market, cli, capsys, monkeypatch):
             ),
         ]
 
-    # Its own clock: whatever else sleeps in this process must not meet the market's.
+    # A separate clock, because other threads of this process may sleep on the market's clock.
     monkeypatch.setattr(prices_module, "time", SimpleNamespace(sleep=nap, time_ns=time.time_ns))
     assert cli("watch", "--gpu", "H100", "--cloud", "aws", "--every", "5m", "--times", "2") == ExitCode.OK
     out = capsys.readouterr().out

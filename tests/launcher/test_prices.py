@@ -1,4 +1,4 @@
-"""What is believed of a feed, and what is not: one line a rule. Values in, values out."""
+"""Rules that accept or refuse the prices of a feed: values in, values out."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +31,7 @@ HOUR_MS = 3_600_000
 
 
 def raw(**changes) -> RawPrice:
-    """A spot price of $14.25 that nobody would doubt."""
+    """Return a valid spot price of $14.25."""
     row = RawPrice(
         cloud="aws",
         region="us-east-1",
@@ -84,7 +84,7 @@ ROW_REFUSALS = [
     ({"region": " "}, "its region is empty"),
     ({"price": "55.05"}, "it costs $55.05/h, more than $55.04/h on demand; one of the two is another product's price"),
 ]
-"""A row, as it differs from one that is believed, and the reason that is given."""
+"""(changes to a valid row, the reason of its refusal)"""
 
 FEED_REFUSALS = [
     ([], "answered without a single price"),
@@ -103,7 +103,7 @@ FEED_REFUSALS = [
         "3 of 4 spot prices are above the on-demand price of the same machine",
     ),
 ]
-"""Rows none of which is kept, and why."""
+"""(rows that are all refused, the reason)"""
 
 
 # --- one row -----------------------------------------------------------------------------------------
@@ -181,7 +181,7 @@ def test_the_on_demand_price_of_another_region_does_not_count():
 
 
 def test_spot_at_the_on_demand_price_is_kept():
-    """It says something: there is no discount, and probably no capacity."""
+    """Such a price is information: there is no discount, and probably no capacity."""
     assert len(believed(on_demand("14.25"), raw()).points) == 2
 
 
@@ -210,7 +210,7 @@ def test_the_newest_on_demand_price_counts():
         (AdviceKind.OBTAINABILITY, 0.0, True),
         (AdviceKind.OBTAINABILITY, 1.01, False),
         (AdviceKind.PREEMPTION_RATE, 1.0, True),
-        (AdviceKind.PREEMPTION_RATE, 0.0, False),  # a day on which nothing stopped
+        (AdviceKind.PREEMPTION_RATE, 0.0, False),  # a day without a preemption
         (AdviceKind.PREEMPTION_RATE, -0.1, False),
         (AdviceKind.PREEMPTION_RATE, float("nan"), False),
         (AdviceKind.UPTIME_HOURS, 30.0, True),
@@ -233,26 +233,29 @@ def test_launch_odds_are_between_0_and_1_and_an_uptime_is_above_0(kind, value, i
     assert advice.is_credible is is_credible
 
 
-# --- machines ----------------------------------------------------------------------------------------
+# --- instance types ----------------------------------------------------------------------------------
 
 
 def test_every_gpu_family_is_known_and_every_instance_type_once():
-    assert {machine.accelerator for machine in INSTANCE_TYPES} == {
+    assert {known_type.accelerator for known_type in INSTANCE_TYPES} == {
         *("V100", "T4", "L4", "A10G", "L40S", "A100", "A100-80GB", "H100", "H200", "B200")
     }
-    assert len({(machine.cloud, machine.instance_type) for machine in INSTANCE_TYPES}) == len(INSTANCE_TYPES)
+    assert len({(known_type.cloud, known_type.instance_type) for known_type in INSTANCE_TYPES}) == len(INSTANCE_TYPES)
 
 
 def test_an_instance_type_is_found_by_its_name_and_by_its_gpu():
-    machine = instance_type_of("gcp", "n1-highmem-8+V100:1")
-    assert machine is not None
-    assert (machine.machine_type, machine.gpus, machine.gpu_mem_gib) == ("n1-highmem-8", 1, 16)
+    known_type = instance_type_of("gcp", "n1-highmem-8+V100:1")
+    assert known_type is not None
+    assert (known_type.machine_type, known_type.gpus, known_type.gpu_mem_gib) == ("n1-highmem-8", 1, 16)
     assert instance_type_of("aws", "a3-highgpu-8g") is None
-    assert {machine.instance_type for machine in instance_types(("aws",), ("h100",))} == {"p5.4xlarge", "p5.48xlarge"}
+    assert {known_type.instance_type for known_type in instance_types(("aws",), ("h100",))} == {
+        "p5.4xlarge",
+        "p5.48xlarge",
+    }
 
 
 def test_a_gpu_below_the_capability_of_our_torch_is_too_old():
-    assert {machine.accelerator for machine in INSTANCE_TYPES} <= set(COMPUTE_CAPABILITY)
+    assert {known_type.accelerator for known_type in INSTANCE_TYPES} <= set(COMPUTE_CAPABILITY)
     old = {name for name in COMPUTE_CAPABILITY if is_too_old(name)}
     assert old == {"K80", "M60", "P100", "P4", "V100", "V100-32GB"}
     assert is_too_old("v100")
@@ -260,6 +263,6 @@ def test_a_gpu_below_the_capability_of_our_torch_is_too_old():
 
 
 def test_the_minimum_gpu_capability_is_that_of_the_torch_on_nodes():
-    """Another torch has code for other GPUs: LEAST_CAPABILITY is then to be read anew from its wheel."""
+    """Another torch supports other GPUs. If this test fails, read LEAST_CAPABILITY from the new wheel."""
     lock = (Path(engine.__file__).parent / "node.lock").read_text()
     assert "\ntorch==2.13.0" in lock

@@ -1,4 +1,4 @@
-"""Verdicts on prices: each rule is an error that was seen in a list that people use (research notes cost 2)."""
+"""Verdicts on prices: each rule covers an error seen in a public price list (research notes cost 2)."""
 
 from dataclasses import replace
 
@@ -12,7 +12,7 @@ from launcher.market.quality import Quality, judge
 
 
 def offer(usd: float, region: str = "east", zone: str = "", gpus: int = 8, quality: Quality = Quality.OK) -> Offer:
-    """On demand, or spot if a zone is named."""
+    """Return an offer: spot if a zone is given, else on demand."""
     return Offer(
         cloud="gcp",
         region=region,
@@ -42,7 +42,7 @@ def verdicts(*offers: Offer) -> list[Quality]:
         (8.791, Quality.TENTH_OF_ON_DEMAND),  # .08 of 87.83 is within .1 %
         (8.792, Quality.OK),  # .09 is not
         (8.774, Quality.OK),
-        (0.00001, Quality.PLACEHOLDER),  # what moto answers
+        (0.00001, Quality.PLACEHOLDER),  # the price of moto
         (0.15, Quality.PLACEHOLDER),  # under 2 cents a GPU
     ],
 )

@@ -1,4 +1,4 @@
-"""`spotrl rm`: the files of a run go, its money stays, and no run is removed that may still cost something."""
+"""`spotrl rm` deletes a run's files, keeps its costs, and refuses a run that may still cost money."""
 
 import os
 import time
@@ -24,7 +24,7 @@ RUN = "digits-ocr"
 
 @pytest.fixture
 def home(tmp_path, monkeypatch):
-    """A user's folder for spotrl with a finished run: every node was released, and its folder has a log."""
+    """Create a user's spotrl folder with a finished run: all nodes are released and its folder has a log."""
     home = tmp_path / "home"
     monkeypatch.setenv("SPOTRL_HOME", str(home))
     monkeypatch.setenv("SPOTRL_CONFIG", str(tmp_path / "none.yaml"))
@@ -46,20 +46,20 @@ def sessions(home):
 
 
 def answer(capsys, *words: str) -> dict:
-    """What a command that ends well prints as JSON."""
+    """Return the JSON of a successful command."""
     capsys.readouterr()
     assert run([*words, "--json"]) == ExitCode.OK
     return printed(words[0], capsys.readouterr().out)
 
 
 def refusal(capsys, *words: str) -> str:
-    """The one sentence of a command that refuses."""
+    """Return the one sentence of a command that refuses."""
     capsys.readouterr()
     assert run(words) == ExitCode.FAILURE
-    told = capsys.readouterr().err
-    assert told.startswith("Error: ")
-    assert len(told.strip().splitlines()) == 1
-    return told
+    printed_text = capsys.readouterr().err
+    assert printed_text.startswith("Error: ")
+    assert len(printed_text.strip().splitlines()) == 1
+    return printed_text
 
 
 def test_rm_deletes_the_folder_and_the_report_still_says_what_was_spent(home, capsys):
@@ -116,9 +116,9 @@ def test_the_name_of_a_removed_run_stays_taken(home, sessions, capsys):
 def test_a_run_that_is_not_over_is_refused(home, sessions, capsys, status):
     with writing(sessions) as session:
         append_status(session, find_run(session, RUN), status, "", START_MS)
-    told = refusal(capsys, "rm", RUN, "--yes")
-    assert f"{RUN} is {status}" in told
-    assert f"`spotrl down {RUN}`" in told
+    printed_text = refusal(capsys, "rm", RUN, "--yes")
+    assert f"{RUN} is {status}" in printed_text
+    assert f"`spotrl down {RUN}`" in printed_text
     assert (home / "runs" / RUN / "controller.log").exists()
 
 
@@ -127,10 +127,10 @@ def test_a_run_with_a_node_that_has_no_end_on_record_is_refused(home, sessions, 
         trainer = nodes_of(session, find_run(session, RUN))[0]
         [end] = session.scalars(select(NodeEvent).where(NodeEvent.node_id == trainer.id, NodeEvent.kind == "released"))
         session.delete(end)
-    told = refusal(capsys, "rm", RUN, "--yes")
-    assert "may still cost money: digits-ocr-trainer-g1" in told
-    assert f"`spotrl down {RUN}`" in told
-    assert "`spotrl reap`" in told
+    printed_text = refusal(capsys, "rm", RUN, "--yes")
+    assert "may still cost money: digits-ocr-trainer-g1" in printed_text
+    assert f"`spotrl down {RUN}`" in printed_text
+    assert "`spotrl reap`" in printed_text
     assert (home / "runs" / RUN / "controller.log").exists()
 
 
@@ -163,7 +163,7 @@ def test_rm_asks_first_and_deletes_nothing_without_a_yes(home, capsys, monkeypat
     assert [one["name"] for one in answer(capsys, "ls")] == [RUN]
 
 
-# --- cut short, and buckets ---------------------------------------------------------------------------
+# --- interrupted removals and buckets -----------------------------------------------------------------
 
 
 def test_an_interrupted_removal_is_finished_by_the_next(home, capsys, monkeypatch):
@@ -192,9 +192,9 @@ def test_files_in_a_bucket_are_kept_named_and_can_still_be_pulled(home, sessions
         found: Run = find_run(session, RUN)
         found.infra, found.job = "aws", {**found.job, "store": {"aws": bucket.as_uri(), "gcp": "gs://not-ours"}}
     assert run(["rm", RUN, "--yes"]) == ExitCode.OK
-    told = capsys.readouterr().out
-    assert f"Still in its bucket, and paid for: {bucket.as_uri()}/{RUN}" in told
-    assert "not-ours" not in told, "the run was never on that cloud"
+    printed_text = capsys.readouterr().out
+    assert f"Still in its bucket, and paid for: {bucket.as_uri()}/{RUN}" in printed_text
+    assert "not-ours" not in printed_text, "the run was never on that cloud"
     assert run(["pull", RUN, "--to", str(tmp_path / "weights")]) == ExitCode.OK
     assert (tmp_path / "weights" / "weights.safetensors").exists()
 
@@ -207,7 +207,7 @@ def test_files_in_a_bucket_are_kept_named_and_can_still_be_pulled(home, sessions
     ],
 )
 def test_the_deletion_of_a_bucket_ends_in_a_slash(url, command):
-    """Without it `demo-2` would go too."""
+    """Without the slash, `demo-2` would be deleted too."""
     assert rm_module.deletion(url) == command
 
 

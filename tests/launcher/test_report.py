@@ -1,4 +1,4 @@
-"""The report tells what a run reached, what it cost and what reclaims cost, with numbers checked by hand."""
+"""The report: result, cost and preemption cost of a run, with numbers checked by hand."""
 
 import io
 import json
@@ -96,7 +96,7 @@ def test_rewards_count_once_and_dollars_always_when_a_step_is_redone(session):
     made.node("trainer", rate=1_000_000, up=0, end=4 * HOUR_MS)
     made.started(0, iteration=0, lineage=1)
     made.evaluated(0, 0.1, HOUR_MS, lineage=1)
-    made.evaluated(3, 0.9, 2 * HOUR_MS, lineage=1)  # its checkpoint was lost with the machine
+    made.evaluated(3, 0.9, 2 * HOUR_MS, lineage=1)  # its checkpoint was lost with the node
     made.started(3 * HOUR_MS, iteration=2, lineage=2)
     made.evaluated(3, 0.2, 4 * HOUR_MS, lineage=2)
     report = build_report(session, made.run, START_MS + 4 * HOUR_MS)
@@ -140,7 +140,7 @@ def test_each_preemption_pays_the_cold_start_of_its_own_successor(session):
     made = a_run(session)
     first = made.node("spot-0", 1, rate=3_600_000, up=0, end=HOUR_MS, seen=0)
     second = made.node("spot-0", 2, rate=3_600_000, up=HOUR_MS, end=HOUR_MS + 10 * MINUTE_MS)
-    made.node("spot-0", 3)  # no capacity: never up
+    made.node("spot-0", 3)  # no capacity, so the node was never up
     made.node("spot-0", 4, rate=3_600_000, up=2 * HOUR_MS, seen=2 * HOUR_MS + 20 * MINUTE_MS)
     made.preempted(first, HOUR_MS)
     made.preempted(second, HOUR_MS + 10 * MINUTE_MS)
@@ -159,7 +159,7 @@ def test_lost_work_is_never_dearer_than_the_node(session):
     assert build_report(session, made.run, START_MS + HOUR_MS).preemptions[0].lost_work_micro_usd == 60_000
 
 
-# --- saved against what -------------------------------------------------------------------------------
+# --- savings ------------------------------------------------------------------------------------------
 
 
 def test_the_price_effect_is_the_same_node_time_on_demand(session):
@@ -205,7 +205,7 @@ def test_a_run_that_missed_the_target_gives_no_savings(session):
     assert saving.why == "exact_match 0.8 was not reached by theirs"
 
 
-# --- where the numbers come from ----------------------------------------------------------------------
+# --- sources of the numbers ---------------------------------------------------------------------------
 
 
 def test_prices_have_a_source_and_the_age_they_had_when_they_were_used(session):
@@ -289,8 +289,10 @@ def test_the_result_of_a_finished_run(session):
     }
     assert result["exact_match"] == {"before": 0.47, "after": 0.833, "prompts_before": 96, "prompts_after": 96}
     assert [line["signal"] for line in result["preemptions"]] == ["SIGKILL", "SIGSTOP", "SIGKILL"]
-    money = result["micro_usd"]
-    assert {sum(money[name].values()) for name in ("by_phase", "by_node", "by_market", "by_role")} == {money["total"]}
+    amounts = result["micro_usd"]
+    assert {sum(amounts[name].values()) for name in ("by_phase", "by_node", "by_market", "by_role")} == {
+        amounts["total"]
+    }
     assert result["sums_equal"] is True
     assert result["money_basis"] == "assumed"
     assert result["leftovers"] == {"processes": []}

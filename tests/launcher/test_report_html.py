@@ -1,4 +1,4 @@
-"""The page is one file: nothing is loaded from elsewhere, and nothing that a run says becomes markup."""
+"""The report page is one file: it loads nothing from elsewhere, and no text of a run becomes markup."""
 
 import re
 from functools import partial
@@ -15,7 +15,7 @@ HOSTILE = '<script>alert("x")</script><img src=https://evil.test/a.png>{{ 7 * 7 
 
 
 class Page(HTMLParser):
-    """Tags, and every attribute that could load something."""
+    """Collects tags, and every attribute that could load something."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ def test_a_hostile_run_name_stays_text(session, tmp_path):
     page = Page(text)
     assert "script" not in page.tags
     assert "img" not in page.tags
-    assert "alert(" in text  # it is shown, as text
+    assert "alert(" in text  # the name is shown as text
     assert "{{ 7 * 7 }}" in text
 
 

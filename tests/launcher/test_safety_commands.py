@@ -1,4 +1,4 @@
-"""`spotrl reap`, `panic`, `ssh` and `check` as people and scripts use them; the clouds are made up."""
+"""`spotrl reap`, `panic`, `ssh` and `check` as users and scripts call them, on made-up clouds."""
 
 import json
 import os
@@ -29,7 +29,7 @@ Run = Callable[..., Result]
 
 
 class MadeSky:
-    """SkyPilot, with a launch under way. `trouble`: what it raises."""
+    """SkyPilot with a pending launch. `trouble`: the exception that it raises."""
 
     cancelled: ClassVar[list[str]] = []
     trouble: Exception | None = None
@@ -52,7 +52,7 @@ def home(tmp_path, monkeypatch) -> Path:
 
 
 def a_ledger(home: Path, **runs: tuple[str, str]) -> Path:
-    """Runs by name: infra and status. Each has had two trainers and a spot node."""
+    """Create a ledger with these runs: name -> (infra, status). Each had two trainers and a spot node."""
     path = home / "ledger.sqlite"
     with writing(open_ledger(path)) as session:
         for name, (infra, status) in runs.items():
@@ -66,7 +66,7 @@ def a_ledger(home: Path, **runs: tuple[str, str]) -> Path:
 
 @pytest.fixture
 def run_command(home, monkeypatch) -> Run:
-    """Runs a command on these clouds. Sees it as a script does: standard input is no terminal."""
+    """Run a command on these clouds like a script: standard input is no terminal."""
 
     def invoke(command: click.Command, *arguments: str, clouds: Iterable[FakeCloud], **more: Any) -> Result:
         there = {cloud.cloud: cloud for cloud in clouds}
@@ -195,7 +195,7 @@ def test_the_account_id_may_be_typed_at_the_prompt(home, run_command, monkeypatc
 
 
 def test_reap_ends_only_what_it_listed(home, run_command):
-    """A run that starts on another machine, with another ledger, while this one works."""
+    """Another computer with another ledger starts a run during this cleanup."""
     a_ledger(home)
     cloud = FakeCloud(late={"i-9": (2, instance("i-9", run="another"))}).add(instance("i-1"))
     assert code_of(run_command(reap, "-y", clouds=[cloud])) == ExitCode.OK
@@ -207,12 +207,12 @@ def test_reap_json_is_one_object_with_all_results(home, run_command):
     cloud = FakeCloud(silent={"us-west-2"}).add(instance("i-1"), instance("i-2", run="old"), resource(run="old"))
     result = run_command(reap, "-y", "--json", "--timeout", "3", clouds=[cloud])
     assert code_of(result) == ExitCode.TEARDOWN_INCOMPLETE
-    said = printed("cleanup", result.output.splitlines()[-1])
-    assert [one["id"] for one in said["found"]] == ["i-2", "vol-1"]
-    assert [one["id"] for one in said["kept"]] == ["i-1"]
-    assert said["ended"] == ["machine i-2 (aws/us-east-1)", "disk vol-1 (aws/us-east-1)"]
-    assert (said["left"], [one["region"] for one in said["unasked"]]) == ([], ["us-west-2"])
-    assert said["exit_code"] == 10
+    printed_output = printed("cleanup", result.output.splitlines()[-1])
+    assert [one["id"] for one in printed_output["found"]] == ["i-2", "vol-1"]
+    assert [one["id"] for one in printed_output["kept"]] == ["i-1"]
+    assert printed_output["ended"] == ["machine i-2 (aws/us-east-1)", "disk vol-1 (aws/us-east-1)"]
+    assert (printed_output["left"], [one["region"] for one in printed_output["unasked"]]) == ([], ["us-west-2"])
+    assert printed_output["exit_code"] == 10
 
 
 # --- panic -------------------------------------------------------------------------------------------
@@ -222,7 +222,7 @@ def test_panic_stops_every_cloud_run_and_terminates_its_instances(home, run_comm
     path = a_ledger(home, digits=("aws", "running"), here=("local", "running"))
     cloud = FakeCloud().add(instance("i-1"), resource("group", "sg-1"), instance("i-2", "theirs", owner="bob"))
     result = run_command(panic, "-y", clouds=[cloud])
-    assert code_of(result) == ExitCode.TEARDOWN_INCOMPLETE, "bob's machine goes on"
+    assert code_of(result) == ExitCode.TEARDOWN_INCOMPLETE, "bob's instance keeps running"
     assert "These runs are stopped: digits." in result.output
     assert cloud.alive == ["i-2"]
     assert cloud.other == {}
@@ -371,7 +371,7 @@ def test_ssh_json_for_a_local_node_has_its_folder_and_runs_no_command(home, caps
 
 @pytest.fixture
 def call_ssh(home):
-    """Calls `spotrl ssh digits trainer` from outside, with an `ssh` that says what it was called with and fails."""
+    """Call `spotrl ssh digits trainer` in a new process, with a fake `ssh` that prints its arguments and fails."""
     a_ledger(home, digits=("aws", "running"))
     folder = home / "runs" / "digits" / "nodes" / "digits-trainer-g2"
     folder.mkdir(parents=True)
@@ -425,10 +425,10 @@ def check(*arguments: str) -> Result:
 
 def test_a_policy_is_printed_alone(home, capsys):
     assert run(["check", "--print-policy", "aws"]) == 0
-    said = capsys.readouterr()
-    assert json.loads(said.out)["Version"] == "2012-10-17"
-    assert "s3:PutObject" in said.out
-    assert "Nodes get a role of their own" in said.err
+    printed_output = capsys.readouterr()
+    assert json.loads(printed_output.out)["Version"] == "2012-10-17"
+    assert "s3:PutObject" in printed_output.out
+    assert "Nodes get a role of their own" in printed_output.err
     assert run(["check", "--print-policy", "gcp"]) == 0
     assert "includedPermissions:" in capsys.readouterr().out
 
@@ -441,10 +441,10 @@ def test_a_policy_names_the_buckets_of_a_job(home):
 def test_a_policy_omits_named_resources_and_lists_the_identitys_needs(home, capsys):
     (home / "job.yaml").write_text("infra: aws\nidentity: {aws: node-profile}\nstore: {aws: s3://mine/runs}\n")
     assert run(["check", str(home / "job.yaml"), "--print-policy", "aws"]) == 0
-    said = capsys.readouterr()
-    assert "iam:CreateRole" not in said.out
-    assert "role/node-profile" in said.out
-    needs = json.loads(said.err[said.err.index("{\n") :])
+    printed_output = capsys.readouterr()
+    assert "iam:CreateRole" not in printed_output.out
+    assert "role/node-profile" in printed_output.out
+    needs = json.loads(printed_output.err[printed_output.err.index("{\n") :])
     assert {"Null": {"ec2:ResourceTag/spotrl-run": "false"}} in [one.get("Condition") for one in needs["Statement"]]
     (home / "job.yaml").write_text("infra: gcp\nnetwork: {gcp: {network: nodes}}\n")
     assert run(["check", str(home / "job.yaml"), "--print-policy", "gcp"]) == 0
@@ -462,9 +462,9 @@ def test_check_reports_a_bad_job_in_a_line_and_an_exit_code(home):
     (home / "job.yaml").write_text("infra: azure\n")
     result = check(str(home / "job.yaml"), "--json")
     assert result.return_value == ExitCode.INVALID_JOB
-    said = printed("check", result.output.splitlines()[-1])
-    assert said["exit_code"] == 3
-    assert [one["verdict"] for one in said["checks"] if one["what"] == "job"] == ["FAIL"]
+    printed_output = printed("check", result.output.splitlines()[-1])
+    assert printed_output["exit_code"] == 3
+    assert [one["verdict"] for one in printed_output["checks"] if one["what"] == "job"] == ["FAIL"]
 
 
 def test_check_without_a_job_tests_the_cloud_credentials(home, monkeypatch):

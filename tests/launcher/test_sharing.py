@@ -1,4 +1,4 @@
-"""A degree that cannot be had is refused before anything is bought, with those that can."""
+"""An impossible sequence-parallel degree is refused before anything is bought, with the possible ones."""
 
 import pytest
 

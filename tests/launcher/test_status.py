@@ -1,4 +1,4 @@
-"""`spotrl status` and `spotrl events` of a run whose workers share pictures."""
+"""`spotrl status` and `spotrl events` of a run whose workers share images."""
 
 import pytest
 from click.testing import CliRunner
@@ -13,7 +13,7 @@ from tests.launcher.printed import printed
 
 @pytest.fixture
 def made(tmp_path):
-    """A trainer and a spot node, up."""
+    """Create a run with a trainer and a spot node that are up."""
     run = a_run(a_session(tmp_path / "ledger.sqlite"), job={**JOB, "iterations": 10})
     run.status("running", 0)
     run.node("trainer", market="on_demand", up=0)
@@ -23,9 +23,9 @@ def made(tmp_path):
 
 def show(made, command, *arguments):
     made.session.commit()
-    told = CliRunner().invoke(command, ["demo", *arguments], obj=sessionmaker(made.session.get_bind()))
-    assert told.exit_code == 0, told.output
-    return told.output
+    result = CliRunner().invoke(command, ["demo", *arguments], obj=sessionmaker(made.session.get_bind()))
+    assert result.exit_code == 0, result.output
+    return result.output
 
 
 def groups_of(made):

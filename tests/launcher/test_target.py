@@ -1,4 +1,4 @@
-"""When a curve counts as having reached a score, and what each bit of the climb cost; curves made by hand."""
+"""When a curve has reached its target, and the cost of each gain; curves made by hand."""
 
 from dataclasses import replace
 
@@ -8,7 +8,7 @@ from launcher.report.target import Evaluation, best, crossing, dollars_per_gain,
 
 
 def a_curve(*scores: float) -> list[Evaluation]:
-    """One evaluation a dollar and an iteration."""
+    """Return a curve with one evaluation per dollar and iteration."""
     return [
         Evaluation(iteration=number, at_ms=number, score=score, micro_usd=number * 1_000_000)
         for number, score in enumerate(scores)
@@ -38,7 +38,7 @@ def test_a_dip_restarts_the_count():
 
 
 def test_a_score_equal_to_the_target_counts_despite_rounding():
-    assert sum([0.7] * 3) / 3 < 0.7  # what a plain mean would compare
+    assert sum([0.7] * 3) / 3 < 0.7  # the plain mean
     assert crossing(a_curve(0.7, 0.7, 0.7), 0.7).confirmed.iteration == 2
 
 

@@ -1,4 +1,4 @@
-"""The trace shows who did what when, in real time, and survives what the ledger may hold."""
+"""The trace shows phases of workers and nodes in real time, for every valid ledger."""
 
 import json
 
@@ -15,7 +15,7 @@ from tests.launcher.printed import printed
 
 @pytest.fixture
 def made():
-    """Trainer and one spot node that is reclaimed; the clock runs 60 times faster."""
+    """Create a run with a trainer and one preempted spot node; its clock runs 60 times faster."""
     run = a_run(a_session())
     trainer = run.node("trainer", market="on_demand", up=0)
     spot = run.node("spot-0", up=MINUTE_MS)
@@ -101,8 +101,8 @@ def test_the_trace_command_writes_a_complete_file(tmp_path, monkeypatch):
     a_run(session)
     session.commit()
     sessions = sessionmaker(session.get_bind())
-    told = CliRunner().invoke(trace, ["demo"], obj=sessions, catch_exceptions=False)
-    assert "perfetto" in told.output
+    result = CliRunner().invoke(trace, ["demo"], obj=sessions, catch_exceptions=False)
+    assert "perfetto" in result.output
     assert json.loads((tmp_path / "demo.trace.json").read_text())["otherData"]["run"] == "demo"
     assert list(tmp_path.glob("*.part")) == []
     assert printed("trace", CliRunner().invoke(trace, ["demo", "--json"], obj=sessions).output)["traceEvents"] == []

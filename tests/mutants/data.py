@@ -1,4 +1,4 @@
-"""Bugs in files, progress, leases, checkpoints and bills: what a run knows of itself, and must not lose or make up."""
+"""Planted bugs in files, progress, leases, checkpoints and bills: data that a run must not lose or invent."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ CLUSTER = "tests/launcher/cluster"
 
 
 def write_without_sync(path: Path, data: bytes) -> None:
-    """As before: a rename alone."""
+    """Write by a rename without fsync, like an old version."""
     part = path.with_name(f".{path.name}.part")
     part.write_bytes(data)
     part.chmod(0o600)

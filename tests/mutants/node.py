@@ -1,4 +1,4 @@
-"""Bugs that could be on a node: in its agent, its guard, its coordinator and the way to its bucket."""
+"""Planted bugs of a node: in its agent, its guard, its coordinator and its access to the bucket."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -29,7 +29,7 @@ def _fault(name: str, forgets: str, found_by: str, *patches: tuple[Any, str, Any
     FAULTS[name] = Fault(name=name, forgets=forgets, patches=patches, found_by=found_by)
 
 
-# --- money of a node that is left alone
+# --- spend of a node without a controller
 
 
 def _never(self: Alone) -> bool:
@@ -62,7 +62,7 @@ _fault(
     (spend_guard, "AGAIN_SECONDS", 1e9),
 )
 
-# --- what dies again and again
+# --- processes that die repeatedly
 
 
 def _forgive_all(self: Deaths, how: str) -> None:
@@ -112,7 +112,7 @@ _fault(
     (stopping, "_standstill", _no_limit),
 )
 
-# --- the way to the bucket, and who may say what
+# --- access to the bucket, and rights of roles
 
 
 def _nobody_asks(name: str) -> None:
@@ -185,7 +185,7 @@ _fault(
     (Queue, "capacity", _drains_for_good),
 )
 
-# --- what a power cut leaves
+# --- data after a power cut
 
 
 def _write_without_fsync(self: WeightBook, weights: Any, data: bytes) -> None:

@@ -1,4 +1,4 @@
-"""Bugs of what is bought, where, and within which limits; and of who is blamed when a node is preempted."""
+"""Planted bugs of purchases, zones and limits, and of the blame for a preempted node."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""The process that starts agents on this machine: it dies, stands still or comes too late, and no node is forgotten."""
+"""The process that starts local agents: no node is lost if it dies, freezes or is late."""
 
 import json
 import os
@@ -26,7 +26,7 @@ time.sleep(300)
 
 @pytest.fixture
 def agent(tmp_path) -> str:
-    """The file of an agent that says who it is and stays."""
+    """Write the program of an agent that records its pid and keeps running."""
     file = tmp_path / "agent.py"
     file.write_text(AGENT)
     return str(file)
@@ -42,7 +42,7 @@ def starter(tmp_path, agent):
 
 
 def node_of(tmp_path: Path, name: str = "a node") -> Path:
-    """A node's folder, with a space in its name."""
+    """Create a node's folder with a space in its name."""
     folder = tmp_path / "nodes" / name
     (folder / "logs").mkdir(parents=True)
     (folder / "node.json").write_text("{}")
@@ -50,7 +50,7 @@ def node_of(tmp_path: Path, name: str = "a node") -> Path:
 
 
 def pids_of(folder: Path) -> list[int]:
-    """The agents that began in the folder."""
+    """Return the pids of the agents that started in the folder."""
     try:
         return [json.loads(line)["pid"] for line in (folder / "began").read_text().splitlines()]
     except FileNotFoundError:
@@ -135,12 +135,12 @@ def test_agents_outlive_the_starter_and_a_new_starter_begins(tmp_path, starter):
 
 
 def test_without_a_controller_no_agent_is_started(tmp_path, starter):
-    """The order came, but who could end the node is gone before it was carried out."""
+    """The order arrived, but the controller that could end the node died before the start."""
     running, late = node_of(tmp_path, "x"), node_of(tmp_path, "y")
     begun = starter.start(running / "node.json")
     wait_until(lambda: pids_of(running))
     os.kill(begun["pid"], signal.SIGSTOP)
-    wait_until(lambda: is_stopped(begun["pid"]))  # it may be busy when it is told
+    wait_until(lambda: is_stopped(begun["pid"]))  # the starter may be busy when the order comes
     starter._process.stdin.write(os.fsencode(late / "node.json") + b"\n")
     starter._process.stdin.close()
     os.kill(begun["pid"], signal.SIGCONT)
@@ -174,7 +174,7 @@ def test_a_frozen_starter_is_replaced(tmp_path, starter):
 
 
 def test_a_process_that_cannot_become_an_agent_starts_nothing_else(tmp_path, starter):
-    """Its log cannot be opened, as on a full disk."""
+    """The agent's log cannot be opened, as on a full disk."""
     folder, other = node_of(tmp_path, "x"), node_of(tmp_path, "y")
     (folder / "logs").rmdir()
     starter.start(folder / "node.json")

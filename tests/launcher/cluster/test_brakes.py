@@ -1,4 +1,4 @@
-"""Money never runs away (invariant 8): whatever is bought, lost and delayed, in whatever order."""
+"""The budget guard: spend stays within its limits whatever is bought, lost and delayed (invariant 8)."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -34,7 +34,7 @@ def test_a_micro_dollar_over_the_limit_is_refused_with_the_numbers():
     refusal = buy(metered=8 * DOLLAR + 1, reserved=DOLLAR)
     assert refusal is not None
     assert "max_total $10.00" in refusal.text
-    assert not refusal.for_good  # what is held for others may come back
+    assert not refusal.for_good  # reserves of other nodes may be released
 
 
 def test_a_refusal_by_spent_money_is_final():
@@ -78,18 +78,18 @@ def test_a_node_that_ends_itself_at_its_spend_deadline_stays_in_budget(rate, spe
     allowance_ms=st.integers(10_000, 600_000),
     history=st.lists(
         st.tuples(
-            st.sampled_from([0.0, 0.3, 1.0]),  # how late the next pass is, in allowances
-            st.lists(st.integers(DOLLAR, 40 * DOLLAR), max_size=3),  # rates of what somebody wants to buy
-            st.integers(0, 2),  # how many nodes the cloud takes back meanwhile
+            st.sampled_from([0.0, 0.3, 1.0]),  # delay of the next pass, in allowances
+            st.lists(st.integers(DOLLAR, 40 * DOLLAR), max_size=3),  # rates of nodes to buy
+            st.integers(0, 2),  # number of nodes preempted before the next pass
         ),
         min_size=1,
         max_size=60,
     ),
 )
 def test_spend_stays_within_the_limit_for_every_history(max_total, max_hourly, allowance_ms, history):
-    """Each pass buys what the brakes allow, and may come late; the stop at the end takes its whole allowance."""
+    """Each pass buys what the budget guard allows and may be late; the final stop takes its whole allowance."""
     now_ms, spent = 0, 0
-    nodes: list[tuple[int, int]] = []  # since when, at what rate
+    nodes: list[tuple[int, int]] = []  # (start, rate) of each node
 
     def metered(at_ms):
         return spent + sum(interval_micro_usd(start, at_ms, rate) for start, rate in nodes)

@@ -1,4 +1,4 @@
-"""What `spotrl check` finds, and how it is told: one line a check, in words, and an exit code for scripts."""
+"""`spotrl check`: one line for each check, and an exit code for scripts."""
 
 import json
 from collections.abc import Collection, Mapping, Sequence
@@ -77,11 +77,11 @@ def plan(*sites: SiteOptions, spot_nodes: int = 2) -> Plan:
 
 @dataclass
 class FakeLimits:
-    """Says what it was told to say. A quota that is no key of `has` is not told."""
+    """Cloud limits set by the test. A quota that is no key of `has` is unknown."""
 
     cloud: str = "aws"
     off_ms: int = 0
-    said: Permissions = field(default_factory=Permissions)
+    permissions_answer: Permissions = field(default_factory=Permissions)
     has: dict[str, dict[str, Quota]] = field(default_factory=dict)
     silent: set[str] = field(default_factory=set)
     where: str = "us-east-2"
@@ -90,7 +90,7 @@ class FakeLimits:
         return NOW_MS + self.off_ms
 
     def permissions(self, named: Named = NOTHING_NAMED) -> Permissions:
-        return self.said
+        return self.permissions_answer
 
     def draws_on(self, want: Placement) -> Mapping[str, int]:
         return {} if want.instance_type == "odd" else {f"vcpus-{want.market.value}": 4}
@@ -162,7 +162,7 @@ def test_the_exit_code_is_that_of_the_most_severe_fault(checks, code):
     assert ending(checks) is code
 
 
-# --- this machine ------------------------------------------------------------------------------------
+# --- this computer -----------------------------------------------------------------------------------
 
 
 def test_check_looks_for_ssh_and_rsync(monkeypatch, tmp_path):
@@ -194,7 +194,7 @@ def test_a_conflicting_skypilot_configuration_of_the_user_is_a_warning(tmp_path)
         "admin_policy is 'our.policy'",
     ]
     assert checks[0].remedy.startswith("take it out of")
-    assert checks[1].remedy == ""  # ours wins, so there is nothing to do
+    assert checks[1].remedy == ""  # our setting overrides it, so there is nothing to do
 
 
 @pytest.mark.parametrize(
@@ -236,14 +236,14 @@ def test_a_clock_more_than_five_minutes_off_is_a_fault(off_ms, verdict):
 
 def test_missing_permissions_are_listed_up_to_one_line():
     many = Permissions(missing=tuple(f"ec2:Do{number}" for number in range(8)))
-    line = permissions(FakeLimits(said=many))
+    line = permissions(FakeLimits(permissions_answer=many))
     assert line.code is ExitCode.CREDENTIALS
     assert line.found == "not allowed: ec2:Do0, ec2:Do1, ec2:Do2, ec2:Do3, ec2:Do4, ec2:Do5 and 2 more"
     assert "--print-policy aws" in line.remedy
 
 
 def test_unknown_permissions_are_a_warning():
-    line = permissions(FakeLimits(said=Permissions(unsaid=("iam:PassRole",), why="you may not simulate")))
+    line = permissions(FakeLimits(permissions_answer=Permissions(unsaid=("iam:PassRole",), why="you may not simulate")))
     assert line.verdict is Verdict.WARN
     assert "1 could not be asked about (you may not simulate)" in line.found
 
@@ -314,7 +314,7 @@ def test_every_known_aws_instance_type_has_a_quota_of_its_family(instance, marke
     if spot and instance.instance_type.startswith("p5"):
         expected = "L-C4BD4855"
     if spot and instance.instance_type.startswith("p6"):
-        expected = None  # not told by the lists that there are, so not guessed
+        expected = None  # the cloud's lists do not contain this quota, so it stays unknown
     assert quota_code(instance.instance_type, market) == expected
 
 
@@ -413,7 +413,7 @@ def test_all_missing_parts_of_a_job_are_listed_at_once(tmp_path):
 
 
 def test_a_job_is_checked_from_end_to_end(tmp_path):
-    asks = of_job(
+    named_checks = of_job(
         a_job(tmp_path),
         plan(),
         {"aws": FakeLimits(has={"us-east-2": enough()})},
@@ -424,12 +424,12 @@ def test_a_job_is_checked_from_end_to_end(tmp_path):
         environ={"HF_TOKEN": "x"},
         try_bucket=lambda url: None,
     )
-    checks = run_checks(asks)
+    checks = run_checks(named_checks)
     assert [check.what for check in checks] == ["job", "prices", "ssh from", "aws bucket", "quota aws/us-east-2"]
     assert ending(checks) is ExitCode.OK
 
 
-# --- what the job names ------------------------------------------------------------------------------
+# --- named resources ---------------------------------------------------------------------------------
 
 NAMED = Job(
     infra="aws",
@@ -453,11 +453,11 @@ def test_a_named_identity_and_network_are_a_line_each():
 
 
 def test_without_named_resources_there_is_no_line_and_no_address_lookup():
-    def nobody() -> str:
+    def not_called() -> str:
         raise AssertionError
 
     assert identity(FakeCloud(), Job().named_on("aws")) == []
-    assert networks(Job(infra="aws"), plan(), {"aws": FakeCloud()}, nobody) == []
+    assert networks(Job(infra="aws"), plan(), {"aws": FakeCloud()}, not_called) == []
 
 
 def test_an_unusable_network_is_a_fault_only_if_no_other_is_usable():
@@ -479,10 +479,10 @@ def test_an_unusable_network_is_a_fault_only_if_no_other_is_usable():
 def test_no_permission_is_required_to_create_named_resources():
     limits, client = aws()
     limits.permissions(NAMED.named_on("aws"))
-    asked = {action for one in client.asked for action in one.get("ActionNames", ())}
-    assert "ec2:RunInstances" in asked
-    assert not asked & {"iam:CreateRole", "ec2:CreateSecurityGroup"}
-    (passing,) = [one for one in client.asked if "iam:PassRole" in one.get("ActionNames", ())]
+    requests = {action for one in client.requests for action in one.get("ActionNames", ())}
+    assert "ec2:RunInstances" in requests
+    assert not requests & {"iam:CreateRole", "ec2:CreateSecurityGroup"}
+    (passing,) = [one for one in client.requests if "iam:PassRole" in one.get("ActionNames", ())]
     assert passing["ResourceArns"] == ["arn:aws:iam::123456789012:role/x/node-role"]
 
 
@@ -496,7 +496,7 @@ def refused(code: str, operation: str = "Any") -> ClientError:
 
 @dataclass
 class FakeAws:
-    """As much of a client as is asked: what it allows, its quotas, its instances."""
+    """The parts of a boto3 client that the checks use: permissions, quotas, instances."""
 
     denied: set[str] = field(default_factory=set)
     may_simulate: bool = True
@@ -504,7 +504,7 @@ class FakeAws:
     limits: dict[str, int] = field(default_factory=dict)
     defaults: dict[str, int] = field(default_factory=dict)
     instances: list[dict[str, Any]] = field(default_factory=list)
-    asked: list[dict[str, Any]] = field(default_factory=list)
+    requests: list[dict[str, Any]] = field(default_factory=list)
     arn: str = "arn:aws:sts::123456789012:assumed-role/launcher/session"
 
     def get_caller_identity(self) -> dict[str, Any]:
@@ -516,15 +516,15 @@ class FakeAws:
     def get_paginator(self, name: str) -> "FakeAws":
         return self
 
-    def paginate(self, **asked: Any) -> list[dict[str, Any]]:
-        self.asked.append(asked)
-        if "ActionNames" not in asked:
+    def paginate(self, **requests: Any) -> list[dict[str, Any]]:
+        self.requests.append(requests)
+        if "ActionNames" not in requests:
             return [{"Reservations": [{"Instances": self.instances}]}]
         if not self.may_simulate:
             raise refused("AccessDenied")
         results = [
             {"EvalActionName": name, "EvalDecision": "implicitDeny" if name in self.denied else "allowed"}
-            for name in asked["ActionNames"]
+            for name in requests["ActionNames"]
         ]
         return [{"EvaluationResults": results}]
 
@@ -569,17 +569,17 @@ def aws(**more: Any) -> tuple[AwsLimits, FakeAws]:
 def test_iam_simulates_the_role_on_the_resources_of_the_policy():
     limits, client = aws(denied={"iam:PassRole"})
     assert limits.permissions() == Permissions(missing=("iam:PassRole",))
-    assert {asked["PolicySourceArn"] for asked in client.asked} == {"arn:aws:iam::123456789012:role/launcher"}
-    (passing,) = [asked for asked in client.asked if "iam:PassRole" in asked["ActionNames"]]
+    assert {requests["PolicySourceArn"] for requests in client.requests} == {"arn:aws:iam::123456789012:role/launcher"}
+    (passing,) = [requests for requests in client.requests if "iam:PassRole" in requests["ActionNames"]]
     assert passing["ResourceArns"] == ["arn:aws:iam::123456789012:role/spotrl/*"]
 
 
 def test_permissions_that_iam_does_not_simulate_get_a_dry_run():
     limits, _ = aws(may_simulate=False, denied={"ec2:RunInstances"})
-    said = limits.permissions()
-    assert said.missing == ("ec2:RunInstances",)
-    assert "iam:PassRole" in said.unsaid
-    assert "SimulatePrincipalPolicy" in said.why
+    permissions_answer = limits.permissions()
+    assert permissions_answer.missing == ("ec2:RunInstances",)
+    assert "iam:PassRole" in permissions_answer.unsaid
+    assert "SimulatePrincipalPolicy" in permissions_answer.why
 
 
 def test_the_clock_is_read_even_from_a_refusal():
@@ -616,13 +616,13 @@ def test_running_vcpus_reduce_the_quota_of_their_family_and_market():
 
 @pytest.fixture
 def google():
-    """A project over HTTP: its quotas, and every permission but one."""
+    """Serve a project over HTTP, with its quotas and every permission except one."""
 
     class Handler(BaseHTTPRequestHandler):
         def log_message(self, *_: object) -> None:
             pass
 
-        def _say(self, answer: Mapping[str, Any]) -> None:
+        def _send(self, answer: Mapping[str, Any]) -> None:
             self.send_response(200)
             self.end_headers()
             self.wfile.write(json.dumps(answer).encode())
@@ -634,11 +634,11 @@ def google():
         def do_GET(self) -> None:
             metrics = {"NVIDIA_L4_GPUS": (1.0, 1.0)} if "/regions/" in self.path else {"GPUS_ALL_REGIONS": (4.0, 1.0)}
             rows = [{"metric": name, "limit": limit, "usage": used} for name, (limit, used) in metrics.items()]
-            self._say({"quotas": rows})
+            self._send({"quotas": rows})
 
         def do_POST(self) -> None:
-            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["permissions"]
-            self._say({"permissions": [name for name in asked if name != "compute.instances.create"]})
+            requests = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["permissions"]
+            self._send({"permissions": [name for name in requests if name != "compute.instances.create"]})
 
     server = HTTPServer(("127.0.0.1", 0), Handler)
     thread = Thread(target=server.serve_forever, daemon=True)

@@ -1,6 +1,6 @@
-"""The clouds' own APIs: what is found by label, why it ended, what is made for a run and that all of it goes again.
+"""The cloud APIs: find by label, read why an instance ended, create a run's resources and delete all of them.
 
-AWS is moto in this process; Google Cloud is our own slice of it (tests/fakes/clouds), over HTTP on loopback.
+AWS is moto in this process; Google Cloud is our own fake (tests/fakes/clouds), over HTTP on loopback.
 """
 
 import json
@@ -71,13 +71,13 @@ def aws(monkeypatch):
 
 
 def buy(node="run-rollout-0-g0", run="run", owner="me", region=REGION):
-    """As SkyPilot does: tags on the instance and on its volume."""
+    """Launch an instance like SkyPilot, with tags on the instance and on its volume."""
     tags = [
         {"Key": f"spotrl-{key}", "Value": value} for key, value in {"run": run, "node": node, "owner": owner}.items()
     ]
     ec2 = boto3.client("ec2", region_name=region)
     made = ec2.run_instances(
-        ImageId="ami-12c6146b",  # one of those that moto has; a list of all takes a second
+        ImageId="ami-12c6146b",  # a fixed image of moto, because listing all takes a second
         InstanceType="m6i.large",
         MinCount=1,
         MaxCount=1,
@@ -104,14 +104,14 @@ def test_aws_terminates_instances_and_reports_why_they_ended(aws):
     assert instance.state in (InstanceState.STOPPING, InstanceState.GONE)
     assert "User initiated" in instance.reason
     assert not instance.reclaimed
-    aws.end([instance])  # once more is no error
+    aws.end([instance])  # a second call is no error
     assert aws.end_of(instance).reason
 
 
 def test_aws_reports_the_preemption_of_a_spot_instance(aws, monkeypatch):
     buy()
-    told = boto3.client("ec2", region_name=REGION).describe_instances()
-    told["Reservations"][0]["Instances"][0] |= {
+    described = boto3.client("ec2", region_name=REGION).describe_instances()
+    described["Reservations"][0]["Instances"][0] |= {
         "State": {"Code": 48, "Name": "terminated"},
         "InstanceLifecycle": "spot",
         "StateReason": {"Code": "Server.SpotInstanceTermination", "Message": "Spot instance termination"},
@@ -120,7 +120,7 @@ def test_aws_reports_the_preemption_of_a_spot_instance(aws, monkeypatch):
 
     class Client:
         def describe_instances(self, InstanceIds):
-            return told
+            return described
 
     (instance,) = aws.instances(REGION, run="run")
     end = AwsApi(client=lambda service, region: Client()).end_of(instance)
@@ -183,7 +183,7 @@ def test_aws_disks_are_found_by_label_and_deleted(aws):
     buy()
     (disk,) = [one for one in aws.resources(REGION, run="run") if one.kind == "disk"]
     assert (disk.node, disk.size_gib) == ("run-rollout-0-g0", 8)
-    assert aws.remove([disk]) == [disk]  # its machine still has it
+    assert aws.remove([disk]) == [disk]  # its instance still uses it
     aws.end(aws.instances(REGION, run="run"))
     assert aws.remove([disk]) == []
 
@@ -233,11 +233,11 @@ def test_a_node_may_read_its_model_but_not_change_it():
     )
 
 
-# --- AWS things that a job names ------------------------------------------------------------------------
+# --- AWS resources that a job names ---------------------------------------------------------------------
 
 
 class Company:
-    """An account whose administrator made a VPC, two public subnets and a private one, a group and a profile."""
+    """An account with a VPC, two public subnets, a private one, a group and a profile made by its administrator."""
 
     def __init__(self):
         self.ec2, self.iam = boto3.client("ec2", region_name=REGION), boto3.client("iam")
@@ -396,7 +396,7 @@ def test_ssh_through_a_proxy_may_come_from_any_address(aws, company):
     assert prepare_in(aws, company.named(ssh_proxy="ssh -W %h:%p bastion")).ssh_from == ""
     place = prepare_in(aws, company.named(public_addresses=False, subnets=("company-private",)))
     company.ec2.revoke_security_group_ingress(GroupId=company.group, IpPermissions=[from_bastion])
-    assert aws.open_rules(place) == []  # a bastion may be in the group, whose members reach one another
+    assert aws.open_rules(place) == []  # a bastion may be in the group, whose members can reach each other
     company.ec2.revoke_security_group_ingress(GroupId=company.group, IpPermissions=[company.inside])
     assert "tcp 22 (SSH) from where ssh_proxy, or this machine, connects" in aws.open_rules(place)[1]
 
@@ -418,7 +418,7 @@ ZONE = "us-central1-a"
 
 
 class GoogleServer:
-    """Our slice of Google Cloud behind one port; which service is meant is seen by the path."""
+    """Our fake Google Cloud behind one port; the path selects the service."""
 
     def __init__(self):
         self.gce = Gce(Faults(), Pool(), lambda *_: b"{}", lambda text: None)
@@ -438,17 +438,17 @@ class GoogleServer:
                 else:
                     host = "cloudresourcemanager.googleapis.com"
                 try:
-                    status, said = (
+                    status, content = (
                         200,
                         server.gce.answer(host, self.command, url.path, dict(parse_qsl(url.query)), body),
                     )
                 except Refused as refused:
                     reasons = [{"reason": refused.reason}]
-                    status, said = refused.status, {"error": {"message": str(refused), "errors": reasons}}
+                    status, content = refused.status, {"error": {"message": str(refused), "errors": reasons}}
                 except LostReply:
                     self.connection.close()
                     return
-                data = json.dumps(said).encode()
+                data = json.dumps(content).encode()
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(data)))
                 self.end_headers()
@@ -588,7 +588,7 @@ def test_gcp_disks_are_found_by_label_and_a_network_in_use_stays(gcp):
     assert (disk.node, disk.size_gib) == ("run-rollout-0-g0", 100)
     gcp.prepare("us-central1", run="run", owner="me", ssh_from=FROM, buckets=[])
     networks = [one for one in gcp.resources("us-central1", run="run") if one.kind == "network"]
-    assert gcp.remove(networks) == networks  # its subnet is there still
+    assert gcp.remove(networks) == networks  # its subnet still exists
 
 
 @pytest.mark.parametrize(("kind", "error"), [("down", CloudUnreachable), ("throttled", CloudUnreachable)])
@@ -599,12 +599,12 @@ def test_an_unreachable_gcp_is_not_a_refusal(gcp, google, kind, error):
 
 
 def test_a_refused_list_of_service_accounts_is_shown_as_a_refusal(gcp, monkeypatch):
-    ask = gcp.calls.ask
+    call = gcp.calls.ask
 
     def refuse(method, service, path, body=None, query=None):
         if path == "/serviceAccounts":
             raise Answer(403, "forbidden", "iam.serviceAccounts.list denied")
-        return ask(method, service, path, body, query)
+        return call(method, service, path, body, query)
 
     monkeypatch.setattr(gcp.calls, "ask", refuse)
     with pytest.raises(CloudRefused, match=r"serviceAccounts.list: Google Cloud refused .*check --print-policy gcp"):
@@ -620,11 +620,11 @@ def test_gcp_lists_its_regions(gcp):
     assert gcp.regions() == ["us-central1", "us-east4"]
 
 
-# --- Google's things that a job names -------------------------------------------------------------------
+# --- Google resources that a job names ------------------------------------------------------------------
 
 
 class GoogleCompany:
-    """A project whose administrator made a network, a subnet, firewall rules and a service account for nodes."""
+    """A project with a network, a subnet, firewall rules and a service account made by its administrator."""
 
     ACCOUNT = f"node@{PROJECT}.iam.gserviceaccount.com"
 
@@ -721,16 +721,16 @@ def test_rules_by_service_account_count_for_nodes_that_run_as_it(gcp, google_com
 
 
 def test_google_resources_that_may_not_be_read_are_reported_as_unsure(gcp, google_company, monkeypatch):
-    asked = []
+    called = []
 
-    def ask(method, where, path, body=None, query=None):
-        asked.append(where[2] + path)
+    def call(method, where, path, body=None, query=None):
+        called.append(where[2] + path)
         raise Answer(403, "forbidden", "you may not look")
 
-    names = GoogleNames(ask)
+    names = GoogleNames(call)
     (finding,) = names.look_at_network("us-central1", google_company.named(network="host/company"), FROM)
     assert (finding.look, "you may not look" in finding.text) == (Look.UNSURE, True)
-    assert asked == ["/compute/v1/projects/host/global/networks/company"]
+    assert called == ["/compute/v1/projects/host/global/networks/company"]
     assert names.look_at_account(GoogleCompany.ACCOUNT).look is Look.UNSURE
 
 
@@ -744,7 +744,7 @@ def test_a_private_google_subnet_without_google_access_is_reported(gcp, google_c
 
 
 def may_end(condition, instance):
-    """Evaluate the condition of a role for an instance. `extract` gives what stands in the place of the braces."""
+    """Evaluate the condition of a role for an instance. `extract` returns the value of the braces."""
     terms = condition.removeprefix('resource.type != "compute.googleapis.com/Instance" || ').split(" || ")
     for term in terms:
         before, after, wanted = re.fullmatch(r'resource.name.extract\("(.*)\{run\}(.*)"\) == "(.*)"', term).groups()
@@ -755,7 +755,7 @@ def may_end(condition, instance):
 
 
 def test_nodes_may_not_end_those_of_a_run_with_the_same_name_prefix():
-    """Nodes of `exp` were allowed to delete instances of `exp-2`."""
+    """A bug allowed nodes of `exp` to delete instances of `exp-2`."""
     nodes = ("trainer-g0-1a2b-head", "spot-0-g3-1a2b-head", "spot-11-g0-1a2b-head")
     for run in ("exp", "exp-2", "exp-2-b", "e"):
         condition = node_conditions(run, "projects/p/roles/spotrlNode", [])["end-our-own"][1]
@@ -771,7 +771,7 @@ def test_a_run_name_may_not_look_like_a_node_name(name):
 
 
 def test_the_role_of_nodes_is_made_once_and_never_changed(gcp, google):
-    """Who may change it could give its permissions to a node, and take them."""
+    """A principal that may change the role could give a node any permission, or take permissions away."""
     roles = google.gce.roles
     NodeIdentity(gcp.calls).prepare_role()
     made = dict(roles["spotrlNode"])
@@ -795,7 +795,7 @@ def test_a_role_that_may_not_be_created_is_left_to_an_administrator(gcp, monkeyp
 
 
 def test_binding_a_new_service_account_is_retried_until_google_knows_it(gcp, monkeypatch):
-    """Right after it was made, setIamPolicy answers 400."""
+    """Right after the account was created, setIamPolicy answers 400."""
     now = [1000.0]
     monkeypatch.setattr("launcher.clouds.gce_identity.time.monotonic", lambda: now[0])
 
@@ -839,5 +839,5 @@ def test_a_gcp_node_can_access_only_its_own_instances_and_prefix():
     ],
 )
 def test_the_owner_label_is_the_same_in_every_session(arn, owner):
-    """With each session of an assumed role, `reap` took its own machines for somebody else's."""
+    """A bug changed the owner with each session of an assumed role, so `reap` ignored its own instances."""
     assert owner_of(arn) == owner

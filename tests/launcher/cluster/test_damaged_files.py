@@ -1,6 +1,6 @@
-"""A power cut of the launcher's machine leaves files of a node empty: no run may stop or pay for ever because of that.
+"""A power cut of the launcher's computer can empty a node's files. No run may stall or pay forever because of it.
 
-Every file that a node has at a stage of its life is emptied, and a new process goes on with what is left.
+Each file that a node has at a stage of its life is emptied, and a new process continues with the rest.
 """
 
 import json
@@ -31,18 +31,18 @@ STAGES = {
     "ended": (*UP, "release", "ending", "ended"),
     "cleared": (*UP, "release", "ending", "ended", "cleared"),
 }
-"""By stage: the JSON files that a node on a cloud has then."""
+"""The JSON files of a cloud node, by stage."""
 
 LIVES_ON = {("launching", "launch"), *(("up", name) for name in ("want", "launch", "machine", "login", "agent"))}
-"""What the clouds, SkyPilot or the node say again: the node need not be given up."""
+"""Files whose content can be read again from the cloud, SkyPilot or the node, so the node is kept."""
 
 
 def bring_to(stage: Stage, which: str) -> None:
     """Drive a node to a stage of its life."""
     if which == "asked":
-        stage.ask(TRAINER)
+        stage.request(TRAINER)
     elif which == "launching":
-        stage.ask(TRAINER)
+        stage.request(TRAINER)
         stage.passes(2)
     else:
         stage.bring_up(TRAINER)
@@ -68,7 +68,7 @@ def files_of(stage: Stage) -> set[str]:
 
 
 def end_of_run(stage: Stage) -> NodeStatus | None:
-    """Release the node as a controller does at the end of a run, and look until it has had time to end."""
+    """Release the node like a controller at the end of a run, and poll until it had time to end."""
     stage.provisioner.release([TRAINER])
     facts = stage.passes(60)
     assert stage.provisioner.tidy()
@@ -94,11 +94,11 @@ def test_a_node_with_an_empty_file_continues_or_ends(tmp_path, which, file):
     stage.passes(5)
     if (
         link := stage.links.get(TRAINER)
-    ) is not None and not link.closed:  # a new line shows the node's own files again
+    ) is not None and not link.closed:  # a new connection mirrors the node's own files again
         link.shows("agent", pid=5)
         link.shows("ready", at_ms=stage.time.ms, pid=5)
     fact = stage.passes(5).get(TRAINER)
-    assert fact is not None, "nobody would know of its machine"
+    assert fact is not None, "its instance would be lost"
     if file == "spec":
         assert fact.status in ENDS
     if (which, file) in LIVES_ON:
@@ -184,7 +184,7 @@ def test_a_local_node_with_an_empty_file_is_still_accounted_for(tmp_path, which,
     (folder / f"{file}.json").write_text("")
     again = LocalProvisioner(tmp_path, clock, None, FAKE_AGENT)
     again.observe()
-    clock.pass_ms(3_600_000 * 12)  # 12 minutes of wall time: nothing is waited for any longer
+    clock.pass_ms(3_600_000 * 12)  # 12 minutes of wall time: every timeout is over
     again.observe()
     fact = fact_of(again, LOCAL)
     assert fact is not None

@@ -1,4 +1,4 @@
-"""The local cloud: real processes, a clock moved by hand."""
+"""The local provisioner: real processes, and a clock that the test moves."""
 
 import contextlib
 import errno
@@ -26,13 +26,13 @@ NODE = "demo-spot-0-g0"
 HOUR_MS = 3_600_000
 
 
-def provisioner_of(tmp_path: Path, clock: HandClock, reclaims: PreemptionSchedule | None = None) -> LocalProvisioner:
-    return LocalProvisioner(tmp_path, clock, reclaims, FAKE_AGENT)
+def provisioner_of(tmp_path: Path, clock: HandClock, schedule: PreemptionSchedule | None = None) -> LocalProvisioner:
+    return LocalProvisioner(tmp_path, clock, schedule, FAKE_AGENT)
 
 
-def started(tmp_path: Path, clock: HandClock, reclaims: PreemptionSchedule | None = None) -> LocalProvisioner:
-    """A provisioner with one node that is up, agent and child."""
-    provisioner = provisioner_of(tmp_path, clock, reclaims)
+def started(tmp_path: Path, clock: HandClock, schedule: PreemptionSchedule | None = None) -> LocalProvisioner:
+    """Return a provisioner with one node that is up: an agent and its child."""
+    provisioner = provisioner_of(tmp_path, clock, schedule)
     provisioner.request(placement(), spec(tmp_path, clock))
     wait_until(lambda: status_of(provisioner) is NodeStatus.UP)
     wait_until(lambda: len(processes_of(node_folder(tmp_path, NODE))) == 2)
@@ -70,7 +70,7 @@ def test_a_second_agent_finds_the_lock_held_and_exits(tmp_path):
     clock = HandClock()
     provisioner = started(tmp_path, clock)
     pid = agent_pid(tmp_path)
-    provisioner._spawn(NodeRecords(node_folder(tmp_path, NODE), clock))  # as after a crash between spawn and record
+    provisioner._spawn(NodeRecords(node_folder(tmp_path, NODE), clock))  # like a crash between the start and its record
     wait_until(lambda: list(read_exits(node_folder(tmp_path, NODE)).values()) == [0])
     assert status_of(provisioner) is NodeStatus.UP
     assert agent_pid(tmp_path) == pid
@@ -118,7 +118,7 @@ def test_a_full_disk_does_not_prevent_a_release(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "touch", full)
     monkeypatch.setattr("launcher.provision.local.node_records.write_durably", full)
     with pytest.raises(OSError, match="No space left"):
-        provisioner.release([NODE])  # the controller tries again
+        provisioner.release([NODE])  # the controller repeats the request
     assert processes_of(node_folder(tmp_path, NODE)) == []
 
 
@@ -191,7 +191,7 @@ def test_an_agent_that_dies_during_a_poll_still_has_its_exit_signal(tmp_path, mo
     look = processes.is_recorded_alive
 
     def die_then_look(record):
-        """The worst moment for the agent to die: just before the provisioner looks for its process."""
+        """Let the agent die at the worst moment: just before the provisioner looks for its process."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(record["pid"], signal.SIGKILL)
         wait_until(lambda: not look(record))
@@ -229,7 +229,7 @@ def test_a_node_whose_workers_never_call_is_lost_after_a_limit(tmp_path, monkeyp
 
 @pytest.mark.parametrize("manner", range(4))
 def test_the_local_cloud_preempts_a_node_as_scheduled(tmp_path, manner):
-    """Notice + SIGKILL, silent SIGSTOP, silent SIGKILL, notice + SIGSTOP; each by a provisioner that knows nothing."""
+    """Manners: notice + SIGKILL, SIGSTOP, SIGKILL, notice + SIGSTOP; each by a new provisioner."""
     clock = HandClock()
     rules = rule(1_800_000, first=manner)
     fate = rules.preemption(0).manner
@@ -249,7 +249,7 @@ def test_the_local_cloud_preempts_a_node_as_scheduled(tmp_path, manner):
     fact = fact_of(fresh(), NODE)
     assert fact is not None
     if fate.signal == "SIGSTOP":
-        assert fact.status is NodeStatus.UP  # the cloud has not said so yet
+        assert fact.status is NodeStatus.UP  # the cloud has not reported it yet
         wait_until(lambda: all(is_stopped(pid) for pid in processes_of(node_folder(tmp_path, NODE))))
         clock.pass_ms(SILENCE_MS)
         fact = fact_of(fresh(), NODE)
@@ -277,7 +277,7 @@ def test_an_interrupted_preemption_is_completed(tmp_path):
     born = clock.at_ms
     clock.pass_ms(1_800_000)
     folder = node_folder(tmp_path, NODE)
-    (folder / "reclaim.json").write_text(f'{{"at_ms": {clock.at_ms}}}')  # as after a crash before the kill
+    (folder / "reclaim.json").write_text(f'{{"at_ms": {clock.at_ms}}}')  # like a crash before the kill
     clock.pass_ms(1000)
     fact = fact_of(provisioner_of(tmp_path, clock, rules), NODE)
     assert fact is not None

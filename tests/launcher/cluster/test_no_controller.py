@@ -1,4 +1,4 @@
-"""A run that is not over keeps a controller: through a full disk, a locked ledger, and after its controller died."""
+"""An unfinished run keeps a controller despite a full disk, a locked ledger and a killed controller."""
 
 import contextlib
 import errno
@@ -48,7 +48,7 @@ def sessions(home, monkeypatch):
 
 @pytest.fixture
 def systemctl(home, monkeypatch):
-    """A fake systemctl on PATH; the folder where it writes down what it was asked."""
+    """Put a fake systemctl on PATH, and return the folder where it records its calls."""
     (home / "bin").mkdir()
     script = home / "bin" / "systemctl"
     script.write_text(f"#!{sys.executable}\n{FAKE_SYSTEMCTL.read_text()}")
@@ -75,7 +75,7 @@ def controller_pid(sessions, run) -> int:
         return 0 if lease is None else lease.pid
 
 
-# --- trouble that lasts ---------------------------------------------------------------------------------
+# --- lasting errors -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_a_service_restarts_a_controller_that_was_killed(sessions, systemctl):
 
 def test_the_controller_of_a_run_that_is_over_removes_its_service(sessions, systemctl, monkeypatch):
     monkeypatch.setattr(runs, "CONTROLLER", (sys.executable, "-m", "launcher.cli.main", "controller"))
-    run = made_run(sessions, max_total=10)  # its trainer cannot be paid for
+    run = made_run(sessions, max_total=10)  # its trainer exceeds the budget
     file = service_file(run.name)
     start_service(sessions, run.name)
     wait_until(lambda: not file.exists(), 30)
@@ -151,7 +151,7 @@ def test_a_service_unit_holds_settings_and_no_secrets(sessions, systemctl, monke
     assert r'Environment="AWS_PROFILE=team \"100%%\""' in unit
     assert f'Environment="SPOTRL_HOME={systemctl}"' in unit
     assert "Restart=on-failure" in unit
-    assert "KillMode=process" in unit  # its nodes here go on without it
+    assert "KillMode=process" in unit  # the local nodes keep running without the service
     assert bring_down(sessions, run.name, 20) == []
     remove_service(run.name)
     assert not service_file(run.name).exists()

@@ -1,4 +1,4 @@
-"""The line to a node's machine, through a real sshd on loopback and a real window; the agent is a stand-in."""
+"""The connection to a node's instance, with a real sshd on loopback, a real remote console and a fake agent."""
 
 import contextlib
 import json
@@ -37,7 +37,7 @@ def sshd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sshd]:
 
 
 class Node:
-    """A folder on the "machine", its mirror here, and the lines between them."""
+    """A node: its folder on the "instance", its mirror here, and the connections between them."""
 
     def __init__(self, tmp_path: Path, sshd: Sshd) -> None:
         self.folder, self.mirror, self.sshd = tmp_path / "remote" / "node", tmp_path / "mirror", sshd
@@ -81,7 +81,7 @@ class Node:
         return json.loads(path.read_text()) if path.exists() else None
 
     def agent(self) -> int | None:
-        """Pid of the agent that is there now."""
+        """Return the pid of the current agent."""
         record = self.there("agent.json")
         return int(record["pid"]) if record is not None and psutil.pid_exists(record["pid"]) else None
 
@@ -117,13 +117,13 @@ def equal(one: Path, other: Path) -> Callable[[], bool]:
 
 
 def ssh_of(node: Node) -> int:
-    """Pid of the ssh process of this node's line, as soon as there is one."""
+    """Return the pid of the ssh process of this node's connection once it exists."""
 
     found: list[int] = []
 
     def appears() -> bool:
         for child in psutil.Process().children():
-            with contextlib.suppress(psutil.Error):  # the one before may be a zombie
+            with contextlib.suppress(psutil.Error):  # the previous process may be a zombie
                 if child.name() == "ssh" and str(node.folder) in " ".join(child.cmdline()):
                     found.append(child.pid)
         return bool(found)
@@ -162,7 +162,7 @@ def test_files_on_node_and_mirror_are_readable_only_by_the_owner(node):
     wait_until(lambda: (node.mirror / "progress/trainer.jsonl").exists() and node.here("ready.json"))
     for path in (node.folder / "node.json", node.folder, node.mirror, *node.mirror.rglob("*")):
         assert path.stat().st_mode & 0o077 == 0, path
-    assert not (node.mirror / "node.json").exists()  # it has the token
+    assert not (node.mirror / "node.json").exists()  # the file holds the token
 
 
 def test_the_agent_gets_the_secrets_by_environment_and_never_by_file(node):
@@ -180,7 +180,7 @@ def test_a_repeated_order_from_any_process_keeps_one_agent(node):
     wait_until(lambda: node.here("ready.json"))
     agent = node.agent()
     other = node.link()
-    other.run(node.spec(money_left_ms=5))  # money is no reason to start anew
+    other.run(node.spec(money_left_ms=5))  # a changed spend deadline does not restart the agent
     wait_until(lambda: other.heard_s is not None)
     time.sleep(0.5)
     assert node.agent() == agent
@@ -233,7 +233,7 @@ def test_a_killed_agent_is_reported_gone(node):
     assert node.here("exit.json")["code"] == -signal.SIGKILL
 
 
-# --- money and notices ----------------------------------------------------------------------------
+# --- spend deadlines and notices ------------------------------------------------------------------
 
 
 def test_the_spend_deadline_is_sent_and_can_be_shortened(node):
@@ -264,11 +264,11 @@ def test_a_notice_reaches_the_node_and_the_earliest_one_counts(node):
     assert node.there("notice.json")["deadline_ms"] == 1_000
 
 
-# --- broken lines ---------------------------------------------------------------------------------
+# --- broken connections ---------------------------------------------------------------------------
 
 
 class Writer:
-    """Appends numbered lines to a log of the node until it is told to stop."""
+    """Appends numbered lines to a log of the node until `close`."""
 
     def __init__(self, node: Node) -> None:
         self.path = node.folder / "logs/busy.log"
@@ -315,7 +315,7 @@ def test_no_log_byte_is_lost_or_doubled_by_any_kill(node, sshd, who):
     assert (node.folder / progress).read_bytes().startswith((node.mirror / progress).read_bytes())
     agent = node.agent()
     assert agent is not None
-    assert node.there("started.json")["pid"] == agent  # it never noticed
+    assert node.there("started.json")["pid"] == agent  # the agent did not notice
 
 
 @pytest.mark.parametrize("who", ["window", "sshd", "ssh"])
@@ -339,7 +339,7 @@ def test_a_stalled_connection_is_replaced(node, sshd, who):
     for process in {*windows, *sshd.sessions()}:
         if process.is_running():
             process.resume()
-    wait_until(lambda: not [window for window in windows if window.is_running()])  # nobody hears them any more
+    wait_until(lambda: not [window for window in windows if window.is_running()])  # no launcher reads them any more
 
 
 def test_an_unreachable_instance_is_retried_and_the_trouble_is_named(node, tmp_path, sshd):
@@ -394,7 +394,7 @@ def test_no_call_blocks_on_an_instance_that_does_not_answer(node, tmp_path):
         assert time.monotonic() - began < 0.5
 
 
-# --- files that begin anew ------------------------------------------------------------------------
+# --- replaced files -------------------------------------------------------------------------------
 
 
 def test_a_replaced_file_is_mirrored_from_the_start_even_if_longer(node):
@@ -427,10 +427,10 @@ def test_a_mirror_refuses_forbidden_file_names(tmp_path):
     assert not (tmp_path / "x").exists()
 
 
-# --- the door -------------------------------------------------------------------------------------
+# --- the tunnel -----------------------------------------------------------------------------------
 
 
-def ask(tunnel: tuple[str, int], path: str) -> int:
+def get(tunnel: tuple[str, int], path: str) -> int:
     with socket.create_connection(tunnel, timeout=5) as connection:
         connection.sendall(f"GET {path} HTTP/1.0\r\n\r\n".encode())
         return int(connection.recv(64).split()[1])
@@ -450,17 +450,17 @@ def test_the_tunnel_leads_to_the_coordinator_once_it_answers(node):
     link.run(spec)
     wait_until(lambda: node.here("agent.json"))
     time.sleep(1.0)
-    assert link.tunnel(spec.coordinator_port) is None  # ssh takes connections, and nobody is behind it
+    assert link.tunnel(spec.coordinator_port) is None  # ssh accepts connections, but no coordinator listens behind it
     server = HTTPServer(("127.0.0.9", spec.coordinator_port), Coordinator)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         wait_until(lambda: link.tunnel(spec.coordinator_port))
-        assert ask(link.tunnel(spec.coordinator_port), "/") == 204
+        assert get(link.tunnel(spec.coordinator_port), "/") == 204
         assert link.tunnel(spec.coordinator_port + 1) is None
         first = link.tunnel(spec.coordinator_port)
         os.kill(ssh_of(node), signal.SIGKILL)
         wait_until(lambda: link.tunnel(spec.coordinator_port) not in (first, None))
-        assert ask(link.tunnel(spec.coordinator_port), "/") == 204
+        assert get(link.tunnel(spec.coordinator_port), "/") == 204
     finally:
         server.shutdown()
         server.server_close()
@@ -473,7 +473,7 @@ def test_a_spot_node_has_no_tunnel(node):
     assert link.tunnel(node.port) is None
 
 
-# --- the other end --------------------------------------------------------------------------------
+# --- the launcher's end ---------------------------------------------------------------------------
 
 
 def test_a_greeting_of_the_login_shell_is_no_trouble(node, tmp_path):
@@ -506,7 +506,7 @@ while True:
 
 
 def launcher_of(node: Node) -> "subprocess.Popen[str]":
-    """A launcher of its own, that says how long its node has been silent after each time that it stood still."""
+    """Start a launcher process that prints the silence of its node after each suspension."""
     login = node.sshd.login
     code = LAUNCHER.format(
         host=login.host,

@@ -1,4 +1,4 @@
-"""A controller runs from a copy of the code, so that an upgrade changes nothing under it."""
+"""A controller runs from a copy of the code, so that an upgrade does not change it."""
 
 import os
 import shutil
@@ -14,7 +14,7 @@ from launcher.runs.own_code import environment_for, keep_code
 
 @pytest.fixture
 def installed(tmp_path, monkeypatch):
-    """An installed spotrl that a test may upgrade: two small packages instead of ours."""
+    """Create an installed spotrl that a test may upgrade: two small packages in place of ours."""
     root = tmp_path / "installed"
     for package in ("engine", "launcher"):
         (root / package).mkdir(parents=True)
@@ -27,11 +27,11 @@ def installed(tmp_path, monkeypatch):
 
 def test_imports_after_an_upgrade_still_use_the_old_version(installed, tmp_path):
     environ = environment_for(keep_code(tmp_path / "home"), {**os.environ, "PYTHONPATH": str(installed)})
-    for package in ("engine", "launcher"):  # as an upgrade does: one file less, the others changed
+    for package in ("engine", "launcher"):  # like an upgrade: one file is removed, the others change
         (installed / package / "version.py").unlink()
         (installed / package / "__init__.py").write_text("NEW = True")
     seen = "import launcher.version, engine.version, engine; print(launcher.version.NAME, hasattr(engine, 'NEW'))"
-    # As the controller and each agent are started.
+    # The controller and each agent are started like this.
     done = subprocess.run([sys.executable, "-S", "-P", "-c", seen], env=environ, capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("old False\n", "")
 

@@ -1,4 +1,4 @@
-"""What a launch on real clouds looks at before it buys anything."""
+"""Checks of a launch on real clouds before it buys anything."""
 
 import json
 import time
@@ -65,7 +65,7 @@ def job(tmp_path):
 
 
 class Api:
-    """A cloud that knows who asks, or refuses to say."""
+    """A cloud that returns the caller's identity, or refuses."""
 
     def __init__(self, cloud, refusal=None):
         self.cloud, self._refusal = cloud, refusal
@@ -143,15 +143,15 @@ def test_a_launch_on_google_cloud_without_gcloud_is_refused_and_named_as_the_onl
 
 
 def test_the_credentials_and_bucket_of_every_cloud_are_tried(job):
-    tried, asked = [], []
+    tried, checked = [], []
 
     def unused(url, run):
-        asked.append((url, run))
+        checked.append((url, run))
 
     callers = check_clouds(job(), {"aws": Api("aws"), "gcp": Api("gcp")}, [], tried.append, unused)
     assert {cloud: caller.identity for cloud, caller in callers.items()} == {"aws": "someone", "gcp": "someone"}
     assert sorted(tried) == ["gs://runs/digits", "s3://runs/ours/digits"]
-    assert sorted(asked) == [("gs://runs/digits", "digits"), ("s3://runs/ours/digits", "digits")]
+    assert sorted(checked) == [("gs://runs/digits", "digits"), ("s3://runs/ours/digits", "digits")]
     with pytest.raises(CloudRefused, match="no credentials"):
         check_clouds(job(), {"aws": Api("aws", "no credentials")}, [], tried.append)
 
@@ -165,7 +165,7 @@ def test_a_bucket_that_cannot_be_used_stops_the_launch(job):
 
 
 def test_a_run_name_that_instances_already_have_is_refused(job):
-    """Of another ledger, or of one that was lost: this run would take them for its own."""
+    """Instances of another or a lost ledger with this name would look like instances of this run."""
     looked = []
     cloud, places = FakeCloud(), [("aws", "us-east-1"), ("aws", "us-west-2")]
     cloud.add(instance(state=InstanceState.GONE), instance("i-2", region="us-west-2", owner="grace"))
@@ -193,7 +193,7 @@ def test_a_run_name_controlled_by_another_computer_is_refused_first(job, tmp_pat
 
 
 def test_a_price_may_age_as_long_as_its_capacity_type_allows():
-    """On-demand prices rarely move, and hold for a month."""
+    """On-demand prices rarely change, so they are valid for a month."""
     old = slot("trainer", market=Market.ON_DEMAND, age_ms=48 * HOUR_MS)
     check_prices([old], NOW_MS)
     with pytest.raises(CatalogError):

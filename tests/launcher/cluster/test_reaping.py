@@ -1,4 +1,4 @@
-"""What is found on the clouds and taken away: in which order, how patiently, and what is said of what stays."""
+"""Cleanup: finding resources on the clouds, deleting them in order with retries, and reporting what is left."""
 
 import sqlite3
 from collections.abc import Callable
@@ -38,12 +38,12 @@ OTHER = {"owner": "bob"}
 
 @dataclass
 class Stopwatch:
-    """Time passes only by waiting."""
+    """A clock that advances only by waiting."""
 
     s: float = 0.0
     waited: list[float] = field(default_factory=list)
     at: dict[int, Callable[[], None]] = field(default_factory=dict)
-    """What happens at the n-th wait."""
+    """Function to call at the n-th wait."""
 
     def now(self) -> float:
         return self.s
@@ -66,7 +66,7 @@ def found_on(*clouds: FakeCloud, all_owners: bool = False) -> Inventory:
     return look(sign_in({cloud.cloud: cloud for cloud in clouds}, all_owners=all_owners)[0])
 
 
-# --- looking -----------------------------------------------------------------------------------------
+# --- listing -----------------------------------------------------------------------------------------
 
 
 def test_every_region_of_every_cloud_is_listed():
@@ -115,9 +115,9 @@ def test_a_resource_listed_by_every_region_is_found_once():
 
 
 def test_listing_reports_its_progress():
-    said: list[str] = []
-    look(sign_in({"aws": FakeCloud()})[0], said.append)
-    assert said == ["looked at 1 of 2 regions (aws/us-east-1)", "looked at 2 of 2 regions (aws/us-west-2)"]
+    lines: list[str] = []
+    look(sign_in({"aws": FakeCloud()})[0], lines.append)
+    assert lines == ["looked at 1 of 2 regions (aws/us-east-1)", "looked at 2 of 2 regions (aws/us-west-2)"]
 
 
 # --- choosing ----------------------------------------------------------------------------------------
@@ -159,7 +159,7 @@ def test_an_instance_costs_its_zones_price_or_the_dearest_of_its_region():
     assert price_of(instance(instance_type="p5.48xlarge"), offers) is None
 
 
-# --- taking away -------------------------------------------------------------------------------------
+# --- deleting ----------------------------------------------------------------------------------------
 
 
 def test_instances_end_before_their_groups_and_roles_are_deleted():
@@ -176,7 +176,7 @@ def test_instances_end_before_their_groups_and_roles_are_deleted():
     assert len(cleared.ended) == 5
     assert not cloud.alive
     assert not cloud.other
-    # The disk without a machine goes at once; the boot disk goes with its machine, by itself.
+    # The disk without an instance is deleted at once; a boot disk is deleted with its instance.
     assert cloud.orders[:2] == ["end i-1", "remove vol-2"]
     assert cloud.orders[-2:] == ["remove spotrl-digits", "remove sg-1"]
     assert "remove vol-1" not in cloud.orders
@@ -202,7 +202,7 @@ def test_an_instance_that_cannot_be_terminated_is_named_with_the_clouds_error():
     assert cleared.ended == ("machine i-1 (aws/us-east-1)",)
     assert cleared.troubles == ("i-2 is protected against termination",)
     assert watch.s == 60
-    # Its group is what it talks through; nobody pulls it from under a machine that runs.
+    # A running instance needs its security group, so the group is not deleted.
     assert "remove sg-2" not in cloud.orders
 
 
@@ -274,7 +274,7 @@ def test_a_killed_cleanup_is_finished_by_the_next():
 
 
 def test_the_cleanup_decides_again_at_every_listing():
-    """A run that is launched in the meantime is not touched."""
+    """A run that is launched during the cleanup is not touched."""
     cloud = FakeCloud().add(instance("i-1", run="old"))
     live: set[str] = set()
     watch = Stopwatch(at={1: lambda: (cloud.add(instance("i-5", run="new")), live.add("new"))})  # type: ignore[dict-item]
@@ -305,7 +305,7 @@ def test_an_account_knows_whose_resources_are_listed():
 
 
 def a_ledger(path: Path, **runs: tuple[str, str]) -> Path:
-    """Runs by name: infra and status."""
+    """Create a ledger with these runs: name -> (infra, status)."""
     with writing(open_ledger(path)) as session:
         for name, (infra, status) in runs.items():
             made = a_run(session, name)
@@ -341,17 +341,17 @@ def test_runs_on_clouds_are_stopped_and_local_runs_are_not(tmp_path):
 
 
 def test_a_missing_ledger_has_no_run_to_stop_and_is_not_created(tmp_path):
-    told = stop_cloud_runs(tmp_path / "ledger.sqlite", "panic")
-    assert (told.names, told.trouble) == ((), "")
+    stopped = stop_cloud_runs(tmp_path / "ledger.sqlite", "panic")
+    assert (stopped.names, stopped.trouble) == ((), "")
     assert not list(tmp_path.iterdir())
 
 
 def test_a_broken_ledger_is_reported(tmp_path):
     path = tmp_path / "ledger.sqlite"
     path.write_bytes(b"this was a database once" * 100)
-    told = stop_cloud_runs(path, "panic")
-    assert told.names == ()
-    assert "file is not a database" in told.trouble
+    stopped = stop_cloud_runs(path, "panic")
+    assert stopped.names == ()
+    assert "file is not a database" in stopped.trouble
 
 
 def test_a_locked_ledger_is_reported(tmp_path, monkeypatch):
@@ -360,11 +360,11 @@ def test_a_locked_ledger_is_reported(tmp_path, monkeypatch):
     holder = sqlite3.connect(path, isolation_level=None)
     holder.execute("BEGIN EXCLUSIVE")
     try:
-        told = stop_cloud_runs(path, "panic")
+        stopped = stop_cloud_runs(path, "panic")
     finally:
         holder.close()
-    assert told.names == ("digits",)
-    assert "database is locked" in told.trouble
+    assert stopped.names == ("digits",)
+    assert "database is locked" in stopped.trouble
 
 
 def test_a_hanging_skypilot_is_waited_for_up_to_its_timeout():

@@ -1,4 +1,4 @@
-"""The rule by which the local cloud takes nodes back."""
+"""The schedule by which the local cloud preempts nodes."""
 
 from itertools import pairwise
 

@@ -1,4 +1,4 @@
-"""What the controller decides, from values alone."""
+"""The controller's decisions: a pure function of facts."""
 
 from dataclasses import replace
 
@@ -91,15 +91,15 @@ def test_a_slot_waits_longer_after_each_node_that_died_young():
 
 def test_a_preempted_node_that_worked_is_replaced_at_once_even_if_young():
     at = NOW - 9000
-    taken = replace(node("spot-0", requested=at, up=at, ready=at + 5000, gone=NOW - 1), reclaimed=True)
-    assert bought(decide(facts(up("trainer"), taken), wanted())) == ["demo-spot-0-g1"]
-    assert decide(facts(up("trainer"), replace(taken, reclaimed=False)), wanted()) == []
+    preempted = replace(node("spot-0", requested=at, up=at, ready=at + 5000, gone=NOW - 1), reclaimed=True)
+    assert bought(decide(facts(up("trainer"), preempted), wanted())) == ["demo-spot-0-g1"]
+    assert decide(facts(up("trainer"), replace(preempted, reclaimed=False)), wanted()) == []
     never_ready = replace(node("spot-0", requested=at, up=at, gone=NOW - 1), reclaimed=True)
     assert decide(facts(up("trainer"), never_ready), wanted()) == []
 
 
 def ended(slot, generation, evidence, *, ready=None, gone=None, **more) -> NodeRecord:
-    """A node that ended at `gone`, after it was ready at `ready` if it ever was."""
+    """Return a node that ended at `gone`, and was ready at `ready` if given."""
     at = 1_000_000 * generation
     happened = {"requested": at, "up": at} | ({} if ready is None else {"ready": at + ready})
     record = node(slot, generation, **happened, gone=at + (100 if gone is None else gone))
@@ -107,7 +107,7 @@ def ended(slot, generation, evidence, *, ready=None, gone=None, **more) -> NodeR
 
 
 def test_a_node_that_took_long_to_boot_and_died_at_once_died_young():
-    """It was ready 8 minutes after its request and lived 25 s: not a node that worked for 8 minutes."""
+    """The node was ready 8 minutes after its request and lived 25 s, so it did not work for 8 minutes."""
     assert ended("spot-0", 0, "x", ready=480_000, gone=505_000).died_young
     assert not ended("spot-0", 0, "x", ready=480_000, gone=1_080_000).died_young
 
@@ -121,11 +121,11 @@ def test_a_slot_with_three_equal_failures_stays_empty_and_gives_the_reason():
     bad = [ended("spot-0", n, BROKEN.format(n)) for n in range(3)]
     actions = decide(facts(up("trainer"), *bad, up("spot-1")), wanted(spot=2))
     assert bought(actions) == []
-    [said] = actions
-    assert isinstance(said, Enter)
-    assert said.reason == f"spot-0 is left empty, its last 3 nodes ended in the same way: {BROKEN.format(2)}"
-    again = facts(up("trainer"), *bad, up("spot-1"), reason=said.reason)
-    assert decide(again, wanted(spot=2)) == []  # said once
+    [action] = actions
+    assert isinstance(action, Enter)
+    assert action.reason == f"spot-0 is left empty, its last 3 nodes ended in the same way: {BROKEN.format(2)}"
+    again = facts(up("trainer"), *bad, up("spot-1"), reason=action.reason)
+    assert decide(again, wanted(spot=2)) == []  # recorded once
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_a_run_without_an_iteration_in_ten_times_the_predicted_time_ends(iterati
     assert isinstance(enter, Enter)
     assert (enter.stage, enter.reason.startswith(f"{FAILING}no new iteration for ")) == (Stage.DRAINING, True)
     assert decide(replace(still, now_ms=NOW - 1), job) == []
-    assert decide(still, wanted()) == []  # nobody predicted anything
+    assert decide(still, wanted()) == []  # there is no prediction
 
 
 def test_a_waiting_slot_buys_nothing():
@@ -202,7 +202,7 @@ def test_the_hourly_limit_delays_a_successor_until_its_predecessor_is_gone():
     assert isinstance(enter, Enter)
     assert "spot-0 is not bought" in enter.reason
     again = facts(up("trainer"), up("spot-0", notice=NOW), reason=enter.reason)
-    assert decide(again, limit) == []  # said once
+    assert decide(again, limit) == []  # recorded once
     gone = facts(up("trainer"), up("spot-0", notice=NOW, gone=NOW), reason=enter.reason)
     assert bought(decide(gone, limit)) == ["demo-spot-0-g1"]
 
@@ -222,7 +222,7 @@ def test_the_budget_stops_a_run_at_the_last_moment_that_stays_in_it():
 
 
 def test_the_time_since_a_request_is_reserved_before_the_agent_appears():
-    """A local node is paid for from its request on: $4 let $5.14 be spent while an agent was slow to start."""
+    """A local node is billed from its request on. A bug spent $5.14 of $4 while an agent was slow to start."""
     pending = facts(node("trainer", requested=0))
     held = worst_case(TRAINER_RATE, NOW) + worst_case(TRAINER_RATE, 60_000)
     limit = wanted(spot=0, max_total=held + 1000)
@@ -289,7 +289,7 @@ def test_a_run_that_is_over_leaves_nothing_running():
     assert decide(facts(up("spot-0", gone=1), stage=Stage.FAILED), wanted()) == []
 
 
-# --- news ---------------------------------------------------------------------------------------------
+# --- new facts ----------------------------------------------------------------------------------------
 
 
 def fact(status=NodeStatus.UP, **more) -> NodeFact:
@@ -323,7 +323,7 @@ def test_an_unknown_status_does_not_count_as_gone():
 def test_a_node_unknown_to_the_provisioner_is_given_up_after_a_while():
     assert kinds(node(requested=0), None, now_ms=UNKNOWN_MS) == []
     assert kinds(node(requested=0), None, now_ms=UNKNOWN_MS + 1) == [("gone", UNKNOWN_MS + 1)]
-    assert kinds(node(), None) == []  # not asked for yet: asking comes first
+    assert kinds(node(), None) == []  # the node is not requested yet
 
 
 def test_an_engine_waiting_for_its_user_is_recorded_once_and_when_it_resumes():
@@ -335,7 +335,7 @@ def test_an_engine_waiting_for_its_user_is_recorded_once_and_when_it_resumes():
     assert decide(facts(*nodes, reason=entered.reason), wanted()) == [Enter(stage=Stage.RUNNING, reason="")]
 
 
-# --- what it really costs -----------------------------------------------------------------------------
+# --- actual prices ------------------------------------------------------------------------------------
 
 
 def spot_in(zone: str, rate: int, **more) -> NodeRecord:
@@ -344,7 +344,9 @@ def spot_in(zone: str, rate: int, **more) -> NodeRecord:
     return replace(plain, **more)
 
 
-def said(rate: int, zone: str = "e1-a", at: str = "2026-02-02T00:00:00+00:00", kind: str = "g6.xlarge") -> PriceNow:
+def price_now(
+    rate: int, zone: str = "e1-a", at: str = "2026-02-02T00:00:00+00:00", kind: str = "g6.xlarge"
+) -> PriceNow:
     price = Price(micro_usd_per_hour=rate, source="aws spot", observed_at=at)
     return PriceNow({("aws", "e1", zone, kind, Market.SPOT): price})
 
@@ -355,22 +357,22 @@ def rates(record: NodeRecord, prices: PriceNow, **seen) -> list[tuple[str, int]]
 
 
 def test_a_changed_price_is_recorded_once():
-    assert rates(spot_in("e1-a", SPOT_RATE), said(2 * SPOT_RATE)) == [("e1-a", 2 * SPOT_RATE)]
-    assert rates(spot_in("e1-a", 2 * SPOT_RATE), said(2 * SPOT_RATE)) == []
-    assert rates(spot_in("e1-a", SPOT_RATE), said(SPOT_RATE + 1)) == []  # below 1 %
+    assert rates(spot_in("e1-a", SPOT_RATE), price_now(2 * SPOT_RATE)) == [("e1-a", 2 * SPOT_RATE)]
+    assert rates(spot_in("e1-a", 2 * SPOT_RATE), price_now(2 * SPOT_RATE)) == []
+    assert rates(spot_in("e1-a", SPOT_RATE), price_now(SPOT_RATE + 1)) == []  # below 1 %
 
 
 def test_a_price_holds_until_a_newer_one_is_observed():
     assert rates(spot_in("e1-a", 2 * SPOT_RATE), PriceNow()) == []
-    assert rates(spot_in("e1-a", SPOT_RATE), said(2 * SPOT_RATE, at="2025-01-01")) == []
+    assert rates(spot_in("e1-a", SPOT_RATE), price_now(2 * SPOT_RATE, at="2025-01-01")) == []
 
 
 def test_another_zone_or_type_costs_its_own_price_or_the_on_demand_price():
-    asked = spot_in("e1-a", SPOT_RATE)
-    assert rates(asked, said(400_000, "e1-b"), zone="e1-b") == [("e1-b", 400_000)]
-    assert rates(asked, PriceNow(), zone="e1-b") == [("e1-b", TRAINER_RATE)]
-    assert rates(asked, PriceNow(), instance_type="g6.2xlarge") == [("e1-a", TRAINER_RATE)]
-    assert rates(asked, PriceNow()) == []
+    requested = spot_in("e1-a", SPOT_RATE)
+    assert rates(requested, price_now(400_000, "e1-b"), zone="e1-b") == [("e1-b", 400_000)]
+    assert rates(requested, PriceNow(), zone="e1-b") == [("e1-b", TRAINER_RATE)]
+    assert rates(requested, PriceNow(), instance_type="g6.2xlarge") == [("e1-a", TRAINER_RATE)]
+    assert rates(requested, PriceNow()) == []
 
 
 # --- stand-ins and limits on clouds ---------------------------------------------------------------------
@@ -406,7 +408,7 @@ def cloud_wanted(spot=1, **more) -> Wanted:
 
 @pytest.mark.parametrize("starts", [False, True], ids=["all work", "a spot node starts"])
 def test_over_the_hourly_limit_a_stand_in_is_released_before_a_spot_node(starts):
-    """While a spot node starts, no stand-in is given back to make room: the limit alone decides."""
+    """While a spot node starts, a stand-in is released only because of the hourly limit."""
     last = on_cloud("spot-2", SPOT_OPTION, requested=0, up=0) if starts else on_cloud_up("spot-2", SPOT_OPTION)
     running = (
         on_cloud_up("trainer", STEADY_OPTION),
@@ -487,12 +489,12 @@ def test_a_pending_launch_keeps_its_reserve_until_it_is_billed():
 def test_a_spot_node_preempted_at_a_tight_quota_is_requested_again():
     trainer = on_cloud_up("trainer", STEADY_OPTION)
     end = 2 * HOUR - 120_000
-    taken = replace(on_cloud_up("spot-0", SPOT_OPTION, notice=end, gone=end), reclaimed=True)
+    preempted = replace(on_cloud_up("spot-0", SPOT_OPTION, notice=end, gone=end), reclaimed=True)
     words = "(MaxSpotInstanceCountExceeded): Max spot instance count exceeded"
     refused = replace(on_cloud("spot-0", SITE.rollout[1], 1, requested=end, denied=end + 30_000), evidence=words)
-    [buy, *_] = decide(cloud_facts(trainer, taken, refused), cloud_wanted())
+    [buy, *_] = decide(cloud_facts(trainer, preempted, refused), cloud_wanted())
     assert isinstance(buy, Buy)
     assert buy.option.placement.market is Market.SPOT
     none = replace(refused, evidence="QUOTA_EXCEEDED: Quota 'PREEMPTIBLE_NVIDIA_L4_GPUS' exceeded.  Limit: 0.0")
-    [buy, *_] = decide(cloud_facts(trainer, taken, none), cloud_wanted())
+    [buy, *_] = decide(cloud_facts(trainer, preempted, none), cloud_wanted())
     assert buy.option.placement.market is Market.ON_DEMAND  # there is no quota at all

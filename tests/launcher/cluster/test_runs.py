@@ -1,4 +1,4 @@
-"""Runs as commands see them: controllers are processes of their own, killed and started again."""
+"""Runs and their commands, with controllers as separate processes that are killed and restarted."""
 
 import contextlib
 import os
@@ -74,7 +74,7 @@ def iterations(sessions, run: Run) -> int:
 
 
 def test_a_run_survives_kill_9_of_any_process_at_any_moment(sessions):
-    """Controllers, agents and workers die at moments that nobody chose; each time `resume` goes on."""
+    """Controllers, agents and workers are killed at random times; `resume` continues each time."""
     chance = random.Random(7)
     run = made_run(sessions, spot=1, iterations=20, factor=3000.0)
     pid = start_controller(sessions, run.name)
@@ -89,7 +89,7 @@ def test_a_run_survives_kill_9_of_any_process_at_any_moment(sessions):
         assert not is_controlled(sessions, run.name)
         try:
             pid = resume_run(sessions, run.name)
-        except NothingToResume:  # on a busy machine it may be over before the last death
+        except NothingToResume:  # on a busy computer the run may be over before the last kill
             break
     wait_until(lambda: run_view(sessions, run.name).status in ("finished", "failed"), 30)
     assert run_view(sessions, run.name).status == "finished"
@@ -111,7 +111,7 @@ def test_a_run_goes_on_without_its_controller(sessions):
     assert "no controller" in invoke(status, sessions, run.name).output
     resume_run(sessions, run.name)
     wait_until(lambda: iterations(sessions, run) > reached + 1)
-    assert running_processes(run) == before  # the same node, not another one
+    assert running_processes(run) == before  # still the same node
     assert bring_down(sessions, run.name, 20) == []
 
 
@@ -142,7 +142,7 @@ def test_down_needs_no_running_controller(sessions, frozen):
     wait_until(lambda: iterations(sessions, run) > 0)
     if frozen:
         with writing(sessions) as session:
-            os.kill(pid, signal.SIGSTOP)  # the controller cannot hold the lock meanwhile
+            os.kill(pid, signal.SIGSTOP)  # the controller cannot hold the lock while it is frozen
             lease = session.get(ControllerLease, run.id)  # its lease runs out
             assert lease is not None
             lease.expires_wall_ms = 0
@@ -152,7 +152,7 @@ def test_down_needs_no_running_controller(sessions, frozen):
     assert_consistent(sessions, run)
     if frozen:
         os.kill(pid, signal.SIGCONT)
-        psutil.Process(pid).wait(10)  # it finds its lease gone, and leaves
+        psutil.Process(pid).wait(10)  # it notices that its lease is lost, and exits
         assert_consistent(sessions, run)
 
 
@@ -216,9 +216,9 @@ def test_commands_show_a_run_and_its_lost_nodes(sessions):
     assert printed("status", invoke(status, sessions, run.name, "--json").output)["micro_usd_per_hour"] > 0
     assert bring_down(sessions, run.name, 20) == []
     shown = invoke(events, sessions, run.name, "--json", "--follow").output
-    told = [printed("events", line) for line in shown.splitlines()]
-    assert ("demo-spot-0-g0", "gone") in [(line["source"], line["kind"]) for line in told]
-    assert (told[0]["source"], told[0]["kind"]) == ("run", "planned")
+    listed = [printed("events", line) for line in shown.splitlines()]
+    assert ("demo-spot-0-g0", "gone") in [(line["source"], line["kind"]) for line in listed]
+    assert (listed[0]["source"], listed[0]["kind"]) == ("run", "planned")
     (node_folder(Path(run.folder), "demo-spot-0-g0") / "logs" / "worker.log").write_text("last words\n")
     text = invoke(logs, sessions, run.name, "--node", "spot-0", "--follow").output
     assert "==> demo-spot-0-g0/worker.log <==\nlast words" in text

@@ -1,4 +1,4 @@
-"""The short look at a machine, through a real sshd on loopback."""
+"""Reading the setup of an instance through a real sshd on loopback."""
 
 import os
 import pwd
@@ -24,7 +24,7 @@ def sshd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sshd]:
 
 @pytest.fixture(scope="module")
 def set_up_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Sshd, Path]]:
-    """A machine whose home has an environment in it."""
+    """Start an instance with an environment in its home folder."""
     home = tmp_path_factory.mktemp("home")
     (home / "spotrl" / "env").mkdir(parents=True)
     (home / "spotrl" / "env" / ".digest").write_text("0123abcd\n")
@@ -58,6 +58,6 @@ def test_an_unreachable_instance_is_reported_with_the_error_of_ssh(sshd):
 
 
 def test_a_wrong_key_is_refused(sshd, set_up_home):
-    stranger = replace(sshd.login, key=set_up_home[0].login.key)
+    wrong_login = replace(sshd.login, key=set_up_home[0].login.key)
     with pytest.raises(InstanceUnreachable, match="Permission denied"):
-        ask_set_up(stranger)
+        ask_set_up(wrong_login)

@@ -1,4 +1,4 @@
-"""What SkyPilot is asked for, and what its answers mean. Nothing here imports it: that takes seconds."""
+"""Requests to SkyPilot and the meaning of its answers. No test imports SkyPilot, because that takes seconds."""
 
 import os
 import re
@@ -80,7 +80,7 @@ def test_a_google_task_names_the_gpu_and_the_service_account():
     assert task["resources"]["labels"]["spotrl-identity"] == "spotrl-run"
     assert email_of(task["resources"]["labels"], "mine") == "spotrl-run@p.iam.gserviceaccount.com"
     assert email_of({"spotrl-identity": "a"}, "mine") == "a@mine.iam.gserviceaccount.com"
-    assert "accelerators" not in task_of(launch())["resources"]  # its type says it
+    assert "accelerators" not in task_of(launch())["resources"]  # the instance type implies the GPU
 
 
 PRIVATE = Named(network="vpc-1", group="nodes", public_addresses=False, ssh_proxy="ssh -W %h:%p bastion")
@@ -139,7 +139,7 @@ def test_credentials_uploaded_by_skypilot_are_removed_first():
 
 
 @pytest.mark.parametrize(
-    ("said", "failed"),
+    ("message", "failed"),
     [
         ("An error occurred (InsufficientInstanceCapacity) when calling RunInstances", Failed.NO_CAPACITY),
         ("code: ZONE_RESOURCE_POOL_EXHAUSTED_WITH_DETAILS", Failed.NO_CAPACITY),
@@ -154,9 +154,9 @@ def test_credentials_uploaded_by_skypilot_are_removed_first():
         ("something else", Failed.UNKNOWN),
     ],
 )
-def test_error_codes_of_the_cloud_decide_the_outcome(said, failed):
-    assert outcome_of(f"ResourcesUnavailableError\n{said}", "").failed is failed
-    assert outcome_of("ResourcesUnavailableError", f"a log\n{said}\nmore").failed is failed
+def test_error_codes_of_the_cloud_decide_the_outcome(message, failed):
+    assert outcome_of(f"ResourcesUnavailableError\n{message}", "").failed is failed
+    assert outcome_of("ResourcesUnavailableError", f"a log\n{message}\nmore").failed is failed
 
 
 def test_a_zone_without_capacity_outweighs_a_zone_that_refuses():
@@ -195,7 +195,7 @@ VIOLATED = (
 
 
 @pytest.mark.parametrize(
-    ("said", "advice"),
+    ("message", "advice"),
     [
         (
             VIOLATED.replace("{name}", "compute.vmExternalIpAccess"),
@@ -216,10 +216,10 @@ VIOLATED = (
         ("Task requires GCP which is not enabled. To enable access, run: sky check gcp", r"`gcloud auth login`"),
     ],
 )
-def test_an_error_that_only_the_user_can_fix_is_a_denial_with_a_remedy(said, advice):
-    outcome = outcome_of(f"ResourcesUnavailableError\n{said}", "a log")
+def test_an_error_that_only_the_user_can_fix_is_a_denial_with_a_remedy(message, advice):
+    outcome = outcome_of(f"ResourcesUnavailableError\n{message}", "a log")
     assert outcome.failed is Failed.DENIED
-    assert outcome.text.startswith(said)
+    assert outcome.text.startswith(message)
     assert re.search(advice, outcome.text.splitlines()[-1])
 
 

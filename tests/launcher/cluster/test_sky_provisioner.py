@@ -1,6 +1,6 @@
-"""SkyProvisioner against a SkyPilot, a cloud and a line that we own: every rule, and a crash at every step.
+"""SkyProvisioner with a fake SkyPilot, cloud and node link: every rule, and a crash at every step.
 
-A crash is a new SkyProvisioner over the same folder. Time is moved by hand; the pool does at once what it is given.
+A crash is a new SkyProvisioner over the same folder. The test moves the clock; the pool runs each task at once.
 """
 
 import json
@@ -38,7 +38,7 @@ REGION = "us-east-1"
 
 @dataclass
 class Time:
-    """A clock whose hands are ours."""
+    """A clock that the test moves."""
 
     ms: int = START_MS
 
@@ -53,7 +53,7 @@ class Time:
 
 
 class AtOnce(Executor):
-    """Does what it is given before it returns; or never, when the process is to die with it half done."""
+    """An executor that runs each task before `submit` returns, or never if the process is to die in between."""
 
     def submit(self, fn, /, *args, **kwargs):
         fn(*args, **kwargs)
@@ -61,12 +61,12 @@ class AtOnce(Executor):
 
 
 class Killed(BaseException):
-    """The process ends here."""
+    """The simulated death of the process."""
 
 
 @dataclass
 class FakeSky:
-    """A SkyPilot that launches when told to, on a cloud of ours."""
+    """A SkyPilot whose launches finish when the test calls `finish`, on a fake cloud."""
 
     cloud: "FakeCloud"
     requests: dict[str, Outcome | None] = field(default_factory=dict)
@@ -96,7 +96,7 @@ class FakeSky:
         return request
 
     def finish(self, name, outcome=None):
-        """The launch is through: a machine, unless something failed."""
+        """Finish the launch: with an instance, unless it failed."""
         outcome = outcome or Outcome()
         self.requests[self.names[name]] = outcome
         if outcome.failed is None:
@@ -143,7 +143,7 @@ class FakeSky:
 
 @dataclass
 class FakeCloud:
-    """A cloud with one inventory, whose machines end when we say so."""
+    """A cloud with one inventory; the test decides when its instances end."""
 
     time: Time
     cloud: str = "aws"
@@ -186,7 +186,7 @@ class FakeCloud:
         self.there = [replace(one, **how) if one.name == name else one for one in self.there]
 
     def vanish(self, name, **words):
-        """As Google Cloud does: not listed any more; operations know."""
+        """Remove an instance from the list like Google Cloud; only operations show the reason."""
         for instance in [one for one in self.there if one.name == name]:
             self.there.remove(instance)
             self.end_words[instance.id] = words
@@ -253,18 +253,18 @@ class FakeCloud:
 
 
 class FakeLink:
-    """A line whose other end we are."""
+    """A node link whose other end is the test."""
 
     def __init__(self, login, mirror):
         self.login, self.mirror = login, mirror
         self.heard_s, self.trouble = 0.0, ""
-        self.specs, self.money, self.notices, self.closed = [], [], [], False
+        self.specs, self.rearmed_ms, self.notices, self.closed = [], [], [], False
 
     def run(self, spec):
         self.specs.append(spec)
 
     def rearm(self, left_ms):
-        self.money.append(left_ms)
+        self.rearmed_ms.append(left_ms)
 
     def notice(self, deadline_ms):
         self.notices.append(deadline_ms)
@@ -280,7 +280,7 @@ class FakeLink:
 
 
 class Stage:
-    """A run of one region, with everything around it ours."""
+    """A run in one region with fakes around it."""
 
     def __init__(self, folder: Path):
         self.folder, self.time = folder, Time()
@@ -294,7 +294,7 @@ class Stage:
         self.provisioner = self.process()
 
     def process(self) -> SkyProvisioner:
-        """Another process over the same folder."""
+        """Start another process over the same folder."""
 
         def link(login, mirror):
             self.links[mirror.name] = FakeLink(login, mirror)
@@ -330,12 +330,12 @@ class Stage:
             raise LeaseLost("another controller has the lease")
 
     def ask_set_up(self, login):
-        """What stands on the machine; nothing while nobody can get in."""
+        """Return the setup found on the instance; raise while the instance is unreachable."""
         if self.digest is None:
             raise InstanceUnreachable("ssh: timed out")
         return SetUp(home="/home/ubuntu", digest=self.digest)
 
-    def ask(self, name="run-rollout-0-g0", zone="us-east-1a", money_deadline_ms=START_MS + 3_600_000):
+    def request(self, name="run-rollout-0-g0", zone="us-east-1a", money_deadline_ms=START_MS + 3_600_000):
         spec = NodeSpec(
             run="run",
             node=name,
@@ -353,7 +353,7 @@ class Stage:
         return name
 
     def passes(self, seconds=3.0, step=0.5):
-        """The controller looks, again and again. What it saw last, by name."""
+        """Run this many observations of the controller, and return the last facts by name."""
         facts = ()
         for _ in range(max(1, round(seconds / step))):
             self.time.ms += round(step * 1000)
@@ -361,8 +361,8 @@ class Stage:
         return {fact.name: fact for fact in facts}
 
     def bring_up(self, name):
-        """Asked for, launched, set up, heard and ready."""
-        self.ask(name)
+        """Bring a node up: request, launch, setup, first contact and ready."""
+        self.request(name)
         self.passes(1)
         self.sky.finish(name)
         self.passes(5)
@@ -402,13 +402,13 @@ TRAINER = "run-trainer-g0"
 
 
 def test_a_node_is_launched_once_with_labels_a_group_and_a_timer(stage):
-    stage.ask()
-    stage.ask()
+    stage.request()
+    stage.request()
     stage.passes(5)
     (launch,) = stage.sky.launches
     assert launch.labels == {"spotrl-run": "run", "spotrl-node": NODE, "spotrl-owner": "me"}
     assert (launch.region_setup.group, launch.want.zone_name) == ("spotrl-run", "us-east-1a")
-    assert launch.autostop_minutes == 60 + 30  # the money lasts an hour
+    assert launch.autostop_minutes == 60 + 30  # the budget lasts an hour
     assert stage.file(NODE, "launch")["request_id"] == "request-0"
 
 
@@ -434,7 +434,7 @@ def test_a_node_of_a_named_network_is_reached_through_the_jobs_proxy(stage):
 def test_a_node_starts_from_the_image_of_its_region_where_there_is_one(stage, images, image):
     stage.images = images
     stage.process()
-    stage.ask()
+    stage.request()
     stage.passes(1)
     assert stage.sky.launches[0].image == image
 
@@ -457,18 +457,18 @@ def test_files_with_secrets_are_readable_only_by_the_owner(stage):
 
 
 def test_an_agent_gets_the_address_of_the_newest_trainer(stage):
-    stage.ask(NODE)
+    stage.request(NODE)
     stage.passes(1)
     stage.sky.finish(NODE)
     stage.passes(4)
-    assert stage.links[NODE].specs == []  # nobody to work for yet
+    assert stage.links[NODE].specs == []  # no trainer exists yet
     stage.bring_up(TRAINER)
-    (told,) = stage.links[NODE].specs
-    assert (told.coordinator_host, told.cloud, told.digest) == ("10.0.0.2", "aws", "d1")
-    assert told.folder == "/home/ubuntu/spotrl/node"
-    assert told.weights == "s3://bucket/runs/weights/w1"
-    assert (told.money_deadline_ms, told.money_left_ms) == (None, told.money_left_ms)
-    assert 3_500_000 < told.money_left_ms < 3_600_000
+    (sent_spec,) = stage.links[NODE].specs
+    assert (sent_spec.coordinator_host, sent_spec.cloud, sent_spec.digest) == ("10.0.0.2", "aws", "d1")
+    assert sent_spec.folder == "/home/ubuntu/spotrl/node"
+    assert sent_spec.weights == "s3://bucket/runs/weights/w1"
+    assert (sent_spec.money_deadline_ms, sent_spec.money_left_ms) == (None, sent_spec.money_left_ms)
+    assert 3_500_000 < sent_spec.money_left_ms < 3_600_000
     stage.provisioner.release([TRAINER])
     stage.passes(5)
     stage.bring_up("run-trainer-g1")
@@ -486,7 +486,7 @@ def test_the_trainer_listens_on_its_own_private_address(stage):
 
 
 def test_a_lack_of_capacity_names_the_zone_that_was_tried(stage):
-    stage.ask()
+    stage.request()
     stage.passes(1)
     stage.sky.finish(NODE, Outcome(failed=Failed.NO_CAPACITY, text="InsufficientInstanceCapacity"))
     fact = stage.passes(5)[NODE]
@@ -496,7 +496,7 @@ def test_a_lack_of_capacity_names_the_zone_that_was_tried(stage):
 
 
 def test_a_quota_error_is_a_denial_with_the_clouds_message(stage):
-    stage.ask()
+    stage.request()
     stage.passes(1)
     stage.sky.finish(NODE, Outcome(failed=Failed.DENIED, text="VcpuLimitExceeded: ask for more"))
     fact = stage.passes(5)[NODE]
@@ -505,15 +505,15 @@ def test_a_quota_error_is_a_denial_with_the_clouds_message(stage):
 
 def test_a_permission_missing_before_the_launch_is_a_denial_too(stage):
     stage.cloud.refuses = "iam:CreateRole is not allowed"
-    stage.ask()
+    stage.request()
     fact = stage.passes(5)[NODE]
     assert (fact.status, fact.evidence) == (NodeStatus.DENIED, "iam:CreateRole is not allowed")
     assert stage.sky.launches == []
 
 
 def test_an_instance_with_another_identity_is_refused(stage):
-    """SkyPilot's own identity may do everything; with a server that is not ours, a machine may come with it."""
-    stage.ask()
+    """SkyPilot's own identity has all permissions. A foreign API server may give it to an instance."""
+    stage.request()
     stage.passes(1)
     stage.cloud.start(NODE, placement())
     stage.cloud.change(NODE, identity="skypilot-v1")
@@ -524,7 +524,7 @@ def test_an_instance_with_another_identity_is_refused(stage):
 
 
 def test_a_failed_setup_ends_the_node_and_its_instance(stage):
-    stage.ask()
+    stage.request()
     stage.passes(1)
     stage.cloud.start(NODE, placement())
     stage.sky.finish(NODE, Outcome(failed=Failed.SETUP, text="exit 127: No such file"))
@@ -532,13 +532,13 @@ def test_a_failed_setup_ends_the_node_and_its_instance(stage):
     assert fact.status is NodeStatus.GONE
     assert "No such file" in fact.evidence
     assert stage.cloud.ended == ["i-1"]
-    assert fact.started_ms is not None  # it was paid for
+    assert fact.started_ms is not None  # the instance was billed
 
 
 def test_an_agent_is_started_only_after_the_setup_has_finished(stage):
-    """SkyPilot calls a launch done when it has handed the set-up over."""
+    """SkyPilot reports a launch as done when it has submitted the setup."""
     stage.digest = ""
-    stage.ask(TRAINER)
+    stage.request(TRAINER)
     stage.passes(1)
     stage.sky.finish(TRAINER)
     stage.passes(30)
@@ -550,7 +550,7 @@ def test_an_agent_is_started_only_after_the_setup_has_finished(stage):
 
 def test_a_setup_that_fails_after_the_launch_is_detected(stage):
     stage.digest = ""
-    stage.ask(TRAINER)
+    stage.request(TRAINER)
     stage.passes(1)
     stage.sky.finish(TRAINER)
     stage.sky.set_ups[TRAINER] = Outcome(failed=Failed.SETUP, text="FAILED_SETUP: /tmp/sky_setup_x: No such file")
@@ -562,10 +562,12 @@ def test_a_setup_that_fails_after_the_launch_is_detected(stage):
 
 def test_a_node_with_the_setup_of_another_bundle_is_refused(stage):
     stage.digest = "of yesterday"
-    stage.ask(TRAINER)
+    stage.request(TRAINER)
     stage.passes(1)
     stage.sky.finish(TRAINER)
-    assert stage.passes(20)[TRAINER].status is NodeStatus.PENDING  # an image may bring one; the set-up replaces it
+    assert (
+        stage.passes(20)[TRAINER].status is NodeStatus.PENDING
+    )  # a machine image may contain an old digest; the setup replaces it
     stage.sky.set_ups[TRAINER] = Outcome()
     fact = stage.passes(20)[TRAINER]
     assert (fact.status, stage.links) == (NodeStatus.GONE, {})
@@ -576,7 +578,7 @@ def test_a_node_with_the_setup_of_another_bundle_is_refused(stage):
 def test_an_unreachable_instance_is_given_up_and_the_missing_rule_named(stage):
     stage.digest = None
     stage.cloud.missing_rules = ("tcp 22 (SSH) is missing",)
-    stage.ask(TRAINER)
+    stage.request(TRAINER)
     stage.passes(1)
     stage.sky.finish(TRAINER)
     stage.passes(30)
@@ -585,7 +587,7 @@ def test_an_unreachable_instance_is_given_up_and_the_missing_rule_named(stage):
 
 
 def test_a_launch_that_failed_without_a_reason_is_retried_a_few_times(stage):
-    stage.ask()
+    stage.request()
     for _ in range(5):
         stage.passes(1)
         stage.sky.finish(NODE, Outcome(failed=Failed.UNKNOWN, text="server restarted"))
@@ -596,7 +598,7 @@ def test_a_launch_that_failed_without_a_reason_is_retried_a_few_times(stage):
 
 
 def test_an_instance_that_stops_during_its_launch_is_noticed_early(stage):
-    stage.ask()
+    stage.request()
     stage.passes(1)
     stage.cloud.start(NODE, placement())
     stage.passes(4)
@@ -610,7 +612,7 @@ def test_an_instance_that_stops_during_its_launch_is_noticed_early(stage):
 
 
 def test_a_launch_ended_by_skypilot_gives_its_own_reason(stage):
-    stage.ask()
+    stage.request()
     stage.passes(1)
     stage.cloud.start(NODE, placement())
     stage.passes(4)
@@ -621,8 +623,8 @@ def test_a_launch_ended_by_skypilot_gives_its_own_reason(stage):
 
 
 def test_an_instance_without_a_confirmed_creation_is_launched_again(stage):
-    """The reply to its creation was lost; SkyPilot ended it, and gives no reason that is the cloud's."""
-    stage.ask()
+    """The reply to its creation was lost. SkyPilot terminated it and gives no reason of the cloud."""
+    stage.request()
     stage.passes(1)
     stage.cloud.start(NODE, placement())
     stage.passes(4)
@@ -637,7 +639,7 @@ def test_an_instance_without_a_confirmed_creation_is_launched_again(stage):
 
 
 def test_a_node_that_never_comes_up_is_given_up(stage):
-    stage.ask()
+    stage.request()
     assert stage.passes(60, step=1)[NODE].status is NodeStatus.PENDING
     stage.time.ms += 1_800_000
     fact = stage.passes(5)[NODE]
@@ -650,14 +652,14 @@ def test_a_node_that_never_comes_up_is_given_up(stage):
 
 
 def test_a_crash_before_the_launch_loses_no_request(stage):
-    stage.ask()
+    stage.request()
     stage.process()
     stage.passes(2)
     assert len(stage.sky.launches) == 1
 
 
 def test_a_request_whose_reply_was_lost_is_adopted(stage):
-    stage.ask()
+    stage.request()
     stage.sky.reply_lost = True
     with pytest.raises(Killed):
         stage.passes(1)
@@ -668,7 +670,7 @@ def test_a_request_whose_reply_was_lost_is_adopted(stage):
 
 
 def test_a_cluster_that_came_up_during_a_crash_is_adopted(stage):
-    stage.ask()
+    stage.request()
     stage.sky.reply_lost = True
     with pytest.raises(Killed):
         stage.passes(1)
@@ -680,7 +682,7 @@ def test_a_cluster_that_came_up_during_a_crash_is_adopted(stage):
 
 
 def test_an_instance_unknown_to_skypilot_is_adopted_and_an_extra_one_ended(stage):
-    stage.ask()
+    stage.request()
     stage.sky.reply_lost = True
     with pytest.raises(Killed):
         stage.passes(1)
@@ -699,7 +701,7 @@ def test_an_instance_unknown_to_skypilot_is_adopted_and_an_extra_one_ended(stage
 
 
 def test_a_controller_without_its_lease_ends_no_extra_instance(stage):
-    """Another controller took over: it alone knows which of two instances of a name is in use."""
+    """Another controller took over, and only that one knows which of two instances of a name is in use."""
     stage.bring_up(NODE)
     stage.taken_over = True
     stage.cloud.there.insert(0, replace(stage.cloud.there[0], id="i-9", public_address="198.51.100.9"))
@@ -715,7 +717,7 @@ def test_a_controller_without_its_lease_ends_no_extra_instance(stage):
 
 @pytest.mark.parametrize("seconds", [0.5, 1.0, 2.0, 4.0, 8.0])
 def test_a_launch_survives_a_crash_at_any_time(stage, seconds):
-    stage.ask(TRAINER)
+    stage.request(TRAINER)
     stage.passes(seconds)
     stage.process()
     if stage.sky.launches:
@@ -776,7 +778,7 @@ def test_one_empty_list_does_not_end_a_node(stage):
 
 
 def test_an_instance_under_notice_is_left_to_the_cloud_after_its_drain(stage):
-    """AWS bills a spot instance of less than an hour only if we end it."""
+    """AWS bills a spot instance of less than an hour only if we terminate it."""
     stage.bring_up(NODE)
     stage.links[NODE].shows("notice", deadline_ms=stage.time.ms + 120_000, source="imds")
     stage.links[NODE].shows("exit", code=0, at_ms=stage.time.ms)
@@ -820,7 +822,7 @@ def test_an_agent_that_exits_ends_its_node(stage):
 
 def test_a_released_name_is_never_launched(stage):
     stage.provisioner.release([NODE])
-    stage.ask()
+    stage.request()
     fact = stage.passes(5)[NODE]
     assert (fact.status, fact.evidence) == (NodeStatus.GONE, "released before it was started")
     assert stage.sky.launches == []
@@ -836,11 +838,11 @@ def test_a_release_terminates_the_instance_and_waits_for_confirmation(stage):
     stage.cloud.change(NODE, state=InstanceState.GONE)
     fact = stage.passes(90, step=1)[NODE]
     assert fact.status is NodeStatus.GONE
-    assert stage.cloud.disks == []  # found by its label, and removed
+    assert stage.cloud.disks == []  # found by its label and deleted
 
 
 def test_a_release_during_the_launch_cancels_it(stage):
-    stage.ask()
+    stage.request()
     stage.passes(1)
     stage.provisioner.release([NODE])
     fact = stage.passes(4)[NODE]
@@ -849,8 +851,8 @@ def test_a_release_during_the_launch_cancels_it(stage):
 
 
 def test_an_instance_that_comes_up_after_its_release_is_terminated(stage):
-    """A cancelled launch may have been in the middle of a purchase."""
-    stage.ask()
+    """A launch may be cancelled in the middle of a purchase."""
+    stage.request()
     stage.passes(1)
     stage.provisioner.release([NODE])
     stage.passes(4)
@@ -881,13 +883,13 @@ def test_another_owners_run_of_the_same_name_is_ignored(stage):
     assert [one.owner for one in stage.cloud.disks] == ["you", "you"]
 
 
-# --- doubt ----------------------------------------------------------------------------------------------
+# --- silence --------------------------------------------------------------------------------------------
 
 
 def test_an_unreachable_cloud_api_ends_no_node(stage):
     stage.bring_up(NODE)
     stage.cloud.unreachable = stage.sky.down_for_good = True
-    assert stage.passes(300, step=1)[NODE].status is NodeStatus.UP  # its line is good
+    assert stage.passes(300, step=1)[NODE].status is NodeStatus.UP  # its connection works
     stage.links[NODE].heard_s = 400.0
     fact = stage.passes(900, step=1)[NODE]
     assert (fact.status, fact.evidence) == (NodeStatus.UNKNOWN, "aws does not answer")
@@ -916,7 +918,7 @@ def test_a_firewall_rule_that_was_removed_is_named(stage):
 
 def test_an_agent_that_cannot_reach_its_trainer_names_the_missing_rule(stage):
     stage.bring_up(TRAINER)
-    stage.ask(NODE)
+    stage.request(NODE)
     stage.passes(1)
     stage.sky.finish(NODE)
     stage.cloud.missing_rules = ("security group spotrl-run lacks the rule: all traffic from itself",)
@@ -938,7 +940,7 @@ def test_time_in_which_the_controller_was_suspended_is_not_silence(stage):
     assert stage.passes(30)[NODE].status is NodeStatus.UP
 
 
-# --- money ----------------------------------------------------------------------------------------------
+# --- spend deadlines ------------------------------------------------------------------------------------
 
 
 def test_a_later_spend_deadline_reaches_the_node_and_skypilots_timer(stage):
@@ -946,7 +948,7 @@ def test_a_later_spend_deadline_reaches_the_node_and_skypilots_timer(stage):
     stage.bring_up(TRAINER)
     stage.provisioner.rearm(NODE, stage.time.ms + 7_200_000)
     stage.passes(1)
-    assert stage.links[NODE].money == [7_200_000]
+    assert stage.links[NODE].rearmed_ms == [7_200_000]
     assert stage.sky.rearmed == [(NODE, 120 + 30)]
     stage.passes(600, step=2)
     assert len(stage.sky.rearmed) in (2, 3)
@@ -972,7 +974,7 @@ def test_a_silent_skypilot_does_not_keep_an_instance_alive(stage):
     stage.provisioner.release([TRAINER])
     assert stage.passes(5)[TRAINER].status is NodeStatus.GONE
     assert stage.cloud.ended == ["i-1"]
-    assert not stage.provisioner.tidy()  # SkyPilot still has it on record
+    assert not stage.provisioner.tidy()  # SkyPilot still lists it
     stage.sky.down_for_good = False
     stage.passes(90)
     assert stage.provisioner.tidy() or stage.provisioner.tidy()

@@ -29,7 +29,7 @@ WEIGHTS = len(TINY).to_bytes(8, "little") + TINY + b"\0\0\x80\x3f"
 
 @pytest.fixture
 def sessions(tmp_path):
-    """A ledger with the run `first`, whose newest checkpoint holds WEIGHTS."""
+    """Open a ledger with the run `first`, whose newest checkpoint holds WEIGHTS."""
     with a_session(tmp_path / "ledger.sqlite") as session:
         run = a_run(session, "first", folder=str(tmp_path / "first")).run
         run.job = {**run.job, "model": LORA}
@@ -58,8 +58,8 @@ def found(sessions, tmp_path, job):
 
 def pulled(sessions, tmp_path):
     folder = tmp_path / "weights"
-    told = CliRunner().invoke(pull, ["first", "--to", str(folder)], obj=sessions, standalone_mode=False)
-    assert told.exception is None
+    result = CliRunner().invoke(pull, ["first", "--to", str(folder)], obj=sessions, standalone_mode=False)
+    assert result.exception is None
     return folder
 
 

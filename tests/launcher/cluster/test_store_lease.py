@@ -1,4 +1,4 @@
-"""One controller per run over machines: the lease in the bucket."""
+"""The controller lease in the bucket: one controller per run over all computers."""
 
 import time
 
@@ -32,7 +32,7 @@ def store(request):
 
 
 class Clock:
-    """Wall time that a test moves."""
+    """Wall time that the test moves."""
 
     def __init__(self):
         self.ms = 1_000_000
@@ -166,7 +166,7 @@ def test_every_check_of_a_lease_lost_to_another_computer_fails(store):
 
 
 def test_a_holder_that_was_frozen_reads_the_bucket_before_it_acts(store):
-    """Its renewing thread has not run yet when its next pass begins."""
+    """Its renewal thread has not run yet when its next pass begins."""
     wall, boot = Clock(), Clock()
     first, second = (StoreLease(lambda: store, "digits", name, wall, boot) for name in ("ours", "theirs"))
     first.take()

@@ -1,4 +1,4 @@
-"""Buckets: whether they can be used, and a checkpoint's way from one cloud's to another's."""
+"""Buckets: checking that they are usable, and copying a checkpoint between clouds."""
 
 import json
 import socket
@@ -26,7 +26,7 @@ from launcher.storage.stores import (
 
 @pytest.fixture
 def s3(monkeypatch):
-    """A fake S3 (moto) over HTTP, found by the environment alone, as a real one would be."""
+    """Serve a fake S3 (moto) over HTTP, configured only by environment variables like a real one."""
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
@@ -39,7 +39,7 @@ def s3(monkeypatch):
     client = boto3.client("s3", region_name="us-west-2")
     client.create_bucket(Bucket="runs", CreateBucketConfiguration={"LocationConstraint": "us-west-2"})
     yield client
-    httpx.post(f"http://{host}:{port}/moto-api/reset")  # its buckets outlive the server
+    httpx.post(f"http://{host}:{port}/moto-api/reset")  # moto's buckets outlive the server
     server.stop()
 
 
@@ -83,9 +83,9 @@ def test_a_bucket_without_credentials_gives_a_remedy(s3, monkeypatch, tmp_path):
 
 
 def test_an_unreachable_bucket_is_reported_in_time(monkeypatch):
-    with socket.socket() as nobody:
-        nobody.bind(("127.0.0.1", 0))
-        port = nobody.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIDEXAMPLE")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "example")

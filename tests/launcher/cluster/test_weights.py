@@ -1,4 +1,4 @@
-"""A model's weights: into the bucket once, and from there to a node's disk."""
+"""Model weights: uploaded to the bucket once, and downloaded to a node's disk."""
 
 import json
 
@@ -53,11 +53,11 @@ def test_the_digest_covers_names_and_contents(model):
 
 
 def test_existing_weights_are_not_sent_again(model, url):
-    said = []
-    send(model, url, said.append)
-    assert "2 of 2 files" in said[0]
-    send(model, url, said.append)
-    assert len(said) == 3, "nothing more was said or done"
+    log = []
+    send(model, url, log.append)
+    assert "2 of 2 files" in log[0]
+    send(model, url, log.append)
+    assert len(log) == 3, "nothing more was logged or done"
 
 
 def test_an_interrupted_upload_does_not_count_and_is_resumed(model, url, tmp_path, monkeypatch):
@@ -76,9 +76,9 @@ def test_an_interrupted_upload_does_not_count_and_is_resumed(model, url, tmp_pat
     with pytest.raises(OSError, match="not sent whole"):
         fetched(url, tmp_path / "node")
     monkeypatch.setattr(weights.obstore, "put", put)
-    said = []
-    send(model, url, said.append)
-    assert "1 of 2 files" in said[0]
+    log = []
+    send(model, url, log.append)
+    assert "1 of 2 files" in log[0]
     assert contents(fetched(url, tmp_path / "node")).keys() == {"model_index.json", "transformer/part-1.safetensors"}
 
 
@@ -86,11 +86,11 @@ def test_a_node_resumes_its_download_and_keeps_only_complete_files(model, url, t
     send(model, url, print)
     part = tmp_path / "node" / f"{digest_of(model)}.part"
     (part / "transformer").mkdir(parents=True)
-    (part / "model_index.json").write_text("[]")  # as long as the right one: not asked for again
+    (part / "model_index.json").write_text("[]")  # same length as the right file, so it is not downloaded again
     (part / "transformer" / "part-1.safetensors").write_bytes(b"half")
-    said = []
-    there = fetched(url, tmp_path / "node", said.append)
-    assert "1 of 2 files" in said[0]
+    log = []
+    there = fetched(url, tmp_path / "node", log.append)
+    assert "1 of 2 files" in log[0]
     assert (there / "transformer" / "part-1.safetensors").stat().st_size == 700_000
 
 

@@ -1,4 +1,4 @@
-"""How a node's time becomes money: minima, changed prices, AWS's first hour, and what is beside the machine."""
+"""Billing of a node's time: minimum, changed prices, AWS's free first hour, and side costs."""
 
 import pytest
 from hypothesis import given
@@ -12,7 +12,7 @@ from launcher.market.side_prices import MINIMUM_BILLED_MS, side_micro_usd_per_ho
 from launcher.money import HOUR_MS
 
 RATE = 3_600_000
-"""A micro-dollar a millisecond."""
+"""One micro-dollar a millisecond."""
 
 
 def node(cloud: str = "aws", market: Market = Market.SPOT) -> Node:

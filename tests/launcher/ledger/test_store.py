@@ -1,4 +1,4 @@
-"""The ledger's door."""
+"""Opening, migrating, reading and writing the ledger."""
 
 import multiprocessing
 import sqlite3
@@ -87,10 +87,10 @@ def test_a_new_ledger_is_private_and_sets_its_sqlite_options(sessions, tmp_path)
     path = tmp_path / "state" / "ledger.sqlite"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     with sessions() as session:
-        ask = session.connection().exec_driver_sql
-        assert ask("PRAGMA journal_mode").scalar() == "wal"
-        assert ask("PRAGMA foreign_keys").scalar() == 1
-        assert ask("PRAGMA busy_timeout").scalar() == 10_000
+        query = session.connection().exec_driver_sql
+        assert query("PRAGMA journal_mode").scalar() == "wal"
+        assert query("PRAGMA foreign_keys").scalar() == 1
+        assert query("PRAGMA busy_timeout").scalar() == 10_000
     with sessions() as session:
         append_status(session, Run(id=999), "planned", "", 0)
         with pytest.raises(IntegrityError):
@@ -136,7 +136,7 @@ def test_a_ledger_from_before_removals_keeps_its_runs_unremoved(sessions, tmp_pa
 
 
 def older(sessions):
-    """Take the tables back to those of an older spotrl, as its controller left them."""
+    """Downgrade the tables to those of an older spotrl, as its controller left them."""
     from alembic import command
 
     config = Config()
@@ -164,7 +164,7 @@ def test_an_older_ledger_is_not_migrated_while_a_controller_runs(sessions, tmp_p
         open_ledger(path, lambda lease: lease.pid == 1)
     tables = "SELECT count(*) FROM sqlite_master WHERE name = 'removal'"
     assert sqlite3.connect(path).execute(tables).fetchone() == (0,)
-    with sessions() as session:  # the controller goes on as before
+    with sessions() as session:  # the controller continues
         append_status(session, find_run(session, "demo"), "running", "", 1)
         session.commit()
 
@@ -179,7 +179,7 @@ def test_an_older_ledger_is_migrated_once_its_controllers_have_ended(sessions, t
 
 def test_a_newer_ledger_error_names_the_version_of_its_newest_run(sessions, tmp_path):
     add_run(sessions)
-    hold(sessions)  # a live controller of the newer version is no reason to call it older
+    hold(sessions)  # a running controller of the newer version does not make the ledger older
     with writing(sessions) as session:
         find_run(session, "demo").code_version = "9.9.0"
         session.execute(text("UPDATE alembic_version SET version_num = '9999'"))
@@ -215,7 +215,7 @@ def open_and_write(path: Path, number: int) -> None:
 
 
 def test_opening_a_ledger_keeps_the_locks_of_other_processes(tmp_path):
-    """Another process that opens, writes and closes is not the last one, so it must leave the log where it is."""
+    """A process that closes a ledger that others have open must not delete the write-ahead log."""
     path = tmp_path / "ledger.sqlite"
     first = open_ledger(path)
     add_run(first, "one")
@@ -292,7 +292,7 @@ def test_a_newer_lineage_replaces_the_iterations_that_it_repeats(sessions):
         kept = [
             (row.event["iteration"], row.event["reward_mean"]) for row in progress_of(session, run, IterationDone.KIND)
         ]
-        assert kept == [(0, 0.1), (1, 0.9)]  # iteration 2 was lost, and is not done again yet
+        assert kept == [(0, 0.1), (1, 0.9)]  # iteration 2 was lost and is not repeated yet
 
 
 def test_a_lost_iteration_does_not_count_until_it_is_repeated(sessions):
@@ -334,7 +334,7 @@ def test_events_without_an_iteration_are_all_stored(sessions):
 
 
 def test_writers_wait_for_one_another_from_their_first_read(sessions):
-    """What a writing transaction reads stays true until it ends."""
+    """Values read in a writing transaction stay valid until it ends."""
     run = add_run(sessions)
     with writing(sessions) as session:
         assert current_status(session, run) is None
