@@ -41,7 +41,7 @@ def test_a_job_that_wants_a_gpu_gets_one_or_an_error_with_the_reason(monkeypatch
 
 def test_a_job_on_the_cpu_makes_no_cuda_call(monkeypatch):
     def fail():
-        raise AssertionError("CUDA was asked")
+        raise AssertionError("CUDA was called")
 
     monkeypatch.setattr(torch.cuda, "is_available", fail)
     monkeypatch.setattr(torch.cuda, "device_count", fail)

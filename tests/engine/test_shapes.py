@@ -511,9 +511,9 @@ def test_the_shipped_base_is_small_and_records_how_it_was_trained():
 
 def test_the_shipped_bases_accuracy_matches_its_recorded_facts():
     with safe_open(BASE, "pt") as file:
-        said = float(file.metadata()["exact_match"])
+        recorded = float(file.metadata()["exact_match"])
     scores = evaluate(load_shapes(), held_out_shapes()[:96])
-    assert np.mean([score.metrics["exact_match"] for score in scores]) == pytest.approx(said, abs=0.15)
+    assert np.mean([score.metrics["exact_match"] for score in scores]) == pytest.approx(recorded, abs=0.15)
 
 
 def test_rewards_of_sampled_images_differ_enough_to_learn_from():

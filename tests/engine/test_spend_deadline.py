@@ -39,8 +39,8 @@ class NodeFolder:
     def node(self, left_ms, **more):
         (self.folder / "node.json").write_text(json.dumps({"money_left_ms": left_ms, "cloud": "gcp", **more}))
 
-    def told(self, left_ms, told):
-        (self.folder / "money.json").write_text(json.dumps({"left_ms": left_ms, "told": told}))
+    def set_deadline(self, left_ms, number):
+        (self.folder / "money.json").write_text(json.dumps({"left_ms": left_ms, "told": number}))
 
 
 @pytest.fixture
@@ -79,14 +79,14 @@ def test_no_order_extends_a_node_beyond_the_longest_affordable_life(node_folder)
     time_left = node_folder.time_left()
     time_left.left_ms()
     node_folder.pass_ms(50_000)
-    node_folder.told(3_600_000, told=1)
+    node_folder.set_deadline(3_600_000, number=1)
     assert time_left.left_ms() == 50_000
     node_folder.pass_ms(10_000)
     node_folder.node(3_600_000, money_longest_ms=3_600_000)  # a new node.json, as for an agent that replaces this one
-    node_folder.told(3_600_000, told=2)
+    node_folder.set_deadline(3_600_000, number=2)
     assert time_left.left_ms() == 40_000
     assert node_folder.time_left().left_ms() == 40_000  # the same holds for an agent that starts now
-    node_folder.told(10_000, told=3)
+    node_folder.set_deadline(10_000, number=3)
     assert time_left.left_ms() == 10_000
     node_folder.reboot(off_ms=60_000)
     assert node_folder.time_left().left_ms() == -50_000
@@ -112,12 +112,12 @@ def test_the_controller_may_move_the_deadline_and_each_order_counts_once(node_fo
     time_left = node_folder.time_left()
     time_left.left_ms()
     node_folder.pass_ms(10_000)
-    node_folder.told(90_000, told=1)
+    node_folder.set_deadline(90_000, number=1)
     assert time_left.left_ms() == 90_000
     node_folder.pass_ms(10_000)
     assert time_left.left_ms() == 80_000
     assert node_folder.time_left().left_ms() == 80_000
-    node_folder.told(1_000, told=2)
+    node_folder.set_deadline(1_000, number=2)
     assert time_left.left_ms() == 1_000
 
 
@@ -127,7 +127,7 @@ def test_the_guard_and_the_agent_compute_the_same_deadline(node_folder):
     assert agent.left_ms() == 60_000
     node_folder.pass_ms(700)
     assert guard.left_ms() == 59_300
-    node_folder.told(90_000, told=1)
+    node_folder.set_deadline(90_000, number=1)
     assert agent.left_ms() == 90_000
     node_folder.pass_ms(700)
     assert agent.left_ms() == 89_300
@@ -217,7 +217,7 @@ def test_an_instance_with_a_dead_or_frozen_agent_still_terminates(node_folder, g
     guarded.send_signal(how)
     time.sleep(0.3)
     assert google.deleted == []
-    node_folder.told(-LATE_MS, told=1)
+    node_folder.set_deadline(-LATE_MS, number=1)
     wait_for(lambda: google.deleted)
     assert google.deleted == ["/compute/v1/projects/a-project/zones/us-central1-a/instances/a-machine"]
     wait_for(lambda: "Compute Engine deletes a-machine" in (node_folder.folder / "logs/agent.log").read_text())

@@ -292,10 +292,10 @@ def test_every_journal_record_survives_encoding(record):
     assert decode_record(travelled(encode_record(record))) == record
 
 
-@pytest.mark.parametrize("said", [5, None, [1], [1, 2, 3], ["a", "b"]])
-def test_a_record_with_a_malformed_order_number_is_refused(said):
+@pytest.mark.parametrize("number", [5, None, [1], [1, 2, 3], ["a", "b"]])
+def test_a_record_with_a_malformed_order_number_is_refused(number):
     with pytest.raises(ValueError, match=r"said|unpack|Expected"):
-        decode_record({"op": "hello", "lineage": 1, "said": said})
+        decode_record({"op": "hello", "lineage": 1, "said": number})
 
 
 @pytest.mark.parametrize(
