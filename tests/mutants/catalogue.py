@@ -1,7 +1,7 @@
-"""Bugs that could be in the queue or the coordinator, planted one at a time.
+"""Possible bugs of the queue and the coordinator, planted one at a time.
 
-Each is a few lines over the real classes and a sentence of what it forgets. The simulator must find every one of them;
-one that survives says that the simulator is too kind.
+Each changes a few lines of the real classes and has a sentence on the missing behaviour. The simulator must find every
+one of them. If one survives, the simulator is not hostile enough.
 """
 
 from collections.abc import Callable, Iterator
@@ -32,7 +32,7 @@ MUTANTS: dict[str, PlantedBug] = {}
 
 
 def mutant(where: Any, name: str, forgets: str) -> Callable[[Any], Any]:
-    """The function below stands in the place of `where.name`; its own name is the mutant's."""
+    """Register a function that replaces `where.name`; the planted bug has the name of the function."""
 
     def plant(instead: Any) -> Any:
         title = instead.__name__.strip("_")
@@ -43,7 +43,7 @@ def mutant(where: Any, name: str, forgets: str) -> Callable[[Any], Any]:
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """In the place of a method: it does nothing."""
+    """Replace a method and do nothing."""
 
 
 def forgotten(title: str, where: Any, name: str, forgets: str, instead: Any = _nothing) -> None:
@@ -225,7 +225,7 @@ def _leases_come_last(journal: Journal, *more: Any, real: Any = coordinator_modu
 MUTANTS["version_ignored_in_a_restored_lease"] = PlantedBug(
     name="version_ignored_in_a_restored_lease",
     forgets="with which weights a lease was given, and its place in the journal, when it starts again",
-    # Each part alone breaks nothing: the order of the journal and the check of the weights guard the same promise.
+    # Each part alone breaks nothing: the order of the journal and the check of the weights guard the same invariant.
     patches=((Queue, "restore_lease", _weights_are_ignored), (coordinator_module, "recover", _leases_come_last)),
 )
 
@@ -247,7 +247,7 @@ def steps_mixed_in_a_lease(self: Backlog, item: Any) -> Any:
     return (item.of.number, 0, None)
 
 
-# --- nodes that go
+# --- nodes that drain or are lost
 
 
 forgotten("notice_forgotten", Queue, "notice", "what the node's agent said")
@@ -292,7 +292,7 @@ def room_ignored(
     return real(self, member, now_ms, holds, kinds, None)  # type: ignore[no-any-return]
 
 
-# --- what cannot be made
+# --- poisoned requests
 
 
 forgotten("poison_never_reported", suspects, "CRASHES_TO_POISON", "that some requests can never be made", 10**9)

@@ -1,4 +1,4 @@
-"""Thousands of hostile schedules, and hypothesis with its own hands on the same world."""
+"""Thousands of hostile schedules, and hypothesis as another driver of the same world."""
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -14,7 +14,7 @@ SCHEDULES = (3_000, pytest.param(20_000, marks=pytest.mark.slow))
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("schedules", SCHEDULES)
-def test_no_schedule_breaks_a_promise(schedules):
+def test_no_schedule_breaks_an_invariant(schedules):
     played = play_all(schedules)
     report = "\n".join(
         f"{len(seeds)} x {text}\n    python -m tests.simulation --seed {seeds[0]} --verbose"
@@ -25,7 +25,7 @@ def test_no_schedule_breaks_a_promise(schedules):
     assert played.fewest >= 200
 
 
-def test_a_schedule_is_a_function_of_its_seed():
+def test_a_schedule_depends_only_on_its_seed():
     def told(seed):
         lines = []
         World(seed, log=lines.append).run()
@@ -36,8 +36,8 @@ def test_a_schedule_is_a_function_of_its_seed():
     assert broken_by(11) == broken_by(11)
 
 
-def test_the_worlds_are_as_hostile_as_they_say():
-    """Every fault of the catalogue really befalls somebody, and work is resumed from commits."""
+def test_the_schedules_contain_every_fault():
+    """Every fault occurs in some schedule, and work is resumed from commits."""
     lines = []
     for seed in range(60):
         World(seed, log=lines.append).run()
@@ -66,7 +66,7 @@ def test_the_worlds_are_as_hostile_as_they_say():
 
 
 class Fates(RuleBasedStateMachine):
-    """The same world and judge; what befalls it is chosen by hypothesis, which shrinks what it finds."""
+    """The same world and oracle; hypothesis chooses the faults and shrinks its findings."""
 
     @initialize(seed=st.integers(0, 50))
     def begin(self, seed):
@@ -108,7 +108,7 @@ class Fates(RuleBasedStateMachine):
     @rule(data=st.data())
     def a_node_is_taken(self, data):
         if found := self.world.spot():
-            self.world.take(data.draw(st.sampled_from(found)))
+            self.world.preempt(data.draw(st.sampled_from(found)))
 
     @rule()
     def the_launcher_speaks(self):
