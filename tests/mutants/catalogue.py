@@ -142,22 +142,22 @@ def lease_number_reused(self: Queue, first: int) -> None:
 
 
 @mutant(Queue, "pull", "what it answered when its answer is asked for again")
-def pull_replay_forgotten(self: Queue, worker: str, node: str, *, real: Any = Queue.pull, **asked: Any) -> Reply:
+def pull_replay_forgotten(self: Queue, worker: str, node: str, *, real: Any = Queue.pull, **arguments: Any) -> Reply:
     known = self.state.members.workers.get(worker)
-    if known is not None and known.boot == asked["boot"] and known.seq == asked["seq"]:
+    if known is not None and known.boot == arguments["boot"] and known.seq == arguments["seq"]:
         known.seq -= 1
         known.work = None
         for number in known.leases:
             self.state.leases.open[number].seq = -1
-    return real(self, worker, node, **asked)  # type: ignore[no-any-return]
+    return real(self, worker, node, **arguments)  # type: ignore[no-any-return]
 
 
 @mutant(Queue, "pull", "that a pull which comes late is answered already")
-def late_pull_gets_work(self: Queue, worker: str, node: str, *, real: Any = Queue.pull, **asked: Any) -> Reply:
+def late_pull_gets_work(self: Queue, worker: str, node: str, *, real: Any = Queue.pull, **arguments: Any) -> Reply:
     known = self.state.members.workers.get(worker)
-    if known is not None and known.boot == asked["boot"] and asked["seq"] < known.seq:
-        asked["seq"] = known.seq + 1
-    return real(self, worker, node, **asked)  # type: ignore[no-any-return]
+    if known is not None and known.boot == arguments["boot"] and arguments["seq"] < known.seq:
+        arguments["seq"] = known.seq + 1
+    return real(self, worker, node, **arguments)  # type: ignore[no-any-return]
 
 
 # --- durable
@@ -315,12 +315,12 @@ def suspects_never_parted(self: Backlog, item: Any) -> Any:
     "slowest_requests",
     "that a suspect made twice at once brings down two workers at a time, and is never alone",
 )
-def suspects_are_copied(leases: Any, *asked: Any, real: Any = slowest_requests) -> Any:
+def suspects_are_copied(leases: Any, *arguments: Any, real: Any = slowest_requests) -> Any:
     leases = list(leases)
     spared = [(item, item.crashes) for lease in leases for item in lease.requests.values() if item.crashes]
     for item, _ in spared:
         item.crashes = 0
-    found = real(leases, *asked)
+    found = real(leases, *arguments)
     for item, crashes in spared:
         item.crashes = crashes
     return found

@@ -70,7 +70,7 @@ def _own_lease_only(self: Recorder) -> Iterator[Session]:
 _ALL = (
     Fault(
         name="no_lease_over_machines",
-        forgets="that another machine may control the run by now",
+        forgets="that another computer may control the run by now",
         patches=((StoreLease, "check", _nothing),),
         found_by=f"{MOVING}a_controller_whose_lease_another_computer_holds_does_nothing",
     ),
@@ -112,7 +112,7 @@ _ALL = (
     ),
     Fault(
         name="own_limit_only_in_deadlines",
-        forgets="limits over all runs when it says how long a node's money lasts",
+        forgets="limits over all runs in the spend deadline of a node",
         patches=((SpendDeadlines, "deadline_ms", _own_limit_only),),
         found_by=f"{MOVING}nodes_without_a_controller_end_within_the_limit_of_all_runs",
     ),
@@ -124,13 +124,13 @@ _ALL = (
     ),
     Fault(
         name="deadline_by_the_plan_only",
-        forgets="nodes that are dearer than planned when it says how long the money lasts",
+        forgets="nodes that are dearer than planned in the spend deadline",
         patches=((spend_deadlines, "planned_hourly", _plan_only),),
         found_by=f"{MOVING}a_spend_deadline_comes_earlier_if_a_node_costs_more_than_planned",
     ),
     Fault(
         name="deadline_never_brought_forward",
-        forgets="to tell nodes that their money lasts less long than they were told",
+        forgets="to send nodes an earlier spend deadline",
         patches=((SpendDeadlines, "send", _only_later),),
         found_by=f"{MOVING}a_spend_deadline_comes_earlier_if_a_node_costs_more_than_planned",
     ),

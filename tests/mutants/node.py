@@ -115,7 +115,7 @@ _fault(
 # --- access to the bucket, and rights of roles
 
 
-def _nobody_asks(name: str) -> None:
+def _checks_no_region(name: str) -> None:
     return None
 
 
@@ -123,7 +123,7 @@ _fault(
     "bucket_is_in_the_default_region",
     "that a bucket may be outside us-east-1",
     "tests/engine/test_store.py::test_logs_of_both_roles_are_signed_for_the_region_of_the_bucket",
-    (bucket, "region_of", _nobody_asks),
+    (bucket, "region_of", _checks_no_region),
 )
 
 

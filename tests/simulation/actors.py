@@ -55,8 +55,8 @@ class Worker:
             self.idle = False
             yield from self._settle(block=False)
             self.seq += 1
-            ask = {"call": "pull", "holds": self.holds, "kinds": self.kinds, "seq": self.seq, "room": self.room}
-            answer = yield from self._call(ask)
+            call = {"call": "pull", "holds": self.holds, "kinds": self.kinds, "seq": self.seq, "room": self.room}
+            answer = yield from self._call(call)
             do = answer["do"]
             if do == "work":
                 yield from self._make(answer)
@@ -122,14 +122,14 @@ class Worker:
         """Return whether to take the next step."""
         yield from self._settle(block=False)
         node = self.process.node
-        drain = node.heard and node.deadline_ms is not None
+        drain = node.is_reported and node.deadline_ms is not None
         commit_result, self.commit_answer = self.commit_answer, None
         if commit_result is not None:
             if commit_result["do"] in ("fenced", "exit"):
                 return False
             drain = drain or commit_result["do"] == "drain"
         if not drain and self.world.now_ms - self.called_ms >= HEARTBEAT_MS:
-            leases = {str(made["lease"]): len(pictures[0]) for made, pictures, _ in self.pending}
+            leases = {str(made["lease"]): len(images[0]) for made, images, _ in self.pending}
             leases[str(work["lease"])] = len(trails[0])
             answer = yield from self._call({"call": "heartbeat", "leases": leases})
             if answer["do"] == "fenced":
@@ -199,7 +199,7 @@ class Trainer:
         self.lineage = 0
         self.orders = 0
 
-    def _say(self, head: Head, blobs: Mapping[str, Any] | None = None) -> Body:
+    def _call(self, head: Head, blobs: Mapping[str, Any] | None = None) -> Body:
         self.orders += 1
         return (yield {**head, "boot": self.process.boot, "seq": self.orders}, blobs or {})
 
@@ -218,23 +218,23 @@ class Trainer:
             yield from self._publish(batch + 1, average=False)
             yield from self._withdraw_trained(batch + 1)
         if self.world.random() < 0.3:
-            yield from self._say({"call": "stop", "reason": "iterations"})
+            yield from self._call({"call": "stop", "reason": "iterations"})
         self.world.done = True
 
     def _settle_lineage(self, store: dict[str, int]) -> Body:
-        known, _ = yield from self._say({"call": "peek"})
+        known, _ = yield from self._call({"call": "peek"})
         same = known["lineage"] > 0 and store["lineage"] in (0, known["lineage"])
         if same and (known["version"] is None or known["version"] <= store["iteration"]):
             self.lineage = known["lineage"]
             return
         store["claimed"] += 1
         self.lineage = store["claimed"]
-        yield from self._say({"call": "hello", "lineage": self.lineage})
+        yield from self._call({"call": "hello", "lineage": self.lineage})
 
     def _publish(self, version: int, *, average: bool) -> Body:
         yield from self._rest()
         made = made_with(self.lineage, version, average)
-        answer, _ = yield from self._say(
+        answer, _ = yield from self._call(
             {"call": "publish", "weights": [version, average]}, {"weights": str(made).encode()}
         )
         self.worker.holds, self.worker.weights = [version, average, answer["digest"]], made
@@ -246,7 +246,7 @@ class Trainer:
             yield 20
 
     def _withdraw_trained(self, iteration: int) -> Body:
-        yield from self._say({"call": "withdraw", "batches": [["train", iteration - 1], ["explore", iteration]]})
+        yield from self._call({"call": "withdraw", "batches": [["train", iteration - 1], ["explore", iteration]]})
 
     def _iterate(self, batch: int) -> Body:
         version = batch
@@ -258,8 +258,8 @@ class Trainer:
             yield from self._submit(explored, version, "explore")
         yield from self._collect(wanted, batch, "train", version)
         if explored:
-            ask = {"call": "collect", "kind": "explore", "batch": batch + 1, "have": 0, "poisoned": 0}
-            yield from self._say(ask)
+            call = {"call": "collect", "kind": "explore", "batch": batch + 1, "have": 0, "poisoned": 0}
+            yield from self._call(call)
 
     def _evaluate(self, batch: int) -> Body:
         wanted = self._requests(batch, "evaluate", 2)
@@ -270,7 +270,7 @@ class Trainer:
         yield from self._collect(wanted, batch, "evaluate", batch)
         yield from self._rest()
         self.worker.holds, self.worker.weights = live
-        yield from self._say({"call": "withdraw", "batches": [["evaluate", batch]]})
+        yield from self._call({"call": "withdraw", "batches": [["evaluate", batch]]})
 
     def _collect(self, wanted: list[Any], batch: int, kind: str, version: int) -> Body:
         """Collect until every request is finished or poisoned. Results must be the manifest, each request once."""
@@ -286,8 +286,8 @@ class Trainer:
                 yield from self._submit(wanted[1::2], version, kind)
                 yield int(400 * self.world.random())
                 yield from self._submit(wanted, version, kind)
-            ask = {"call": "collect", "kind": kind, "batch": batch, "have": len(got), "poisoned": poisoned}
-            answer, blobs = yield from self._say(ask)
+            call = {"call": "collect", "kind": kind, "batch": batch, "have": len(got), "poisoned": poisoned}
+            answer, blobs = yield from self._call(call)
             for result in answer["results"]:
                 key = key_of(result["request"])
                 if key not in manifest or key in got:
@@ -328,7 +328,7 @@ class Trainer:
             "dtype": "float32",
             "pictures": 0,
         }
-        yield from self._say({"call": "submit", "task": task})
+        yield from self._call({"call": "submit", "task": task})
 
 
 def blob_name(raw: list[Any], step: int) -> str:

@@ -98,7 +98,7 @@ class Oracle:
         """Forget the knowledge that a coordinator loses in a restart."""
         self.life += 1
         self.generation = -1
-        self.told: dict[str, str] = {}
+        self.snapshot_state: dict[str, str] = {}
         self.noticed: set[str] = set()
         self.boots: dict[str, int] = {}
         self.seqs: dict[tuple[str, int], int] = {}
@@ -225,7 +225,12 @@ class Oracle:
                 lease.excused = True  # the answer that named it may be lost with an earlier coordinator
         if self.stopped and do != "exit" and not (do == "work" and answer["lease"] in self.leases):
             raise Broken(f"told to stop, and {worker} got {do}")
-        if do == "exit" and not self.stopped and self.told.get(node) != "lost" and self.born.get(worker) == boot:
+        if (
+            do == "exit"
+            and not self.stopped
+            and self.snapshot_state.get(node) != "lost"
+            and self.born.get(worker) == boot
+        ):
             raise Broken(f"{worker} was sent home: {answer['reason']}")
         again = self.pulls.get((worker, boot, seq))
         if do == "work":
@@ -235,15 +240,15 @@ class Oracle:
                 return
             if again is not None and self._must_live(again):
                 raise Broken(f"pull {seq} of {worker} got {again.number}, and {answer['lease']} the second time")
-            if self.told.get(node) in ("lost", "draining") or node in self.noticed:
-                raise Broken(f"{worker} got work while {node} is {self.told.get(node, 'noticed')}")
+            if self.snapshot_state.get(node) in ("lost", "draining") or node in self.noticed:
+                raise Broken(f"{worker} got work while {node} is {self.snapshot_state.get(node, 'noticed')}")
             self._given(head, answer)
         else:
             if again is not None and self._must_live(again):
                 raise Broken(f"pull {seq} of {worker} got lease {again.number}, and {do} the second time")
-            if self.told.get(node) == "lost" and do != "exit":
+            if self.snapshot_state.get(node) == "lost" and do != "exit":
                 raise Broken(f"{node} is lost and {worker} got {do}")
-            if do in ("wait", "load_weights") and (node in self.noticed or self.told.get(node) == "draining"):
+            if do in ("wait", "load_weights") and (node in self.noticed or self.snapshot_state.get(node) == "draining"):
                 raise Broken(f"{node} drains and {worker} got {do}")
 
     def _given(self, head: Mapping[str, Any], answer: Mapping[str, Any]) -> None:
@@ -341,7 +346,7 @@ class Oracle:
         if answer is None:
             return
         node, do = head["node"], answer["do"]
-        if do == "wait" and (node in self.noticed or self.told.get(node) == "draining"):
+        if do == "wait" and (node in self.noticed or self.snapshot_state.get(node) == "draining"):
             raise Broken(f"{node} drains, and {head['worker']} was not told")
         if do == "exit" and not self.stopped:
             raise Broken(f"{head['worker']} was sent home in the middle of its work")
@@ -380,9 +385,9 @@ class Oracle:
             return
         self.generation = generation
         for node, state in nodes.items():
-            if state == "lost" and self.told.get(node) != "lost":
+            if state == "lost" and self.snapshot_state.get(node) != "lost":
                 self._gone(node)
-            self.told[node] = state
+            self.snapshot_state[node] = state
 
     def slept(self, gap_ms: int) -> None:
         """Note a freeze of the coordinator: a long freeze extends the leases."""
@@ -519,8 +524,8 @@ class Oracle:
         """Keep the leases whose record survived; the others are fenced, which costs only steps."""
         for lease in left.values():
             self.boots[lease.worker] = max(self.boots.get(lease.worker, 0), lease.boot)
-            asked = lease.worker, lease.boot
-            self.seqs[asked] = max(self.seqs.get(asked, 0), lease.seq)
+            process = lease.worker, lease.boot
+            self.seqs[process] = max(self.seqs.get(process, 0), lease.seq)
         for lease in self.leases.values():
             lease.over = lease.number not in left
             lease.holds = set()

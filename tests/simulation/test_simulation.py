@@ -26,13 +26,13 @@ def test_no_schedule_breaks_an_invariant(schedules):
 
 
 def test_a_schedule_depends_only_on_its_seed():
-    def told(seed):
+    def lines_of(seed):
         lines = []
         World(seed, log=lines.append).run()
         return lines
 
-    assert told(11) == told(11)
-    assert told(11) != told(12)
+    assert lines_of(11) == lines_of(11)
+    assert lines_of(11) != lines_of(12)
     assert broken_by(11) == broken_by(11)
 
 
@@ -41,7 +41,7 @@ def test_the_schedules_contain_every_fault():
     lines = []
     for seed in range(60):
         World(seed, log=lines.append).run()
-    told = "\n".join(lines)
+    text = "\n".join(lines)
     for sign in (
         ": dies, boot",
         ": stands still",
@@ -62,7 +62,7 @@ def test_the_schedules_contain_every_fault():
         "'poisoned': ('",
         " commit ",
     ):
-        assert sign in told, sign
+        assert sign in text, sign
 
 
 class Fates(RuleBasedStateMachine):
@@ -90,10 +90,10 @@ class Fates(RuleBasedStateMachine):
     def a_node_is_bought(self):
         self.world.buy()
 
-    @rule(data=st.data(), told=st.booleans())
-    def a_process_dies(self, data, told):
+    @rule(data=st.data(), is_reported=st.booleans())
+    def a_process_dies(self, data, is_reported):
         if found := self.world.workers():
-            self.world.kill(data.draw(st.sampled_from(found)), told=float(told))
+            self.world.kill(data.draw(st.sampled_from(found)), report_odds=float(is_reported))
 
     @rule(data=st.data(), duration_ms=st.sampled_from([300, 1500, 4000]))
     def a_process_stands_still(self, data, duration_ms):

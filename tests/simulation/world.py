@@ -69,7 +69,7 @@ class Node:
     workers: int
     alive: bool = True
     deadline_ms: int | None = None
-    heard: bool = False
+    is_reported: bool = False
     """Whether the node's own agent knows of the notice."""
     seen_lost: bool = False
     """The state that the launcher believes."""
@@ -342,14 +342,14 @@ class World:
     def _again(self, lane: Lane | None, turn: int, delay_ms: float = 250) -> None:
         """Repeat the call if no answer has come."""
         if lane is not None:
-            self.at(delay_ms, self._ask_again, lane, turn)
+            self.at(delay_ms, self._call_again, lane, turn)
 
-    def _ask_again(self, lane: Lane, turn: int) -> None:
+    def _call_again(self, lane: Lane, turn: int) -> None:
         process = lane.process
         if not process.alive or lane.turn != turn:
             return
         if process.frozen:
-            process.stalled.append((self._ask_again, lane, turn))
+            process.stalled.append((self._call_again, lane, turn))
         else:
             self.send(lane, turn, lane.head, lane.blobs)
 
@@ -399,14 +399,14 @@ class World:
         self.thread(self.trainer, self.trainer.actor.worker.serve())
         self.note(f"trainer: starts, boot {self.trainer.boot}")
 
-    def kill(self, process: Process, *, told: float = 0.6, back: bool = True) -> None:
+    def kill(self, process: Process, *, report_odds: float = 0.6, back: bool = True) -> None:
         """Kill this process; its death may be reported, and its node's agent restarts it."""
         if not process.alive:
             return
         self.note(f"{process.name}: dies, boot {process.boot}")
         process.alive = False
         self.oracle.process_died(process.name, process.boot)
-        if self.random() < told:
+        if self.random() < report_odds:
             self.rumour(process)
         if back and process.node.alive:
             self.at(100 + 500 * self.random(), self._start_again, process)
@@ -484,7 +484,7 @@ class World:
         self.note(f"{node.name}: gone in {left_ms:.0f} ms, says the cloud")
         self.at(left_ms, self.preempt, node)
         if self.random() < 0.7:
-            node.heard = True
+            node.is_reported = True
             call = {"call": "notice", "node": node.name, "deadline_ms": node.deadline_ms}
             self.send(None, 0, call, {})
 
@@ -495,7 +495,7 @@ class World:
         self.note(f"{node.name}: taken")
         node.alive = False
         for process in [*node.processes.values(), *node.zombies]:
-            self.kill(process, told=0.3, back=False)
+            self.kill(process, report_odds=0.3, back=False)
         if self.random() < 0.3:
             self.send(None, 0, {"call": "node_lost", "node": node.name, "reason": "no answer"}, {})
 
