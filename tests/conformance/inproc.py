@@ -85,7 +85,7 @@ class _Line(InprocTransport):
                 return answer
             time.sleep(LOOK_SECONDS)
 
-    def _call_once(self, head: Mapping[str, Any], blobs: Blobs | None) -> Answer:
+    def _ask(self, head: Mapping[str, Any], blobs: Blobs | None) -> Answer:
         while True:
             with self._stage.lock:
                 coordinator = self._stage.coordinator
